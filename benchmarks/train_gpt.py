@@ -1,0 +1,440 @@
+"""Trains a byte-level GPT on the sources of Python's standard library, sharded over all ranks by flatshard.
+
+Two processes on one machine, over gloo on a CPU and over nccl where there are GPUs:
+
+    torchrun --nproc-per-node 2 benchmarks/train_gpt.py
+
+The same, to see that sharding changes nothing: 20 steps, next to an unsharded model that trains in one process on the
+batches of all ranks put together. It fails if the two differ:
+
+    torchrun --nproc-per-node 2 benchmarks/train_gpt.py --verify
+
+Without ``torchrun``, ``python benchmarks/train_gpt.py`` is a world of one rank. Read ``main`` first: it is the table of
+contents. All that flatshard asks of a training script stands in ``build_sharded_model``.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from corpus import VOCABULARY, Corpus, even_windows, load_corpus, random_windows
+from gpt import GPT, Block, GPTConfig
+from torch import Tensor, nn
+
+import flatshard
+
+PROMPT = b"def "
+SAMPLE_BYTES = 240
+VALIDATION_WINDOWS = 64  # per rank
+
+# The largest relative difference that --verify allows between the sharded run and the one-process run. Both compute the
+# same sums in another order: a batch's gradient as one sum over all rows, or as one sum per rank and then a sum over
+# ranks. Each such reordering moves a fp32 result by a few units of 2^-24 = 6e-8, and 20 AdamW steps of a smooth model
+# carry that on without much growth: measured below 1e-6. A real fault (a shard reduced twice, a stale parameter, a
+# wrong divisor) moves the loss or the norm of the gradient by 1e-3 and more. 1e-5 stands well clear of both.
+TOLERANCE = 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The job
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = parse_options()
+    with process_group() as ranks:
+        corpus = load_corpus()
+        ok = verify(options, corpus, ranks) if options.verify else train(options, corpus, ranks)
+    sys.exit(0 if ok else 1)
+
+
+def train(options: "Options", corpus: Corpus, ranks: "Ranks") -> bool:
+    """Trains the sharded model and reports on it. True if the validation loss fell."""
+    began = time.perf_counter()
+    model = build_sharded_model(options, ranks)
+    table = str(flatshard.describe(model))
+    ranks.say(f"{ranks}, {options.strategy}, {options.precision}; {len(corpus.train):,} bytes of text\n\n{table}\n")
+
+    loss_before = validation_loss(model, options, corpus, ranks)
+    ranks.say(f"validation loss {loss_before:.3f} before training (a uniform guess has {math.log(VOCABULARY):.3f})\n")
+
+    trainer = Trainer(model, options)
+    losses: list[Tensor] = []  # of this rank, since the last line
+    line_began = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        losses.append(trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step))))
+        if step == 1:
+            print_footprint(trainer, options, corpus, ranks)
+        if step == 1 or step % options.log_every == 0 or step == options.steps:
+            loss = ranks.mean(torch.stack(losses).mean())
+            now = time.perf_counter()
+            tokens = len(losses) * options.batch * options.context * ranks.size
+            ranks.say(
+                f"step {step:>4}/{options.steps}  loss {loss:.3f}  lr {trainer.last_lr:.1e}"
+                f"  {tokens / (now - line_began):>8,.0f} tokens/s  elapsed {now - began:5.1f} s"
+            )
+            losses.clear()
+            line_began = time.perf_counter()
+
+    loss_after = validation_loss(model, options, corpus, ranks)
+    ranks.say(f"\nvalidation loss {loss_before:.3f} -> {loss_after:.3f}")
+    sample = generate(model, PROMPT, SAMPLE_BYTES, options, ranks)
+    ranks.say(f"\na sample, continuing {PROMPT.decode()!r}:\n\n{sample.decode(errors='replace')}")
+    ranks.say(f"\nfinished in {time.perf_counter() - began:.1f} s")
+    return loss_after < loss_before
+
+
+def verify(options: "Options", corpus: Corpus, ranks: "Ranks") -> bool:
+    """Trains the sharded model and an unsharded one on the same batches. True if they agree within ``TOLERANCE``.
+
+    The norm of the gradient is compared besides the loss, because AdamW divides the gradient by its own size: a
+    gradient that is wrong by a constant factor would leave the loss as it is.
+    """
+    sharded = Trainer(build_sharded_model(options, ranks), options)
+    reference = Trainer(build_model(options, ranks), options)
+    ranks.say(
+        f"{ranks}, {options.strategy}: sharded on {ranks.size} x {options.batch} rows, against one process on all\n"
+    )
+    ranks.say("          loss                                 norm of the gradient")
+    ranks.say("step      sharded     one process  difference     sharded     one process  difference")
+
+    largest = 0.0
+    agreed = True
+    for step in range(1, (options.verify or 0) + 1):
+        batch = global_batch(options, corpus, ranks, step)
+        # The batches of all ranks have one size, so the mean of their mean losses is the mean over all rows.
+        loss = ranks.mean(sharded.step(ranks.own_rows(batch)))
+        norm = gradient_norm(sharded.model, ranks)
+        expected_loss = reference.step(batch).item()
+        expected_norm = gradient_norm(reference.model, ranks)
+        differences = relative_difference(loss, expected_loss), relative_difference(norm, expected_norm)
+        largest = max(largest, *differences)
+        agreed = agreed and all(difference <= TOLERANCE for difference in differences)  # False for a NaN
+        ranks.say(
+            f"{step:>4}  {loss:>11.7f}  {expected_loss:>14.7f}  {differences[0]:>10.1e}"
+            f"  {norm:>10.7f}  {expected_norm:>14.7f}  {differences[1]:>10.1e}"
+        )
+    agreed = ranks.all_agree(agreed)
+    verdict = "equal" if agreed else "NOT EQUAL"
+    ranks.say(f"\n{verdict}: largest relative difference {largest:.1e}, tolerance {TOLERANCE:.0e}")
+    return agreed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and optimizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_model(options: "Options", ranks: "Ranks") -> GPT:
+    """The whole model, with the same initial values on every rank and at every call."""
+    torch.manual_seed(options.seed)
+    return GPT(options.config()).to(ranks.device)
+
+
+def build_sharded_model(options: "Options", ranks: "Ranks") -> GPT:
+    """The same model, sharded in place: one unit for each ``Block``, and one for what is left."""
+    mixed_precision = None
+    if options.precision == "bf16":
+        mixed_precision = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return flatshard.fully_shard(
+        build_model(options, ranks),
+        policy={Block},
+        strategy=flatshard.ShardingStrategy[options.strategy.upper()],
+        mixed_precision=mixed_precision,
+    )
+
+
+class Trainer:
+    """A model with its AdamW and its learning rates. It trains the sharded model and the reference alike."""
+
+    def __init__(self, model: GPT, options: "Options") -> None:
+        self.model = model
+        # A sharded parameter is a 1-D piece of the original. Its full shape tells matrices from biases and norms.
+        matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
+        vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=options.lr,
+            betas=(0.9, 0.95),
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: warmup_and_cosine(step, options.steps)
+        )
+        self.last_lr = 0.0  # of the last step
+
+    def step(self, windows: Tensor) -> Tensor:
+        """Takes one optimizer step and returns the loss before it. The gradients stay until the next step."""
+        self.optimizer.zero_grad()
+        loss = next_byte_loss(self.model, windows)
+        loss.backward()
+        self.last_lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+
+def warmup_and_cosine(step: int, steps: int) -> float:
+    """The factor on the learning rate: up in a straight line for a tenth of the steps, then down a cosine to 0.1."""
+    warmup = max(steps // 10, 1)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(steps - warmup, 1)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, a scalar, of each byte given those before it.
+
+    Args:
+        windows: int64 tensor of shape (batch, context + 1).
+    """
+    logits: Tensor = model(windows[:, :-1])  # (batch, context, vocabulary)
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, options: "Options", corpus: Corpus, ranks: "Ranks") -> float:
+    """Mean loss over windows of the held-out text, which the ranks divide among them."""
+    windows = even_windows(corpus.validation, VALIDATION_WINDOWS * ranks.size, options.context + 1)
+    return ranks.mean(next_byte_loss(model, ranks.own_rows(windows)))
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, count: int, options: "Options", ranks: "Ranks") -> bytes:
+    """Continues ``prompt`` by ``count`` sampled bytes.
+
+    A forward of a sharded model is a collective, so every rank makes the same calls: the random numbers are seeded
+    alike, and the number of bytes does not depend on what was sampled.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    text = torch.tensor([list(prompt)], device=ranks.device)  # (1, length)
+    for _ in range(count):
+        logits: Tensor = model(text[:, -options.context :])[0, -1]  # (vocabulary)
+        probabilities = torch.softmax(logits.float() / 0.7, dim=0).cpu()
+        following = torch.multinomial(probabilities, 1, generator=generator)
+        text = torch.cat([text, following[None].to(ranks.device)], dim=1)
+    return bytes(text[0].tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and measurements
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def global_batch(options: "Options", corpus: Corpus, ranks: "Ranks", step: int) -> Tensor:
+    """The rows that all ranks train on in this step, shape (ranks * batch, context + 1), equal on every rank."""
+    seed = options.seed * 1_000_003 + step
+    return random_windows(corpus.train, ranks.size * options.batch, options.context + 1, seed=seed).to(ranks.device)
+
+
+def gradient_norm(model: nn.Module, ranks: "Ranks") -> float:
+    """Euclidean norm of the whole model's gradient, from what each rank holds of it, sharded or not."""
+    parameters = list(model.parameters())
+    held = ranks.sum(torch.tensor(float(sum(p.numel() for p in parameters))))
+    copies = held / sum(flatshard.full_shape(p).numel() for p in parameters)
+    squares = [p.grad.detach().double().square().sum() for p in parameters if p.grad is not None]
+    return math.sqrt(ranks.sum(torch.stack(squares).sum()) / copies)
+
+
+def relative_difference(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected)
+
+
+def print_footprint(trainer: Trainer, options: "Options", corpus: Corpus, ranks: "Ranks") -> None:
+    """Prints the bytes that stay on a rank between two steps, next to those of an unsharded model after one step."""
+    replica = Trainer(build_model(options, ranks), options)
+    replica.step(ranks.own_rows(global_batch(options, corpus, ranks, step=1)))
+    sharded, replicated = footprint(trainer), footprint(replica)
+    ranks.say("MiB on the fullest rank     sharded  replicated")
+    for name in sharded:
+        size, full_size = ranks.max(sharded[name]), ranks.max(replicated[name])
+        ranks.say(f"{name:<25} {size / 2**20:>9.3f}  {full_size / 2**20:>10.3f}  {size / full_size:>5.0%}")
+    ranks.say("")
+
+
+def footprint(trainer: Trainer) -> dict[str, int]:
+    """Bytes of memory behind the tensors that training keeps."""
+    parameters = list(trainer.model.parameters())
+    kept: dict[str, list[Tensor]] = {
+        "parameters": [p.detach() for p in parameters],
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "Adam state": [
+            value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+        ],
+    }
+    sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
+    return sizes | {"total": sum(sizes.values())}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Size of the memory the tensors live in, padding included. Tensors that share memory are counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of this job, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def say(self, text: str) -> None:
+        """Prints, on rank 0 only."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """This rank's equal part of a tensor that is the same on all ranks, cut along its first dimension."""
+        return rows.to(self.device).chunk(self.size)[self.rank]
+
+    def sum(self, value: Tensor) -> float:
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def mean(self, value: Tensor) -> float:
+        return self.sum(value) / self.size
+
+    def max(self, value: int) -> float:
+        return self._reduce(torch.tensor(value), dist.ReduceOp.MAX)
+
+    def all_agree(self, value: bool) -> bool:
+        return bool(self._reduce(torch.tensor(value), dist.ReduceOp.MIN))
+
+    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> float:
+        reduced = value.detach().to(self.device, torch.float64, copy=True)
+        dist.all_reduce(reduced, op)
+        return reduced.item()
+
+    def __str__(self) -> str:
+        return f"{self.size} rank{'s' * (self.size > 1)} on {self.device.type} over {dist.get_backend()}"
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[Ranks]:
+    """Joins the process group that torchrun describes, or makes one of a single rank, and leaves it at the end."""
+    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
+        # Otherwise gloo looks up the machine's own name, which not every machine can resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Options(argparse.Namespace):
+    """The command line, typed."""
+
+    layers: int
+    width: int
+    heads: int
+    tied: bool
+    context: int
+    batch: int
+    steps: int
+    lr: float
+    strategy: str
+    precision: str
+    seed: int
+    log_every: int
+    verify: int | None  # the number of steps to compare
+
+    def config(self) -> GPTConfig:
+        return GPTConfig(VOCABULARY, self.context, self.layers, self.width, self.heads, self.tied)
+
+
+def parse_options() -> Options:
+    description, _, examples = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=positive_int, default=4, metavar="N", help="blocks (default: 4)")
+    model.add_argument("--width", type=positive_int, default=128, metavar="N", help="residual stream (default: 128)")
+    model.add_argument("--heads", type=positive_int, default=4, metavar="N", help="must divide width (default: 4)")
+    model.add_argument(
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share one matrix between embedding and output head (default: tied)",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--context", type=positive_int, default=128, metavar="N", help="bytes seen (default: 128)")
+    training.add_argument("--batch", type=positive_int, default=8, metavar="N", help="rows per rank (default: 8)")
+    training.add_argument("--steps", type=positive_int, default=500, metavar="N", help="optimizer steps (default: 500)")
+    training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate (default: 3e-3)")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches, sample (default: 0)")
+    training.add_argument("--log-every", type=positive_int, default=25, metavar="N", help="steps a line (default: 25)")
+
+    sharding = parser.add_argument_group("sharding")
+    sharding.add_argument(
+        "--strategy",
+        choices=["full_shard", "shard_grad_op", "no_shard"],
+        default="full_shard",
+        help="what the ranks divide among them (default: full_shard)",
+    )
+    sharding.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="what the model computes in; parameters kept and gradients summed in fp32 (default: fp32)",
+    )
+    sharding.add_argument(
+        "--verify",
+        nargs="?",
+        type=positive_int,
+        const=20,
+        metavar="N",
+        help="compare the first N steps with one-process training, then exit (default: 20)",
+    )
+
+    options = parser.parse_args(namespace=Options())
+    if options.verify and options.precision != "fp32":
+        parser.error("--verify compares with fp32 training up to its rounding: use it with --precision fp32")
+    try:
+        options.config()
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""flatshard: sharded data parallelism for PyTorch in one line.
+
+>>> flatshard.fully_shard(model, policy={Block})
+
+Same object, same class, same names; each parameter a slice of a flat shard. See README.md.
+"""
+
+from flatshard._composable.fully_shard import fully_shard
+from flatshard._composable.policy import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from flatshard._config import BackwardPrefetch, ShardingStrategy
+from flatshard._errors import InternalError
+from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
+
+__all__ = [
+    "BackwardPrefetch",
+    "CustomPolicy",
+    "InternalError",
+    "ModuleWrapPolicy",
+    "ShardedParameter",
+    "ShardingStrategy",
+    "full_shape",
+    "fully_shard",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]

@@ -1,0 +1,122 @@
+"""What all units on one process group and device share: the runtime, the forwards under way, the backward.
+
+Shared per group, not per root: so several models interleave their collectives in one order, prefetch works across
+manually nested units, and no unit needs to know which one is the root.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import ClassVar
+
+from flatshard._composable.backward import Backward
+from flatshard._composable.exec_order import ForwardOrder
+from flatshard._composable.state import Step, Unit
+from flatshard._runtime import Runtime
+
+
+class Context:
+    """One per runtime: see ``of``."""
+
+    _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.backward = Backward()
+        self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
+        self.last_step: Step | None = None  # of the current pass
+        # Forwards under way, outermost first, each with the frame that its module's __call__ runs in.
+        self._forwards: list[tuple[Unit, FrameType]] = []
+        self._order: ForwardOrder[Unit] = ForwardOrder()
+        self._prefetched: dict[Unit, None] = {}  # gathered ahead and not used yet
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Context:
+        found = cls._instances.get(id(runtime))  # the context keeps its runtime alive, so the id stays taken
+        if found is None:
+            found = cls._instances[id(runtime)] = cls(runtime)
+        return found
+
+    # -- forwards ----------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit, in_backward: bool) -> None:
+        """``unit`` starts a forward; called from its pre-forward hook's first frame's callee."""
+        frame = sys._getframe(2)
+        if not in_backward:
+            if self._forwards and not _is_inside(frame, self._forwards[-1][1]):
+                self.recover()
+            if not self._forwards:
+                self._start_pass(unit)
+        self._forwards.append((unit, frame))
+
+    def exit_forward(self, unit: Unit) -> bool:
+        """``unit`` ends a forward. Returns False where it had not started one (an earlier hook raised)."""
+        if not self._forwards or self._forwards[-1][0] is not unit:
+            return False
+        self._forwards.pop()
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """No forward is under way."""
+        return not self._forwards
+
+    def _start_pass(self, unit: Unit) -> None:
+        if self.backward.is_stale:
+            self.backward.recover()
+        self.pass_id += 1
+        self.last_step = None
+        self._order = unit.order
+        self._order.start()
+        self.runtime.before_pass()
+
+    # -- prefetching ---------------------------------------------------------------------------------------------------
+
+    def next_forward(self, unit: Unit) -> Unit | None:
+        """Note that ``unit`` runs; the unit that is likely to run after it."""
+        return self._order.advance(unit)
+
+    def prefetch(self, unit: Unit) -> None:
+        """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used."""
+        for needed in unit.needs:
+            if needed.handle.is_sharded:
+                needed.handle.unshard()
+                needed.gathered_in = self.pass_id
+                needed.gathered_version = needed.handle.version()
+                self._prefetched[needed] = None
+
+    def used(self, unit: Unit) -> None:
+        """``unit`` is needed now: if it was prefetched, that was right."""
+        self._prefetched.pop(unit, None)
+
+    def free_unused(self) -> None:
+        """Free what was prefetched and not used."""
+        prefetched, self._prefetched = self._prefetched, {}
+        for unit in prefetched:
+            if unit.holds == 0:
+                unit.handle.reshard()
+
+    # -- exceptions ----------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """After an exception that skipped hooks (an interrupt, a failed backward): be as between two steps."""
+        for unit, _ in self._forwards:
+            for needed in unit.needs:
+                needed.users = needed.holds = 0
+                needed.handle.slots.register_sharded()
+                needed.handle.reshard()
+        self._forwards.clear()
+        self.backward.recover()
+        self.free_unused()
+
+
+def _is_inside(frame: FrameType, outer: FrameType) -> bool:
+    """Whether ``frame`` was called, through whatever is between, from ``outer``."""
+    at: FrameType | None = frame
+    while at is not None:
+        if at is outer:
+            return True
+        at = at.f_back
+    return False

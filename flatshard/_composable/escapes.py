@@ -1,0 +1,103 @@
+"""Tensors that leave a unit: by its output, or past it.
+
+Backward comes back to a unit through the tensors that its forward handed out; that is where the unit must be gathered
+again. Most leave in the output. Some leave past it: stashed in a module attribute (``self.aux_loss = ...``), or caught
+by a forward hook that somebody put on an inner module. Both are looked for here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# What nn.Module itself keeps in __dict__, and values of these types, can't hold an activation.
+_MODULE_KEYS = frozenset(nn.Module().__dict__)
+_PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, torch.Size, nn.Parameter, nn.Module)
+_MAX_DEPTH = 6
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in an arbitrary structure: containers, dataclasses, objects with attributes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif value is None or isinstance(value, _PLAIN) or depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+    elif not callable(value):
+        names = list(getattr(value, "__dict__", ()))
+        for cls in type(value).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            names.extend([slots] if isinstance(slots, str) else slots)
+        for name in names:
+            yield from tensors_in(getattr(value, name, None), depth + 1)
+
+
+def is_opaque(output: Any) -> bool:
+    """Whether a module's output is of a kind that may hide tensors from ``tensors_in``."""
+    return not (
+        output is None
+        or isinstance(output, (torch.Tensor, dict, list, tuple, set, frozenset, *_PLAIN))
+        or dataclasses.is_dataclass(output)
+        or hasattr(output, "__dict__")
+    )
+
+
+class EscapeWatch:
+    """Looks for tensors that leave one unit past its output. ``modules``: those that are in this unit and no other."""
+
+    def __init__(self, unit_module: nn.Module, modules: Iterable[nn.Module]) -> None:
+        self.unit_module = unit_module
+        self.modules = list(modules)
+        # Per module: how many attributes it had when last looked at, and which could hold an activation.
+        self._attributes: list[tuple[int, list[str]]] = [(-1, []) for _ in self.modules]
+        self._watched: set[int] = set()  # modules with a hook of ours, as somebody else's hook was seen there
+        self._caught: list[torch.Tensor] = []
+
+    def before_forward(self, install: Callable[[nn.Module, Callable[..., None]], object]) -> None:
+        """Where somebody hooked an inner module, hook it too (by ``install``), to see what they may have caught."""
+        self._caught.clear()
+        for module in self.modules:
+            if (module._forward_hooks or module._forward_pre_hooks) and id(module) not in self._watched:
+                self._watched.add(id(module))
+                if module is not self.unit_module:
+                    install(module, self._catch)
+
+    def _catch(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._caught.extend(t for t in tensors_in((args, output)) if t.requires_grad)
+
+    def after_forward(self) -> list[torch.Tensor]:
+        """Tensors with a graph that were stashed or caught in the forward that just ended."""
+        found = self._caught
+        for index, module in enumerate(self.modules):
+            attributes = module.__dict__
+            size, names = self._attributes[index]
+            if len(attributes) != size:
+                names = [k for k, v in attributes.items() if k not in _MODULE_KEYS and _may_hold(v)]
+                self._attributes[index] = (len(attributes), names)
+            for name in names:
+                value = attributes.get(name)
+                if value is not None:
+                    found.extend(t for t in tensors_in(value) if t.grad_fn is not None)
+            if module._buffers:
+                found.extend(b for b in module._buffers.values() if b is not None and b.grad_fn is not None)
+        self._caught = []
+        return found
+
+
+def _may_hold(value: Any) -> bool:
+    if value is None or isinstance(value, torch.Tensor | list | dict | set):
+        return not isinstance(value, nn.Parameter)
+    return not isinstance(value, (tuple, frozenset, *_PLAIN)) and not callable(value)

@@ -1,0 +1,195 @@
+"""``fully_shard``: the whole construction, as a table of contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard._composable import materialize, validate
+from flatshard._composable.context import Context
+from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.partition import PlannedUnit, owner_of, plan_units
+from flatshard._composable.policy import Policy, choose_units
+from flatshard._composable.state import Unit, UnitConfig, set_unit, units_below
+from flatshard._config import BackwardPrefetch, ShardingStrategy, as_enum
+from flatshard._handle.handle import FlatParamHandle, ParamSlots
+from flatshard._runtime import Runtime
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    *,
+    policy: Policy = None,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    mixed_precision: Any = None,
+    cpu_offload: Any = None,
+    ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
+    device_id: int | torch.device | str | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = True,
+    limit_all_gathers: bool = True,
+) -> M:
+    """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
+
+    Returns the same object, of the same class, with the same FQNs. Between steps each parameter is the user's own
+    ``nn.Parameter``, holding this rank's part as a 1-D tensor; :func:`full_shape` tells the whole's shape. Inside forward
+    the modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
+
+    Example::
+
+        model = GPT(...)
+        fully_shard(model, policy={Block})       # every Block a unit, the rest of the model one more
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    Args:
+        module: the module to shard. Submodules may have been sharded before by calls of their own.
+        policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
+            :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
+            the policies of ``torch.distributed.fsdp.wrap`` too. None: ``module`` is a single unit.
+        process_group: the ranks to shard over. Default: all.
+        device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``.
+        strategy: see :class:`ShardingStrategy`.
+        mixed_precision, cpu_offload: not implemented yet; anything but None raises.
+        ignored_states: modules or parameters to leave alone. Their gradients are the caller's affair.
+        device_id: move parameters and buffers to this device first, one unit at a time.
+        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, whose
+            memory exists by then. Default: the module's ``reset_parameters()``. What results is broadcast from rank 0.
+        sync_module_states: give every rank the parameters and buffers of the group's rank 0.
+        backward_prefetch: when to gather the next unit in backward; None: not ahead.
+        forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
+        limit_all_gathers: must be True; see Raises.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
+        RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised.
+        NotImplementedError: ``mixed_precision``, ``cpu_offload``, a hybrid strategy, or a tensor-subclass parameter.
+        ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
+            exist here: memory is bounded by the order of streams, and the host never waits.
+    """
+    strategy = as_enum(ShardingStrategy, strategy, "strategy")
+    config = _unit_config(strategy, backward_prefetch, forward_prefetch)
+    _refuse_what_is_missing(mixed_precision, cpu_offload, limit_all_gathers)
+    validate.check_module(module)
+    group = validate.resolve_group(process_group, device_mesh, strategy)
+    ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
+    validate.check_tree(module, ignored)
+    overrides = choose_units(module, policy, ignored)
+    validate.check_chosen(module, overrides, ignored)
+    configs = {m: _override(config, given, m) for m, given in overrides.items()}
+    planned = plan_units(module, set(overrides), ignored, ignored_params)
+    device = validate.check_parameters(planned, _as_device(device_id))
+    existing = units_below(module)
+    _check_foreign(planned, existing)
+
+    context = Context.of(Runtime.of(group, device))
+    names = {m: n for n, m in module.named_modules()}
+    made: dict[nn.Module, Unit] = {}
+    for unit in planned:  # one unit at a time, so that at most one is whole on the device
+        was_meta = materialize.materialize(unit, names, device, param_init_fn, ignored_params)
+        materialize.move(unit, device, ignored_params)
+        if sync_module_states or was_meta:
+            materialize.broadcast(unit, context.runtime, ignored_params)
+        made[unit.module] = _make_unit(unit, context, configs.get(unit.module, config))
+    for unit in planned:
+        _link(made[unit.module], unit, made, existing)
+        UnitHooks.install(made[unit.module], unit.modules)
+    return module
+
+
+def _unit_config(
+    strategy: ShardingStrategy, backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool
+) -> UnitConfig:
+    if backward_prefetch is not None:
+        backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
+    if not isinstance(forward_prefetch, bool):
+        raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
+    return UnitConfig(strategy, backward_prefetch, forward_prefetch)
+
+
+def _refuse_what_is_missing(mixed_precision: Any, cpu_offload: Any, limit_all_gathers: bool) -> None:
+    if mixed_precision is not None:
+        raise NotImplementedError("fully_shard(mixed_precision=...) is not implemented yet")
+    if cpu_offload is not None:
+        raise NotImplementedError("fully_shard(cpu_offload=...) is not implemented yet")
+    if limit_all_gathers is not True:
+        raise ValueError(
+            "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and memory is bounded "
+            "by the order of streams. Leave the argument out"
+        )
+
+
+_OVERRIDES = {"strategy", "sharding_strategy", "backward_prefetch", "forward_prefetch"}
+
+
+def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> UnitConfig:
+    """``config`` with what a CustomPolicy said for one module."""
+    for key in given:
+        if key in ("mixed_precision", "cpu_offload"):
+            _refuse_what_is_missing(given.get("mixed_precision"), given.get("cpu_offload"), True)
+        elif key not in _OVERRIDES:
+            raise ValueError(
+                f"the policy overrides {key!r} for a {type(module).__name__}; it can override {sorted(_OVERRIDES)}"
+            )
+    strategy = as_enum(
+        ShardingStrategy, given.get("strategy", given.get("sharding_strategy", config.strategy)), "the policy's strategy"
+    )
+    if strategy.is_hybrid:
+        raise NotImplementedError(f"the policy chose {strategy} for a {type(module).__name__}: not implemented yet")
+    return _unit_config(
+        strategy,
+        given.get("backward_prefetch", config.backward_prefetch),
+        given.get("forward_prefetch", config.forward_prefetch),
+    )
+
+
+def _as_device(device_id: int | torch.device | str | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        return torch.device(validate.default_device().type, device_id)
+    device = torch.device(device_id)
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def _check_foreign(planned: list[PlannedUnit], existing: list[Unit]) -> None:
+    for unit in planned:
+        for module, name, param in unit.foreign:
+            if owner_of(param, existing) is None:
+                raise ValueError(
+                    f"{name!r} of a {type(module).__name__} in {unit.fqn or 'the module'!r} is sharded already, by a "
+                    "unit outside this module (a tied parameter). Shard the common parent in one call with a policy"
+                )
+
+
+def _make_unit(planned: PlannedUnit, context: Context, config: UnitConfig) -> Unit:
+    params = [ParamSlots(o.fqn, o.param, tuple(o.slots)) for o in planned.owned]
+    shard = config.strategy is not ShardingStrategy.NO_SHARD
+    handle = FlatParamHandle(planned.fqn, params, context.runtime, shard)
+    unit = Unit(planned.module, planned.fqn, handle, context, config)
+    set_unit(planned.module, unit)
+    return unit
+
+
+def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit], existing: list[Unit]) -> None:
+    """Tell ``unit`` whose parameters it needs besides its own, and take over their registrations in it."""
+    needs = [unit, *(made[m] for m in planned.uses)]
+    for module, name, param in planned.foreign:
+        owner = owner_of(param, existing)
+        assert owner is not None  # _check_foreign
+        owner.handle.add_slot(module, name, param)
+        if owner not in needs:
+            needs.append(owner)
+    unit.needs = tuple(needs)

@@ -1,0 +1,295 @@
+"""The forward and backward hooks of a unit. The only file that registers hooks.
+
+For a unit under FULL_SHARD, one training step is::
+
+    pre-forward    gather, prefetch the next; register the compute parameters
+    (forward)
+    post-forward   hook the outputs; register the sharded parameters; free
+    pre-backward   gather, prefetch the one before
+    (backward)     each gradient goes into the reduction's input as it comes
+    complete       start the reduction; free
+
+[Note: What is registered when]
+The compute parameters are registered only inside forward. Between forward and backward a unit may stay unsharded
+(SHARD_GRAD_OP, the outermost unit), but ``module.parameters()`` are the user's own: so ``model.zero_grad()``,
+``p.requires_grad_()`` and the like do at that point what they do at any other.
+
+[Note: Freeing in backward]
+All gradients of a unit being there means that its parameters were used for the last time, if all of them are
+trainable. A frozen parameter's value is needed for the gradient of the input too: a unit with frozen parameters is
+freed when backward leaves it through its inputs (``_Leave``), or at the end of backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flatshard._composable.backward import current_graph_task
+from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
+from flatshard._composable.state import Step, Unit
+from flatshard._config import BackwardPrefetch
+
+
+class UnitHooks:
+    """The hooks of one unit; they hold it, as its module holds them."""
+
+    def __init__(self, unit: Unit, modules: list[nn.Module]) -> None:
+        self.unit = unit
+        self.watch = EscapeWatch(unit.module, modules)
+        self._install_gradient_hooks()
+
+    @classmethod
+    def install(cls, unit: Unit, modules: list[nn.Module]) -> None:
+        """Make ``unit`` live. ``modules``: its module and the submodules that belong to no other unit."""
+        hooks = cls(unit, modules)
+        unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(hooks.post_forward, always_call=True)
+
+    def _install_gradient_hooks(self) -> None:
+        for group, buffers in enumerate(self.unit.handle.buffers):
+            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
+                for index, compute in enumerate(buffers.computes):
+                    # register_post_accumulate_grad_hook wants a parameter that requires grad at that moment.
+                    wanted = compute.requires_grad
+                    compute.requires_grad_(True)
+                    hook = functools.partial(self.on_gradient, group, index)
+                    compute.register_post_accumulate_grad_hook(hook)
+                    compute.requires_grad_(wanted)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
+        """Copied with the module that holds it: the copy's gradient hooks are on the copied unit's parameters."""
+        result = object.__new__(UnitHooks)
+        memo[id(self)] = result
+        result.unit = copy.deepcopy(self.unit, memo)
+        result.watch = EscapeWatch(result.unit.module, [copy.deepcopy(m, memo) for m in self.watch.modules])
+        result._install_gradient_hooks()
+        return result
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        unit = self.unit
+        context = unit.context
+        in_backward = current_graph_task() != -1  # a recomputation of activation checkpointing
+        context.enter_forward(unit, in_backward)
+        for needed in unit.needs:
+            needed.users += 1
+            needed.holds += 1
+        grad = torch.is_grad_enabled()
+        for needed in unit.needs:
+            self._gather(needed, grad, in_backward)
+        if not in_backward:
+            if (following := context.next_forward(unit)) is not None and unit.config.forward_prefetch:
+                context.prefetch(following)
+            if grad:
+                self.watch.before_forward(nn.Module.register_forward_hook)
+        if grad and not unit.handle.all_trainable and not unit.handle.is_alias:
+            return self._watch_inputs(args, kwargs)
+        return None
+
+    @staticmethod
+    def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
+        context, handle = unit.context, unit.handle
+        context.used(unit)
+        if unit.users == 1:
+            trainable = handle.sync_requires_grad()
+            if grad and trainable:
+                context.backward.expect(unit)
+        if in_backward:
+            context.backward.touch(unit)
+        elif unit.holds == 1 and unit.gathered_in != context.pass_id and not handle.is_sharded:
+            # Left unsharded by an earlier pass. The shards may have changed since (`p.data.add_()` cannot be noticed), so
+            # gather anew, unless the user unsharded it on purpose and nothing known has changed.
+            if unit.gathered_in != -1 or unit.gathered_version != handle.version():
+                handle.reshard()
+        if handle.is_sharded:
+            handle.unshard()
+            unit.gathered_version = handle.version()
+        unit.gathered_in = context.pass_id
+        handle.wait()
+        handle.slots.register_unsharded()
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Also called, with ``output`` None, when the forward raised."""
+        unit = self.unit
+        context = unit.context
+        if not context.exit_forward(unit):
+            return
+        in_backward = current_graph_task() != -1
+        comes_back = leaks = False
+        try:
+            if torch.is_grad_enabled():
+                comes_back = self._hook_outputs(output, in_backward)
+            leaks = self._shows_parameters(output)
+        finally:
+            outermost = context.is_idle
+            for needed in unit.needs:
+                needed.users -= 1
+                needed.holds -= 1
+                if needed.users == 0:
+                    needed.handle.write_back_if_changed()
+                    needed.handle.slots.register_sharded()
+                stays = comes_back and (outermost or not needed.config.reshard_after_forward)
+                if needed.holds == 0 and not (stays or leaks or in_backward):
+                    needed.handle.reshard()
+            if outermost and not in_backward:
+                context.free_unused()
+
+    def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
+        """Have backward come back through ``pre_backward``. Returns whether it can."""
+        unit = self.unit
+        nodes = set()
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        for tensor in (*outputs, *self.watch.after_forward()):
+            if tensor.requires_grad:
+                # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want.
+                source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+                if (node := source.grad_fn or tensor.grad_fn) is not None:
+                    nodes.add(node)
+        if not nodes:
+            return self._may_hide_tensors(output)
+        step = Step(unit, None if in_backward else unit.context.last_step)
+        if not in_backward:
+            unit.context.last_step = step
+        hook = functools.partial(self.pre_backward, step)
+        for node in nodes:
+            node.register_prehook(hook)
+        return True
+
+    def _may_hide_tensors(self, output: Any) -> bool:
+        if not is_opaque(output):
+            return False
+        warnings.warn(
+            f"unit {self.unit.fqn or '<root>'!r} returned a {type(output).__name__}, in which flatshard finds no tensor: "
+            "its parameters stay unsharded until its backward is over. Return tensors in a tuple, dict or dataclass to "
+            "have them freed after forward",
+            stacklevel=2,
+        )
+        return True
+
+    def _shows_parameters(self, output: Any) -> bool:
+        """Whether the output is (a view of) the unsharded parameters, which must then outlive this forward."""
+        if self.unit.handle.is_alias:
+            return False
+        memory = [b.unsharded.untyped_storage().data_ptr() for b in self.unit.handle.buffers if not b.is_alias]
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        return any(t.layout is torch.strided and t.untyped_storage().data_ptr() in memory for t in outputs if t.numel())
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Notice when backward leaves through the inputs. [Note: Freeing in backward]"""
+        values, spec = tree_flatten((args, kwargs))
+        where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
+        if not where:
+            return None
+        for i, watched in zip(where, _Leave.apply(self, *[values[i] for i in where]), strict=True):
+            values[i] = watched
+        new_args, new_kwargs = tree_unflatten(values, spec)
+        return new_args, new_kwargs
+
+    def pre_backward(self, step: Step, grads: Any) -> None:
+        """Backward comes to the unit, through one of its outputs."""
+        unit = self.unit
+        task = current_graph_task()
+        if step.opened_in == task or unit.finished_task == task:
+            return
+        step.opened_in = task
+        context = unit.context
+        context.backward.begin(unit)
+        unit.active_steps += 1
+        unit.last_step = step
+        for needed in unit.needs:
+            context.used(needed)
+            if needed is not unit:
+                context.backward.begin(needed)
+            needed.handle.unshard()
+            needed.handle.wait()
+        if step.version != unit.handle.version():
+            raise RuntimeError(
+                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
+                "(an optimizer step, say), so its gradients would be wrong. Call backward before the step, or run forward "
+                "again after it"
+            )
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_before(step)
+
+    @staticmethod
+    def _prefetch_before(step: Step) -> None:
+        previous = step.previous
+        if previous is not None and previous.unit.finished_task != current_graph_task():
+            context = step.unit.context
+            for needed in previous.unit.needs:
+                context.backward.touch(needed)
+            context.prefetch(previous.unit)
+
+    def on_gradient(self, group: int, index: int, param: torch.Tensor) -> None:
+        """Autograd has accumulated the gradient of one compute parameter: take it away."""
+        grad = param.grad
+        param.grad = None
+        unit = self.unit
+        assert grad is not None
+        if grad.requires_grad or grad.layout is not torch.strided:
+            self._refuse(group, index, grad)
+        backward = unit.context.backward
+        task = backward.begin(unit)
+        unit.handle.receive(group, index, grad)
+        if backward.arrived(unit, task):
+            self._after_complete()
+
+    def _after_complete(self) -> None:
+        unit = self.unit
+        if unit.handle.all_trainable or unit.active_steps == 0:
+            self._free()
+
+    def leave(self) -> None:
+        """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
+        unit = self.unit
+        unit.active_steps = max(0, unit.active_steps - 1)
+        if unit.active_steps == 0 and unit.pending == 0:
+            self._free()
+
+    def _free(self) -> None:
+        unit = self.unit
+        if unit.holds == 0 and not unit.context.backward.keeps_unsharded:
+            unit.handle.reshard()
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
+            self._prefetch_before(unit.last_step)
+
+    def _refuse(self, group: int, index: int, grad: torch.Tensor) -> None:
+        fqn = self.unit.handle.buffers[group].layout.params[index].fqn
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {fqn!r} has a graph of its own (backward(create_graph=True)), which its sharded .grad "
+                "cannot carry. For a gradient penalty take torch.autograd.grad(..., create_graph=True) with respect to "
+                "inputs, and call backward() on the penalty"
+            )
+        raise RuntimeError(
+            f"the gradient of {fqn!r} is sparse, which cannot be reduced into a flat gradient: build the module with "
+            "sparse=False"
+        )
+
+
+class _Leave(torch.autograd.Function):
+    """The identity on a unit's inputs, whose backward tells the unit that it is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.hooks.leave()
+        return None, *grads

@@ -1,0 +1,118 @@
+"""Which parameters each unit owns. All units are planned before any is flattened.
+
+[Note: Shared parameters]
+A parameter that is registered in several units belongs to their lowest common ancestor among the units, once. The units
+in which it is registered too *use* that owner: it is unsharded for their forward and backward as well, so that each of
+them works standalone. A parameter that was sharded by an earlier call stays where it is and is used likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from flatshard._composable.state import Unit, unit_of
+from flatshard._handle.sharded_parameter import ShardedParameter
+
+
+@dataclass
+class Owned:
+    """A parameter and where it is registered."""
+
+    fqn: str
+    param: nn.Parameter
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass
+class PlannedUnit:
+    """A unit to be made."""
+
+    module: nn.Module
+    fqn: str
+    modules: list[nn.Module] = field(default_factory=list)  # its module and those that belong to no unit below it
+    owned: list[Owned] = field(default_factory=list)
+    uses: list[nn.Module] = field(default_factory=list)  # modules of planned units that own parameters registered here
+    foreign: list[tuple[nn.Module, str, ShardedParameter]] = field(default_factory=list)  # sharded by an earlier call
+
+
+def walk(
+    root: nn.Module, ignored: set[nn.Module], into_units: bool = False
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """(FQN, module, modules from ``root`` down to it), each path once, ignored ones left out.
+
+    Modules that are units already are left out with all below them, unless ``into_units``.
+    """
+    stack: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", root, (root,))]
+    while stack:
+        fqn, module, path = stack.pop()
+        yield fqn, module, path
+        for name, child in reversed(list(module._modules.items())):
+            if child is None or child in ignored or child in path:
+                continue
+            if not into_units and unit_of(child) is not None:
+                continue
+            stack.append((f"{fqn}.{name}" if fqn else name, child, (*path, child)))
+
+
+def plan_units(
+    root: nn.Module, chosen: set[nn.Module], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> list[PlannedUnit]:
+    """Plan ``root`` and the ``chosen`` submodules as units, in module order.
+
+    Units without parameters are dropped, except ``root``: it stays the place where a pass begins.
+    """
+    units: dict[nn.Module, PlannedUnit] = {}
+    owned: dict[nn.Parameter, Owned] = {}
+    # For each parameter the chains of units it was met under, outermost first.
+    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    seen_slots: set[tuple[nn.Module, str]] = set()
+    for fqn, module, path in walk(root, ignored):
+        chain = tuple(m for m in path if m is root or m in chosen)
+        nearest = chain[-1]
+        unit = units.setdefault(nearest, PlannedUnit(nearest, fqn))
+        if module not in unit.modules:
+            unit.modules.append(module)
+        for name, param in module._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            first = (module, name) not in seen_slots
+            seen_slots.add((module, name))
+            if isinstance(param, ShardedParameter):
+                if first:
+                    unit.foreign.append((module, name, param))
+                continue
+            record = owned.setdefault(param, Owned(f"{fqn}.{name}" if fqn else name, param))
+            chains.setdefault(param, []).append(chain)
+            if first:
+                record.slots.append((module, name))
+    for param, record in owned.items():
+        owner = _lowest_common(chains[param])
+        units[owner].owned.append(record)
+        for chain in chains[param]:
+            user = units[chain[-1]]
+            if chain[-1] is not owner and owner not in user.uses:
+                user.uses.append(owner)
+    return [u for u in units.values() if u.owned or u.foreign or u.module is root]
+
+
+def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
+    """The last module of the longest common prefix. [Note: Shared parameters]"""
+    common = chains[0]
+    for chain in chains[1:]:
+        length = 0
+        while length < min(len(common), len(chain)) and common[length] is chain[length]:
+            length += 1
+        common = common[:length]
+    return common[-1]
+
+
+def owner_of(param: ShardedParameter, units: list[Unit]) -> Unit | None:
+    """Which of ``units`` owns an already sharded parameter."""
+    for unit in units:
+        for buffers in unit.handle.buffers:
+            if any(p is param for p in buffers.params):
+                return unit
+    return None

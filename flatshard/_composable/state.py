@@ -1,0 +1,117 @@
+"""The state of one unit, kept on its module, and the record of one forward of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from flatshard._composable.exec_order import ForwardOrder
+from flatshard._config import BackwardPrefetch, ShardingStrategy
+from flatshard._handle.handle import FlatParamHandle
+
+if TYPE_CHECKING:
+    from flatshard._composable.context import Context
+
+_KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
+
+
+@dataclass(frozen=True, slots=True)
+class UnitConfig:
+    """What a user chose for one unit."""
+
+    strategy: ShardingStrategy
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return self.strategy is ShardingStrategy.FULL_SHARD
+
+
+class Step:
+    """One forward of one unit, to which backward will come back. Lives as long as the autograd graph, whose hooks hold it.
+
+    ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
+    """
+
+    __slots__ = ("opened_in", "previous", "unit", "version")
+
+    def __init__(self, unit: Unit, previous: Step | None) -> None:
+        self.unit = unit
+        self.previous = previous
+        self.version = unit.handle.version()  # of the parameters in this forward
+        self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
+
+
+class Unit:
+    """One module whose parameters are gathered together: one unit, one handle, one state object.
+
+    A unit works standalone: which one is outermost is found out call by call, and never fixed.
+    """
+
+    def __init__(
+        self, module: nn.Module, fqn: str, handle: FlatParamHandle, context: Context, config: UnitConfig
+    ) -> None:
+        self.module = module
+        self.fqn = fqn
+        self.handle = handle
+        self.context = context
+        self.config = config
+        # This unit, and the units that own parameters which are registered in this one too (a tied embedding): all of
+        # them are unsharded for its forward and backward.
+        self.needs: tuple[Unit, ...] = (self,)
+        self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
+        self._reset()
+
+    def _reset(self) -> None:
+        # Forward; written by hooks.py and full_params.py.
+        self.users = 0  # forwards under way that need the compute parameters registered; they nest
+        self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
+        self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
+        self.gathered_version = -1  # `handle.version()` then
+        # Backward; written by backward.py.
+        self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
+        self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
+        self.finished_task = -1  # the graph task in which the unit was completed last
+        self.pending = 0  # gradients still to come
+        self.reduce_wanted = False  # gradients were expected, so there is a reduction, whether or not they came
+        self.active_steps = 0  # steps that backward has come back to and has not yet left; only where params are frozen
+        self.last_step: Step | None = None  # the step that backward came back to last
+
+    def __repr__(self) -> str:
+        return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        result = copy.copy(self)
+        memo[id(self)] = result
+        result._reset()
+        result.order = ForwardOrder()
+        result.module = copy.deepcopy(self.module, memo)
+        result.handle = copy.deepcopy(self.handle, memo)
+        result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a sharded module (unit {self.fqn or '<root>'!r}) cannot be pickled: process groups and hooks do not travel. "
+            "Save module.state_dict() instead"
+        )
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``module`` is, or None."""
+    found: Unit | None = module.__dict__.get(_KEY)
+    return found
+
+
+def set_unit(module: nn.Module, unit: Unit) -> None:
+    module.__dict__[_KEY] = unit
+
+
+def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
+    modules = module.modules() if recurse else iter([module])
+    return [unit for m in modules if (unit := unit_of(m)) is not None]

@@ -1,0 +1,200 @@
+"""The user's mistakes, found before anything is changed. Each message names the FQN and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard._composable.partition import PlannedUnit, walk
+from flatshard._composable.state import unit_of
+from flatshard._config import ShardingStrategy
+from flatshard._errors import name_list
+
+_FOREIGN_WRAPPERS = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
+
+
+def check_module(module: Any, what: str = "module") -> None:
+    """``module`` can be a unit."""
+    if not isinstance(module, nn.Module):
+        hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
+        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: shard the Python module before scripting it")
+    if unit_of(module) is not None:
+        raise ValueError(
+            f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
+            "fully_shard once a module, inner modules first"
+        )
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so its hooks would never run. Shard its items, "
+            "`for m in container: fully_shard(m)`, or the module that calls them"
+        )
+
+
+def resolve_group(
+    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> dist.ProcessGroup:
+    """The one process group to shard over."""
+    if strategy.is_hybrid:
+        raise NotImplementedError(f"strategy={strategy}: hybrid sharding is not implemented yet; use FULL_SHARD")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group(...) first (under torchrun, "
+            "init_process_group() alone is enough)"
+        )
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("fully_shard: pass process_group or device_mesh, not both")
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}")
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass the one to shard over, "
+                "such as mesh['dp']"
+            )
+        return device_mesh.get_group()
+    if process_group is None:
+        return dist.distributed_c10d._get_default_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
+        raise TypeError(f"process_group must be a ProcessGroup, got a {type(process_group).__name__}")
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
+    return process_group
+
+
+def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """``ignored_states`` as modules (with all below them) and parameters."""
+    modules: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
+    if isinstance(ignored_states, nn.Module | torch.Tensor):
+        raise TypeError("ignored_states takes a list of modules or parameters, e.g. ignored_states=[model.embed]")
+    in_root, in_root_params = set(root.modules()), set(root.parameters())
+    for state in ignored_states or ():
+        if isinstance(state, nn.Module):
+            if state not in in_root:
+                raise ValueError(f"ignored_states: a {type(state).__name__} is not a submodule of {type(root).__name__}")
+            if state is root:
+                raise ValueError("ignored_states holds the module that is to be sharded")
+            modules.update(state.modules())
+            params.update(state.parameters())
+        elif isinstance(state, nn.Parameter):
+            if state not in in_root_params:
+                raise ValueError(
+                    f"ignored_states: a parameter of shape {tuple(state.shape)} is not in {type(root).__name__}"
+                )
+            params.add(state)
+        else:
+            raise TypeError(f"ignored_states holds a {type(state).__name__}; it takes modules and parameters")
+    for module in modules:
+        if unit_of(module) is not None:
+            name = next(n for n, m in root.named_modules() if m is module)
+            raise ValueError(
+                f"{name!r} is sharded already, but lies in an ignored module: leave it unsharded, or do not ignore it"
+            )
+    return modules, params
+
+
+def check_chosen(root: nn.Module, chosen: Iterable[nn.Module], ignored: set[nn.Module]) -> None:
+    """What a policy chose can be units."""
+    names = {m: n for n, m in root.named_modules()}
+    for module in chosen:
+        name = names.get(module)
+        if name is None:
+            raise ValueError(f"the policy chose a {type(module).__name__} that is not in {type(root).__name__}")
+        if module in ignored:
+            raise ValueError(f"the policy chose {name!r}, which is in ignored_states: do one or the other")
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"the policy chose {name!r}, a {type(module).__name__}, which has no forward: choose its items instead"
+            )
+
+
+def check_tree(root: nn.Module, ignored: set[nn.Module]) -> None:
+    """Nothing in the tree is managed by another wrapper."""
+    for fqn, module, _ in walk(root, ignored):
+        bases = {c.__name__ for c in type(module).__mro__}
+        found = [w for w in _FOREIGN_WRAPPERS if w in bases]
+        if found:
+            raise ValueError(
+                f"{fqn or 'the module'!r} is managed by {found[0]} already: unwrap it, or pass it in ignored_states"
+            )
+        if "_replicate" in "".join(module.__dict__) or getattr(module, "_is_replicate_module", False):
+            raise ValueError(f"{fqn or 'the module'!r} is replicated already: one module takes one of the two")
+
+
+def check_parameters(units: list[PlannedUnit], device: torch.device | None) -> torch.device:
+    """Every parameter can be flattened. Returns the device that they are on, or will be."""
+    by_device: dict[torch.device, list[str]] = {}
+    ranges: list[tuple[torch.device, int, int, str]] = []
+    for unit in units:
+        for owned in unit.owned:
+            check_parameter(owned.fqn, owned.param)
+            by_device.setdefault(owned.param.device, []).append(owned.fqn)
+            if not owned.param.is_meta and owned.param.numel():
+                start = owned.param.data_ptr()
+                span = sum((n - 1) * s for n, s in zip(owned.param.shape, owned.param.stride(), strict=True)) + 1
+                ranges.append((owned.param.device, start, start + span * owned.param.itemsize, owned.fqn))
+    _check_overlap(ranges)
+    if device is not None:
+        return device
+    real = {d: names for d, names in by_device.items() if d.type != "meta"}
+    if len(real) > 1:
+        where = "; ".join(f"{name_list(names, 3)} on {d}" for d, names in real.items())
+        raise ValueError(f"parameters are on different devices: {where}. Move the module first, or pass device_id=...")
+    if real:
+        return next(iter(real))
+    return default_device()
+
+
+def default_device() -> torch.device:
+    """Where a meta module is materialised: the current accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or "cpu" in str(dist.get_backend_config()) and accelerator.type not in str(dist.get_backend_config()):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def check_parameter(fqn: str, param: nn.Parameter) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parameter import UninitializedParameter
+
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"parameter {fqn!r} is a DTensor: tensor-parallel parameters are not implemented yet")
+    if not _is_plain(param):
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass with its own dispatch, which is not "
+            "implemented yet: pass it in ignored_states"
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter {fqn!r} has layout {param.layout}: only dense parameters can be sharded")
+    if not param.is_leaf:
+        raise ValueError(f"parameter {fqn!r} is not a leaf of autograd's graph")
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    kind = type(param)
+    disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
+    has_function = getattr(kind, "__torch_function__", disabled) is not disabled
+    has_dispatch = getattr(kind, "__torch_dispatch__", disabled) is not torch.Tensor.__torch_dispatch__
+    return isinstance(param, nn.Parameter) and kind.__mro__[0] is nn.Parameter or not (has_function or has_dispatch)
+
+
+def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:
+    """Two different parameters in the same memory would come apart silently."""
+    ranges.sort(key=lambda r: (str(r[0]), r[1]))
+    for (device, _, stop, fqn), (other_device, start, _, other) in zip(ranges, ranges[1:], strict=False):
+        if device == other_device and start < stop:
+            raise ValueError(
+                f"parameters {fqn!r} and {other!r} are different Parameter objects in the same memory. Register one "
+                "object under both names to tie them, or clone one"
+            )

@@ -1,0 +1,195 @@
+"""The memory of one flat parameter's gradients, from autograd's gradients to the user's ``.grad``.
+
+[Note: The gradient has two homes]
+- ``input``, the reduction's input: 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. Each gradient is
+  copied into its slot as soon as autograd has it, and dropped at once. A permanent tensor with permanent views, whose
+  storage exists only from a backward's first gradient to the end of the reduction.
+- the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
+  each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
+
+[Note: Negative zero marks an unused parameter]
+A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would move
+it otherwise); a parameter that another rank used must get that rank's gradient here too. A rank learns which without
+any further communication: an unused slot is filled with -0.0, a used one holds ``gradient + 0.0``, which is never -0.0.
+Averages of -0.0 alone are -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest), so a slice is all -0.0 after the
+reduction if and only if nobody used it. Only a rank with a locally unused parameter looks. A reduction that does not
+keep signed zeros (a quantised one, say) makes such a gradient zero instead of None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._runtime import Pending, Runtime
+
+
+class FlatGradients:
+    """The gradients of one :class:`FlatBuffers`."""
+
+    def __init__(self, buffers: FlatBuffers, replicas: int) -> None:
+        self.buffers = buffers
+        self.replicas = replicas  # ranks that hold the same shard
+        # Nothing to reduce: hand gradients over as they are ("world size 1 copies nothing").
+        self._local = buffers.is_alias and replicas == 1
+        self._filled = [False] * len(buffers.params)
+        self.any_filled = False
+        self._pending: Pending | None = None
+        self._output: torch.Tensor | None = None
+        self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
+        self._allocate_views()
+
+    def _allocate_views(self) -> None:
+        """Build the permanent reduction input and its views (none where a fresh one is needed for each backward)."""
+        buffers, layout = self.buffers, self.buffers.layout
+        self._made_for = (buffers.dtype, buffers.device)
+        trainable = buffers.dtype.is_floating_point or buffers.dtype.is_complex
+        self._input = torch.empty(0, dtype=buffers.dtype, device=buffers.device)
+        if trainable and not buffers.is_alias:
+            self._input = torch.empty(layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
+            self._slots, self._gaps = self._views_of(self._input)
+            self._input.untyped_storage().resize_(0)
+        self._nbytes = layout.padded_numel * buffers.dtype.itemsize
+        # How to cut a gradient shard into the parameters' parts: sizes with the padding between, and where each is.
+        self._empty = torch.empty(0, dtype=buffers.dtype, device=buffers.device)
+        self._sizes: list[int] = []
+        self._piece_of: list[int] = []
+        end = 0
+        for part in buffers.slices:
+            if part.start > end:
+                self._sizes.append(part.start - end)
+            self._piece_of.append(len(self._sizes) if part.numel else -1)
+            if part.numel:
+                self._sizes.append(part.numel)
+                end = part.stop
+        if layout.shard_numel > end:
+            self._sizes.append(layout.shard_numel - end)
+
+    def _views_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        layout = self.buffers.layout
+        slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+        return slots, [flat[start:stop] for start, stop in layout.gaps()]
+
+    def use_flat_param(self) -> nn.Parameter:
+        """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
+        if self.flat_param is None:
+            self.flat_param = nn.Parameter(self.buffers.shard)
+            for param in self.buffers.params:
+                param.grad = None
+        return self.flat_param
+
+    def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
+        """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
+        result = FlatGradients(buffers, self.replicas)
+        if self.flat_param is not None:
+            result.use_flat_param()
+        return result
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def receive(self, index: int, grad: torch.Tensor) -> None:
+        """Take the gradient of parameter ``index`` (its shape and dtype), adding where the slot already holds one."""
+        if self._local and self.flat_param is None:
+            self.any_filled = True
+            param = self.buffers.params[index]
+            if param.grad is None:
+                param.grad = grad
+            else:
+                param.grad.add_(grad)
+            return
+        if not self.any_filled:
+            self._begin()
+        if self._filled[index]:
+            self._slots[index].add_(grad)
+        else:
+            self._filled[index] = True
+            torch.add(grad, 0.0, out=self._slots[index])  # [Note: Negative zero marks an unused parameter]
+
+    def _begin(self) -> None:
+        buffers = self.buffers
+        if self._made_for != (buffers.dtype, buffers.device):
+            self._allocate_views()
+        if buffers.is_alias:  # all-reduced in place, it becomes the gradients themselves: a new one each time
+            self._input = torch.empty(buffers.layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
+            self._slots, self._gaps = self._views_of(self._input)
+        else:
+            self._input.untyped_storage().resize_(self._nbytes)
+        self.any_filled = True
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    # -- reducing ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, runtime: Runtime) -> None:
+        """Start averaging over the ranks. Slots that took no gradient count as unused."""
+        if self._local and self.flat_param is None:
+            return
+        if not self.any_filled:
+            self._begin()
+        for slot, filled in zip(self._slots, self._filled, strict=True):
+            if not filled:
+                slot.fill_(-0.0)
+        if self.buffers.is_alias:
+            self._output = self._input
+            self._pending = runtime.all_reduce(self._output) if self.replicas > 1 else None
+        else:
+            self._output = torch.empty_like(self.buffers.shard)
+            self._pending = runtime.reduce_scatter(self._output, self._input)
+
+    def finish(self) -> None:
+        """Wait for the reduction, free its input, and set or add to the ``.grad`` of every parameter."""
+        if self._pending is not None:
+            self._pending.wait()
+        output, filled = self._output, self._filled
+        self.discard()
+        if output is None:
+            return
+        if self.flat_param is not None:
+            if self.flat_param.grad is None:
+                self.flat_param.grad = output
+            else:
+                self.flat_param.grad.add_(output)
+        else:
+            self._assign(output, filled)
+
+    def discard(self) -> None:
+        """Forget what was received, and free the memory. ``.grad`` is not touched."""
+        self._pending = self._output = None
+        self._filled = [False] * len(self._filled)
+        self.any_filled = False
+        if self.buffers.is_alias:
+            self._input = self._empty
+            self._slots, self._gaps = [], []
+        else:
+            self._input.untyped_storage().resize_(0)
+
+    def _assign(self, output: torch.Tensor, filled: list[bool]) -> None:
+        held: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
+        buffers = self.buffers
+        parts = self._parts(output)
+        for param, trainable, grad, was_filled in zip(buffers.params, buffers.requires_grad, parts, filled, strict=True):
+            if not trainable or not (was_filled or _used_elsewhere(grad)):
+                continue
+            if param.grad is None:
+                param.grad = grad
+            elif grad.numel():
+                held.append(param.grad)
+                new.append(grad)
+        if held:
+            torch._foreach_add_(held, new)
+
+    def _parts(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient shard cut into the parameters' parts, each in the shape of the user's parameter."""
+        if self.buffers.is_alias:
+            return [output.as_strided(info.shape, info.stride, info.start) for info in self.buffers.layout.params]
+        pieces = output.split_with_sizes(self._sizes)
+        return [self._empty if piece < 0 else pieces[piece] for piece in self._piece_of]
+
+
+def _used_elsewhere(grad: torch.Tensor) -> bool:
+    """Whether any rank put a gradient into this slice. [Note: Negative zero marks an unused parameter]"""
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    return not bool(((grad == 0) & torch.signbit(grad)).all())

@@ -1,0 +1,244 @@
+"""``FlatParamHandle``: one unit's parameters as flat parameters, with the verbs that move them.
+
+Composes layout, buffers, gradients, slots and lifetime; adds no state of its own. Usually a handle has a single flat
+parameter. Parameters of another dtype, or frozen ones beside trainable ones, get a flat parameter of their own in the
+same handle, so that a frozen parameter costs no gradient memory and no byte of a reduction.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from flatshard import _trace
+from flatshard._errors import InternalError
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.layout import plan_layout
+from flatshard._handle.lifetime import GradState, Lifetime, ParamState
+from flatshard._handle.slots import Slots
+from flatshard._runtime import Pending, Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlots:
+    """One parameter to flatten: its FQN and every (module, name) that it is registered under."""
+
+    fqn: str
+    param: nn.Parameter
+    slots: tuple[tuple[nn.Module, str], ...]
+
+
+class FlatParamHandle:
+    """The flat parameters of one unit."""
+
+    def __init__(self, fqn: str, params: Sequence[ParamSlots], runtime: Runtime, shard: bool) -> None:
+        """Flatten and shard ``params`` in place.
+
+        Args:
+            fqn: the unit's FQN, for errors and traces.
+            params: what the unit owns, in module order.
+            runtime: the process group's collectives.
+            shard: False keeps every parameter whole on every rank (``NO_SHARD``).
+        """
+        self.fqn = fqn
+        self.runtime = runtime
+        self.lifetime = Lifetime(fqn)
+        self.slots = Slots()
+        world, rank = (runtime.world_size, runtime.rank) if shard else (1, 0)
+        replicas = 1 if shard else runtime.world_size
+        self.buffers: list[FlatBuffers] = []
+        self.grads: list[FlatGradients] = []
+        for group in _group_by_kind(params):
+            sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
+            layout = plan_layout(sizes, group[0].param.dtype.itemsize, world)
+            buffers = FlatBuffers(layout, [p.param for p in group], rank)
+            self.buffers.append(buffers)
+            self.grads.append(FlatGradients(buffers, replicas))
+            for owned, compute in zip(group, buffers.computes, strict=True):
+                for module, name in owned.slots:
+                    self.slots.add(module, name, owned.param, compute)
+        self.all_trainable = all(p.param.requires_grad for p in params)
+        self._nodes: list[Node] = []  # see `gradient_nodes`
+        self._nodes_epoch = -1
+        self._gathers: list[Pending] = []
+        self._needs_gather = any(not b.is_alias and b.layout.padded_numel for b in self.buffers)
+
+    def __repr__(self) -> str:
+        params = sum(len(b.params) for b in self.buffers)
+        return (
+            f"FlatParamHandle({self.fqn or '<root>'!r}, {params} parameters in {len(self.buffers)} flat parameters, "
+            f"{self.lifetime.params.name})"
+        )
+
+    def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """Take over one more registration of a parameter that this handle owns."""
+        for buffers in self.buffers:
+            for own, compute in zip(buffers.params, buffers.computes, strict=True):
+                if own is param:
+                    self.slots.add(module, name, own, compute)
+                    return
+        raise InternalError(f"unit {self.fqn!r} does not own the parameter registered as {name!r}")
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the parameters are always whole here: unshard and reshard move nothing."""
+        return not self._needs_gather
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.lifetime.params is ParamState.SHARDED
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Start gathering, unless that was done. ``wait`` before anyone reads the parameters."""
+        if self.lifetime.params is not ParamState.SHARDED:
+            return
+        self.check_parameters()
+        if self._needs_gather:
+            _trace.event("all-gather", self.fqn)
+            with _trace.label("all_gather", self.fqn), self.runtime.gathering():
+                self._gathers = [self._gather(b) for b in self.buffers if not b.is_alias]
+        self.lifetime.move_params("unshard")
+
+    def _gather(self, buffers: FlatBuffers) -> Pending:
+        buffers.allocate()
+        try:
+            return self.runtime.all_gather(buffers.unsharded_wire, buffers.shard_wire)
+        except BaseException:
+            buffers.free()
+            raise
+
+    def wait(self) -> None:
+        """Make the unsharded parameters readable by what the caller does next."""
+        if self.lifetime.params is not ParamState.UNSHARDING:
+            return
+        gathers, self._gathers = self._gathers, []
+        for gather in gathers:
+            gather.wait()
+        self.lifetime.move_params("wait")
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters. One that is still being gathered is waited for first."""
+        state = self.lifetime.params
+        if state is ParamState.SHARDED:
+            return
+        if state is ParamState.UNSHARDING:
+            self.wait()
+        if self._needs_gather:
+            _trace.event("reshard", self.fqn)
+            self.runtime.before_free()
+            for buffers in self.buffers:
+                buffers.free()
+        self.lifetime.move_params("reshard")
+
+    def check_parameters(self) -> None:
+        """Take over whatever the user replaced since the last time (``p.data = ...``, ``module.to()``), or raise."""
+        for buffers in self.buffers:
+            if moved := buffers.moved():
+                buffers.readopt(moved)
+
+    def version(self) -> int:
+        """See ``FlatBuffers.version``."""
+        return sum([b.version() for b in self.buffers])
+
+    def sync_requires_grad(self) -> bool:
+        """Follow what the user froze or unfroze. Returns whether anything here is trainable now."""
+        trainable = False
+        for buffers in self.buffers:
+            trainable = buffers.sync_requires_grad() or trainable
+        self.all_trainable = all([all(b.requires_grad) for b in self.buffers])
+        return trainable
+
+    def write_back_if_changed(self) -> None:
+        """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad)."""
+        for buffers in self.buffers:
+            if buffers.changed_in_forward():
+                buffers.write_back()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def receive(self, group: int, index: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient."""
+        if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
+            self.finish_reduce()
+        self.lifetime.move_grads("receive")
+        self.grads[group].receive(index, grad)
+
+    def gradient_nodes(self) -> list[Node]:
+        """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
+        epoch = sum([b.epoch for b in self.buffers])
+        if epoch != self._nodes_epoch:
+            leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
+            self._nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+            self._nodes_epoch = epoch
+        return self._nodes
+
+    def reduce(self) -> None:
+        """Start averaging the gradients over the ranks."""
+        self.lifetime.move_grads("reduce")
+        _trace.event("reduce-scatter" if self._needs_gather else "all-reduce", self.fqn)
+        with _trace.label("reduce_scatter", self.fqn), self.runtime.reducing():
+            for buffers, grads in zip(self.buffers, self.grads, strict=True):
+                if True in buffers.requires_grad:
+                    grads.reduce(self.runtime)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
+        if self.lifetime.grads is not GradState.REDUCING:
+            return
+        with torch.no_grad():
+            for grads in self.grads:
+                if grads.any_filled:
+                    grads.finish()
+        self.lifetime.move_grads("finish")
+
+    def discard_gradients(self) -> None:
+        """After an exception in backward: drop what was received and not reduced."""
+        if self.lifetime.grads is GradState.FILLING:
+            for grads in self.grads:
+                grads.discard()
+            self.lifetime.move_grads("discard")
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
+        """An equally sharded handle on the copied modules, with memory of its own and no gradients."""
+        if self.slots.unsharded:
+            raise RuntimeError(
+                f"cannot copy unit {self.fqn!r} while its parameters are unsharded: copy outside forward, backward and "
+                "summon_full_params, after flatshard.reshard(module)"
+            )
+        owned: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module, name, sharded, _ in self.slots.entries:
+            owned.setdefault(id(sharded), []).append((module, name))
+        result = copy.copy(self)
+        memo[id(self)] = result
+        result.lifetime = Lifetime(self.fqn)
+        result.slots = Slots()
+        result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
+            params = [copy.deepcopy(p, memo) for p in buffers.params]
+            new = buffers.copy_with(params)
+            result.buffers.append(new)
+            result.grads.append(grads.copy_with(new))
+            for old, param, compute in zip(buffers.params, params, new.computes, strict=True):
+                for module, name in owned[id(old)]:
+                    # The module's own copy already registers `param` (the same memo); it may be half made as yet.
+                    result.slots.add(copy.deepcopy(module, memo), name, param, compute, registered=True)
+        return result
+
+
+def _group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:
+    """Parameters of one flat parameter each: equal in dtype and in being trainable. Order within a group is kept."""
+    groups: dict[tuple[torch.dtype, bool], list[ParamSlots]] = {}
+    for owned in params:
+        groups.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
+    return list(groups.values())

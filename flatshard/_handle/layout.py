@@ -1,0 +1,135 @@
+"""Who sits where: the plan of one flat parameter, in integers only.
+
+Parameters lie end to end in one *unsharded buffer*, which is cut into ``world_size`` equal *shards*::
+
+    unsharded buffer   [ w0 w0 w0 | b0 . | w1 w1 w1 w1 w1 | . . ]      '.' = padding
+    shards             [   rank 0    |   rank 1    |   rank 2   ]
+
+Nothing outside this file computes an offset. All ranges are half-open; an absent part is an empty range, not a flag.
+
+[Note: Alignment]
+Every parameter starts on 16 bytes (vectorised kernels) and every shard is a multiple of 128 bytes: NCCL has been seen to
+lose up to 12x of an all-gather's bandwidth when a rank's bytes are not a multiple of 16. The cost is at most
+``16 * params + 128 * world_size`` bytes for a flat parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PARAM_ALIGNMENT = 16  # bytes
+SHARD_ALIGNMENT = 128  # bytes
+
+
+class ShardSlice(NamedTuple):
+    """The part of one parameter that one rank holds. Empty where the rank holds none."""
+
+    start: int  # first element in the local shard
+    stop: int
+    offset: int  # first element in the parameter's own memory order
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """One parameter's place in the unsharded buffer."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # dense: the elements fill [start, start + numel) without holes
+    numel: int
+    start: int  # first element in the unsharded buffer
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The plan of one flat parameter over ``world_size`` shards of ``shard_numel`` elements each."""
+
+    params: tuple[ParamInfo, ...]
+    world_size: int
+    shard_numel: int
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * self.world_size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters alone."""
+        return sum(info.numel for info in self.params)
+
+    def shard_slices(self, rank: int) -> tuple[ShardSlice, ...]:
+        """For each parameter, the part of it in the shard of ``rank``."""
+        first, last = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        slices = []
+        for info in self.params:
+            start, stop = max(info.start, first), min(info.stop, last)
+            if start >= stop:
+                slices.append(ShardSlice(0, 0, 0))
+            else:
+                slices.append(ShardSlice(start - first, stop - first, start - info.start))
+        return tuple(slices)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding, as ranges of the unsharded buffer."""
+        gaps, end = [], 0
+        for info in self.params:
+            if info.start > end:
+                gaps.append((end, info.start))
+            end = info.stop
+        if self.padded_numel > end:
+            gaps.append((end, self.padded_numel))
+        return tuple(gaps)
+
+
+def plan_layout(
+    params: Sequence[tuple[str, Sequence[int], Sequence[int]]], itemsize: int, world_size: int
+) -> FlatLayout:
+    """Lay ``params``, given as (FQN, shape, stride), end to end and cut the result into ``world_size`` shards.
+
+    ``itemsize`` is the element's size in bytes. A stride that is not dense (an expanded or a sliced tensor) is replaced
+    by the row-major one; a dense one (row-major, channels-last, transposed) is kept, so that kernels see the memory
+    format that the user chose.
+    """
+    align = max(1, PARAM_ALIGNMENT // itemsize)  # [Note: Alignment]
+    infos, end = [], 0
+    for fqn, shape, stride in params:
+        numel = math.prod(shape)
+        start = _round_up(end, align)
+        infos.append(ParamInfo(fqn, tuple(shape), dense_stride(shape, stride), numel, start))
+        end = start + numel
+    shard = _round_up(-(-end // world_size), max(1, SHARD_ALIGNMENT // itemsize))
+    return FlatLayout(tuple(infos), world_size, shard)
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """``stride`` if elements laid out by it fill their range without holes or overlap, else the row-major stride."""
+    dims = sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1)
+    expected = 1
+    for step, size in dims:
+        if step != expected:
+            return _row_major(shape)
+        expected *= size
+    return tuple(stride) if math.prod(shape) else _row_major(shape)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,89 @@
+"""What the user and the optimizer see between steps: the user's own parameters, holding this rank's part.
+
+[Note: The user's Parameter objects survive]
+An optimizer, an EMA or a weight-decay rule may have been built from ``model.parameters()`` before sharding. So the
+original ``nn.Parameter`` objects are kept for life: their ``.data`` is pointed once at a slice of the local shard, and
+their ``__class__`` becomes :class:`ShardedParameter` (as torch's own lazy parameters change class when they
+materialise). The class adds no ``__torch_function__``: every operation on it costs what it costs on a plain parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as _torch_optimizer
+from typing_extensions import Self
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """Which part of which parameter a sharded parameter holds."""
+
+    fqn: str
+    shape: tuple[int, ...]  # of the whole parameter
+    stride: tuple[int, ...]  # of the whole parameter, dense: the memory order that ``start`` and ``stop`` count in
+    start: int  # this rank's elements, half-open, in memory order
+    stop: int
+    shard_world_size: int
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which each rank holds a part: 1-D, shape ``(stop - start,)``, in the parameter's own dtype.
+
+    Where the shard group has a single rank (``NO_SHARD``, world size 1) it keeps its original shape.
+    """
+
+    _flatshard_info: ShardInfo
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        info: ShardInfo | None = self.__dict__.get("_flatshard_info")
+        if info is None:
+            return super().__repr__()
+        return (
+            f"ShardedParameter({info.fqn!r}, shape={info.shape}, dtype={self.dtype}, device={self.device}, "
+            f"requires_grad={self.requires_grad}, elements {info.start}:{info.stop} here)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with this rank's part. Copying the module shards it anew (``FlatParamHandle``)."""
+        if id(self) in memo:
+            found: nn.Parameter = memo[id(self)]
+            return found
+        attributes = {k: v for k, v in self.__dict__.items() if k != "_flatshard_info"}
+        result = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(attributes, memo))
+        return result
+
+    @classmethod
+    def adopt(cls, param: nn.Parameter, info: ShardInfo) -> Self:
+        """Make the user's own ``param`` a sharded parameter, in place."""
+        param.__class__ = cls  # [Note: The user's Parameter objects survive]
+        assert isinstance(param, cls)
+        param._flatshard_info = info
+        return param
+
+
+# torch.optim picks its foreach and fused implementations by exact type. DTensor registers itself in the same list.
+# Private, and there is no public way: without it every optimizer on CUDA would fall back to one kernel per parameter.
+_torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+def shard_info(param: torch.Tensor) -> ShardInfo | None:
+    """How ``param`` is sharded, or None for a plain tensor."""
+    return getattr(param, "_flatshard_info", None)
+
+
+def full_shape(param: torch.Tensor) -> torch.Size:
+    """The shape of the whole parameter that ``param`` is this rank's part of; a plain tensor's own shape.
+
+    Rules that look at the shape keep working after sharding::
+
+        decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
+    """
+    info = shard_info(param)
+    return param.shape if info is None else torch.Size(info.shape)

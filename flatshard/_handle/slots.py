@@ -1,0 +1,74 @@
+"""Where parameters are registered. The only file that writes a module's parameters.
+
+A *slot* is one registration of one parameter: a module and a name. A shared parameter has several. Outside a unit's
+forward and backward a slot holds the user's (sharded) parameter; inside, the compute parameter of full shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+class Slots:
+    """Every slot of one handle's parameters, and what is registered in them now."""
+
+    __slots__ = ("_dict_writes", "_entries", "_setattr_writes", "unsharded")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        # The same entries, split by how they are written.
+        self._dict_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self.unsharded = False  # whether the compute parameters are registered
+
+    def add(
+        self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, *, registered: bool = False
+    ) -> None:
+        """Take over the slot ``module.name``; ``registered`` says that ``sharded`` is in it already."""
+        self._entries.append((module, name, sharded, compute))
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            self._dict_writes.append((module, name, sharded, compute))
+        else:
+            # The class keeps more than the dict up to date: nn.RNN's __setattr__ refreshes its _flat_weights.
+            self._setattr_writes.append((module, name, sharded, compute))
+        if not registered:
+            self._write(module, name, compute if self.unsharded else sharded)
+
+    @staticmethod
+    def _write(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[name] = param
+        else:
+            setattr(module, name, param)
+
+    @property
+    def entries(self) -> Sequence[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        """(module, name, sharded parameter, compute parameter)."""
+        return self._entries
+
+    def register_unsharded(self) -> None:
+        """Show the compute parameters. Idempotent."""
+        if self.unsharded:
+            return
+        self.unsharded = True
+        for module, name, _, compute in self._dict_writes:
+            module._parameters[name] = compute
+        for module, name, _, compute in self._setattr_writes:
+            setattr(module, name, compute)
+
+    def register_sharded(self) -> None:
+        """Show the user's own parameters. Idempotent."""
+        if not self.unsharded:
+            return
+        self.unsharded = False
+        for module, name, sharded, _ in self._dict_writes:
+            module._parameters[name] = sharded
+        for module, name, sharded, _ in self._setattr_writes:
+            setattr(module, name, sharded)
+
+    def register(self, replacements: dict[int, nn.Parameter]) -> None:
+        """Show other parameters for a while, by ``id`` of the sharded one (``summon_full_params`` on another device)."""
+        for module, name, sharded, _ in self._entries:
+            self._write(module, name, replacements[id(sharded)])

@@ -1,0 +1,51 @@
+"""Who did what, when: profiler labels, the logger, and an in-memory list of events for tests.
+
+Costs one global read per event while nobody listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from flatshard import _config
+
+logger = logging.getLogger("flatshard")
+
+_sinks: list[Callable[[str], None]] = []
+if _config.TRACE:
+    _sinks.append(logger.info)
+
+
+def event(what: str, unit: str) -> None:
+    """Note ``what`` happened to the unit with FQN ``unit`` ('' is the root)."""
+    if _sinks:
+        text = f"{what} {unit or '<root>'}"
+        for sink in _sinks:
+            sink(text)
+
+
+@contextlib.contextmanager
+def record_events() -> Iterator[list[str]]:
+    """Collect the events of this process inside the ``with`` block, as readable lines, in order."""
+    events: list[str] = []
+    sink = events.append
+    _sinks.append(sink)
+    try:
+        yield events
+    finally:
+        _sinks.remove(sink)
+
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def label(what: str, unit: str) -> AbstractContextManager[object]:
+    """A profiler range ``flatshard::what (unit)`` while a profiler runs, nothing otherwise."""
+    if torch.autograd._profiler_enabled():  # type: ignore[no-untyped-call]
+        return torch.profiler.record_function(f"flatshard::{what} ({unit or '<root>'})")
+    return _NOTHING

@@ -1,0 +1,323 @@
+"""Parity with single-process training: the oracle of this project.
+
+The sharded model, trained by W ranks on equal slices of a batch, must do what plain PyTorch does with the whole batch
+in one process. Every rank runs both: the oracle needs no communication, so a difference is the sharding's.
+
+**What "equal" means.** The two runs add the same numbers in another order, so they differ by rounding, and AdamW turns
+rounding into differences of any size: it divides each gradient by its own magnitude, so an element whose gradient
+cancels to nearly nothing (a bias in front of a LayerNorm) moves by a full learning rate in a direction that rounding
+decides. A tolerance wide enough for that in float32 would hide real mistakes. Hence:
+
+- Models and inputs are cast to float64 by default. Rounding is then 1e-16, AdamW's ``eps`` of 1e-8 dwarfs it, and the
+  tolerance can be 1e-9 relative, a thousand times stricter than the 1e-6 that is promised, without being flaky.
+- In float32, use ``oracle="slices"``: the oracle then runs forward and backward for one rank's slice after the other,
+  as the ranks do, instead of for the whole batch, so only the sum over ranks is rounded differently. And give AdamW an
+  ``eps`` that is not small against the gradients (:func:`adamw_float32`). That holds 1e-6.
+- "Relative" is relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the
+  whole model: a tensor that consists of rounding only (that same bias) has no scale of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+FLOOR = 1e-2
+
+Optimizer = torch.optim.Optimizer
+
+
+def adamw(params: Iterable[Tensor]) -> Optimizer:
+    """The default optimizer of a parity check: weight decay shows a step on a parameter that should have had none."""
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def adamw_float32(params: Iterable[Tensor]) -> Optimizer:
+    """AdamW whose ``eps`` is far above float32's rounding of gradients; see the module's docstring."""
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
+
+
+def sgd(params: Iterable[Tensor]) -> Optimizer:
+    """SGD with momentum: unlike Adam, it shows a gradient that is wrong by a constant factor."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def default_shard(module: nn.Module, group: Any) -> nn.Module:
+    """One unit: the root."""
+    from flatshard import fully_shard
+
+    return fully_shard(module, process_group=group)
+
+
+def mean_square(output: Any, inputs: Any) -> Tensor:
+    """A loss that reaches every floating-point tensor of an output of any structure."""
+    terms = [t.double().square().mean() for t in pytree.tree_leaves(output) if _is_float(t) and t.numel()]
+    assert terms, "the model's output holds no floating-point tensor"
+    return torch.stack(terms).mean()
+
+
+def check_parity(
+    ctx: Any,
+    make_model: Callable[[], nn.Module],
+    make_input: Callable[[int, int], Any],
+    *,
+    steps: int = 10,
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] = adamw,
+    shard: Callable[[nn.Module, Any], nn.Module | None] = default_shard,
+    loss_fn: Callable[[Any, Any], Tensor] = mean_square,
+    rtol: float | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    oracle: str = "batch",
+    batch_per_rank: int = 2,
+    optimizer_first: bool = False,
+    seed: int = 0,
+    before_step: Callable[[nn.Module, int], None] | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    check_step: Callable[[nn.Module, nn.Module, int], None] | None = None,
+) -> ParityRun:
+    """Train a model twice, plain and sharded, and assert that losses, gradients, parameters and buffers agree.
+
+    :param make_model: builds the model from torch's global RNG (and no other), so that two calls give the same one.
+    :param make_input: ``make_input(step, n)`` makes a global batch of ``n`` from the global RNG: any structure of
+        tensors whose dimension 0 is the batch. Each rank trains on an equal slice of it.
+    :param shard: ``shard(model, group)`` shards in place; it may return the model, which must be the same object.
+    :param loss_fn: ``loss_fn(output, inputs)``, a mean over the batch: the mean over slices must be the mean of means.
+    :param rtol: relative tolerance, see :data:`FLOOR`; by default 1e-9 if all floating-point parameters are float64,
+        1e-6 otherwise.
+    :param dtype: the dtype to cast the model and the inputs to; None leaves a mixed model as it is.
+    :param oracle: ``"batch"`` trains the reference on the whole batch, ``"slices"`` on the mean of the slices' losses.
+    :param optimizer_first: create the sharded model's optimizer before sharding it.
+    :param before_step: called with either model before each of its steps, e.g. to skip a block.
+    :param forward: ``forward(model, inputs)``; by default the inputs are the model's only argument.
+    :param check_step: ``check_step(reference, sharded, step)`` after each step, for what a test wants beyond this.
+    :returns: both models and optimizers, for further assertions.
+    """
+    assert oracle in ("batch", "slices")
+    forward = forward or (lambda model, inputs: model(inputs))
+    reference, sharded = (_build(make_model, seed, dtype) for _ in range(2))
+    _assert_same_start(reference, sharded)
+    if rtol is None:
+        rtol = 1e-9 if {p.dtype for p in reference.parameters() if _is_float(p)} <= {torch.float64} else 1e-6
+    start = _State.of(reference)
+
+    originals = dict(sharded.named_parameters())
+    opt_reference = optimizer(reference.parameters())
+    opt_sharded = optimizer(sharded.parameters()) if optimizer_first else None
+    result = shard(sharded, ctx.group)
+    assert result is None or result is sharded, "sharding must return the same object"
+    opt_sharded = opt_sharded or optimizer(sharded.parameters())
+    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol)
+    run.check_registration(originals)
+
+    stepped: set[str] = set()
+    for step in range(steps):
+        torch.manual_seed(seed + 1000 + step)
+        batch = make_input(step, batch_per_rank * ctx.world_size)
+        if dtype is not None:
+            batch = pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
+        slices = [_slice(batch, batch_per_rank, rank) for rank in range(ctx.world_size)]
+
+        if before_step:
+            before_step(reference, step)
+        opt_reference.zero_grad()
+        reference_loss = torch.zeros((), dtype=torch.float64)
+        for part in [batch] if oracle == "batch" else slices:
+            loss = loss_fn(forward(reference, part), part) / (1 if oracle == "batch" else ctx.world_size)
+            loss.backward()
+            reference_loss += loss.detach()
+
+        if before_step:
+            before_step(sharded, step)
+        opt_sharded.zero_grad()
+        loss = loss_fn(forward(sharded, slices[ctx.rank]), slices[ctx.rank])
+        loss.backward()
+        sharded_loss = loss.detach().double()
+        dist.all_reduce(sharded_loss, group=ctx.group)
+        sharded_loss /= ctx.world_size
+
+        with run.explain(f"step {step}"):
+            _assert_close({"loss": sharded_loss}, {"loss": reference_loss}, rtol, "loss")
+            run.check_missing_grads()
+            if step == 0:
+                run.check_grads()
+        stepped |= {name for name, p in reference.named_parameters() if p.grad is not None}
+        opt_reference.step()
+        opt_sharded.step()
+        if check_step:
+            check_step(reference, sharded, step)
+
+    with run.explain(f"after {steps} steps"):
+        run.check_registration(originals)
+        run.check_params()
+        run.check_unchanged(start, stepped)
+    return run
+
+
+@dataclasses.dataclass
+class ParityRun:
+    """Both models after (or during) a parity check, and the comparisons between them. All of them are collective."""
+
+    ctx: Any
+    reference: nn.Module
+    sharded: nn.Module
+    opt_reference: Optimizer
+    opt_sharded: Optimizer
+    rtol: float
+
+    @contextlib.contextmanager
+    def explain(self, when: str):
+        """Say on a failure at which step it was: the first wrong step is the first thing to know."""
+        try:
+            yield
+        except AssertionError as e:
+            raise AssertionError(f"{when}: {e}") from None
+
+    def check_registration(self, originals: dict[str, nn.Parameter]) -> None:
+        """Sharding and training changed no name and no parameter object, and no rank's slice is lost or doubled."""
+        now = dict(self.sharded.named_parameters())
+        assert list(now) == [name for name, _ in self.reference.named_parameters()]
+        assert [n for n, _ in self.sharded.named_modules()] == [n for n, _ in self.reference.named_modules()]
+        changed = [name for name, p in now.items() if p is not originals[name]]
+        assert not changed, f"not the user's parameter objects any more: {changed}"
+        reference = dict(self.reference.named_parameters())
+        wrong = {
+            name: (p.dtype, p.requires_grad)
+            for name, p in now.items()
+            if (p.dtype, p.requires_grad) != (reference[name].dtype, reference[name].requires_grad)
+        }
+        assert not wrong, f"dtype or requires_grad changed: {wrong}"
+        held = torch.tensor([p.numel() for p in now.values()])
+        dist.all_reduce(held, group=self.ctx.group)
+        wrong = {
+            name: (n, reference[name].numel())
+            for name, n in zip(now, held.tolist(), strict=True)
+            if n
+            not in (reference[name].numel(), reference[name].numel() * self.ctx.world_size)  # sharded or replicated
+        }
+        assert not wrong, f"elements on all ranks together, and in the original: {wrong}"
+
+    def check_missing_grads(self) -> None:
+        """A gradient that is None in the reference must be None here: zeros make an optimizer decay the parameter."""
+        reference = dict(self.reference.named_parameters())
+        got = [name for name, p in self.sharded.named_parameters() if p.grad is not None]
+        wrong = [name for name in got if reference[name].grad is None]
+        assert not wrong, f"gradients where the reference has None: {wrong}"
+
+    def check_grads(self) -> None:
+        """Full gradients agree."""
+        from flatshard import summon_full_params
+
+        expected = {name: p.grad for name, p in self.reference.named_parameters()}
+        with summon_full_params(self.sharded, writeback=False, with_grads=True):
+            got = {name: None if p.grad is None else p.grad.clone() for name, p in self.sharded.named_parameters()}
+        none = [name for name in expected if (got[name] is None) != (expected[name] is None)]
+        assert not none, f"gradients that are None in one model only: {none}"
+        _assert_close(got, expected, self.rtol, "gradient")
+
+    def check_params(self) -> None:
+        """Full parameters agree, in shape, dtype, strides and values."""
+        expected = {name: p.detach() for name, p in self.reference.named_parameters()}
+        _assert_close(full_params(self.sharded), expected, self.rtol, "parameter", strides=True)
+
+    def check_unchanged(self, start: _State, stepped: set[str]) -> None:
+        """Parameters without a gradient, and buffers that the reference did not change, are bitwise as before."""
+        full = full_params(self.sharded)
+        changed = [n for n, p in start.params.items() if n not in stepped and not _same_bits(full[n], p)]
+        assert not changed, f"parameters without a gradient changed: {changed}"
+        reference, sharded = dict(self.reference.named_buffers()), dict(self.sharded.named_buffers())
+        assert list(sharded) == list(start.buffers)
+        changed = [
+            name
+            for name, b in start.buffers.items()
+            if _same_bits(reference[name], b) and not _same_bits(sharded[name], b)
+        ]
+        assert not changed, f"buffers changed: {changed}"
+
+
+def full_params(sharded: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters in their original shapes. Collective."""
+    from flatshard import summon_full_params
+
+    with summon_full_params(sharded, writeback=False):
+        return {name: _clone(p) for name, p in sharded.named_parameters()}
+
+
+@dataclasses.dataclass
+class _State:
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    @staticmethod
+    def of(module: nn.Module) -> _State:
+        return _State(
+            {name: _clone(p) for name, p in module.named_parameters()},
+            {name: _clone(b) for name, b in module.named_buffers()},
+        )
+
+
+def _clone(t: Tensor) -> Tensor:
+    return t.detach().clone()  # keeps the strides
+
+
+def _build(make_model: Callable[[], nn.Module], seed: int, dtype: torch.dtype | None) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make_model()
+    return model if dtype is None else model.to(dtype)
+
+
+def _assert_same_start(a: nn.Module, b: nn.Module) -> None:
+    first, second = _State.of(a), _State.of(b)
+    same = list(first.params) == list(second.params) and all(
+        _same_bits(t, second.params[name]) for name, t in first.params.items()
+    )
+    assert same, "make_model must build the same model every time: from torch's global RNG only"
+
+
+def _slice(batch: Any, size: int, rank: int) -> Any:
+    return pytree.tree_map(lambda t: t[rank * size : (rank + 1) * size] if isinstance(t, Tensor) else t, batch)
+
+
+def _is_float(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _max(t: Tensor) -> float:
+    return t.detach().abs().max().item() if t.numel() else 0.0
+
+
+def _assert_close(
+    got: dict[str, Tensor], expected: dict[str, Tensor | None], rtol: float, what: str, strides: bool = False
+) -> None:
+    """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first."""
+    assert list(got) == list(expected)
+    largest = max((_max(t) for t in expected.values() if _is_float(t)), default=0.0)
+    wrong = []
+    for name, e in expected.items():
+        g = got[name]
+        if e is None:
+            continue
+        if (g.shape, g.dtype) != (e.shape, e.dtype):
+            wrong.append(f"{name}: {tuple(g.shape)} {g.dtype}, expected {tuple(e.shape)} {e.dtype}")
+        elif strides and g.stride() != e.stride() and g.numel() > 1:
+            wrong.append(f"{name}: strides {g.stride()}, expected {e.stride()}")
+        elif not _is_float(e):
+            if not torch.equal(g, e):
+                wrong.append(f"{name}: {g.flatten()[:4].tolist()}..., expected {e.flatten()[:4].tolist()}...")
+        elif e.numel():
+            error = _max(g.double() - e.double()) / (max(_max(e), FLOOR * largest) or 1.0)
+            if not error <= rtol:  # also catches NaN
+                index = (g.double() - e.double()).abs().flatten().nan_to_num(torch.inf).argmax().item()
+                values = f"{g.flatten()[index].item():.9g} instead of {e.flatten()[index].item():.9g}"
+                wrong.append(f"{name} {tuple(e.shape)}: {error:.2g} relative, element {index} is {values}")
+    assert not wrong, f"{what}s differ (tolerance {rtol:g}):\n  " + "\n  ".join(wrong)

@@ -1,0 +1,420 @@
+"""A pool of gloo ranks that lives as long as the pytest session.
+
+Starting four Python processes that import torch costs seconds; a test body costs milliseconds. So the ranks start
+once, as forks of one process that has imported torch, and every distributed test is a module-level function ``body(ctx, ...)`` that they run::
+
+    def body(ctx, factor):
+        t = torch.full((), float(ctx.rank))
+        dist.all_reduce(t, group=ctx.group)
+        return t.item() * factor
+
+    def test_sum(pool):
+        assert pool.run(body, 2, world_size=3) == [6.0, 6.0, 6.0]
+
+What a shared pool must guarantee, and how it does:
+
+- A failing rank fails the test with its own traceback (:class:`RankFailure`), even while its peers sit in a
+  collective that never completes: they get ``GRACE`` seconds, then all ranks are killed.
+- A hanging rank fails the test at the timeout, by rank number and with the Python stacks of all its threads. Ranks
+  are stopped with SIGABRT, at which faulthandler writes the stacks from the signal handler, so this also works while
+  the rank is stuck in C++.
+- After a failure the process groups may be out of step (one rank ran a collective more than another), so no later
+  test gets them: they are built anew, and the processes too where that does not work at once.
+- Ranks never outlive pytest: they are daemons, and each watches for the parent's death on a thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+MAX_WORLD_SIZE = 4
+START_TIMEOUT = 60.0
+RENEW_TIMEOUT = 5.0
+GRACE = 5.0
+"""Seconds that the other ranks get to answer once one rank has failed."""
+
+
+@dataclasses.dataclass
+class Context:
+    """What a test body knows about the rank that it runs on."""
+
+    rank: int
+    world_size: int
+    group: Any
+    """The process group of ranks ``0..world_size-1``; the default group always spans all ranks of the pool."""
+    _send: Callable[[tuple[str, Any]], None] = dataclasses.field(repr=False, default=lambda message: None)
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """A one-dimensional CPU device mesh over :attr:`group`."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
+
+    def note(self, text: str) -> None:
+        """Say what this rank is about to do: the last note is shown if the rank then fails, hangs or dies."""
+        self._send(("note", text))
+
+
+@dataclasses.dataclass
+class Failure:
+    """How one rank failed: by an exception, by not answering in time, or by dying."""
+
+    rank: int
+    kind: str
+    """``"raised"``, ``"hung"``, ``"died"`` or ``"blocked"`` (stopped because another rank had failed)."""
+    text: str
+    """The remote traceback, or the stacks of all threads of a rank that had to be stopped."""
+    type_name: str = ""
+    message: str = ""
+    note: str = ""
+
+
+class RankFailure(AssertionError):
+    """One or more ranks failed; the message holds every rank's own account, the most telling first."""
+
+    def __init__(self, what: str, failures: list[Failure]) -> None:
+        order = ("died", "raised", "hung", "blocked")  # a peer's death raises elsewhere
+        self.failures = sorted(failures, key=lambda f: (order.index(f.kind), f.rank))
+        super().__init__("\n".join([what, *map(self._section, self.failures)]))
+
+    @staticmethod
+    def _section(f: Failure) -> str:
+        title = f"rank {f.rank} {f.kind}" + (f" {f.type_name}: {f.message}" if f.kind == "raised" else "")
+        note = f"last note: {f.note}\n" if f.note else ""
+        return f"---- {title}\n{note}{f.text.rstrip()}"
+
+    def of(self, kind: str) -> list[int]:
+        """The ranks that failed in this way."""
+        return [f.rank for f in self.failures if f.kind == kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rank's side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _make_groups(rank: int, port: int, prefix: str) -> dict[int, Any]:
+    """The default group over all ranks, and for every world size k the group of ranks 0..k-1."""
+    import datetime
+
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(minutes=5)
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=MAX_WORLD_SIZE, timeout=timeout)
+    groups = {k: dist.new_group(list(range(k)), timeout=timeout) for k in range(1, MAX_WORLD_SIZE)}
+    groups[MAX_WORLD_SIZE] = dist.group.WORLD
+    return groups
+
+
+def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
+    import torch
+
+    try:
+        fn, args, kwargs = pickle.loads(payload)
+        torch.manual_seed(0)
+        random.seed(0)
+        return "ok", pickle.dumps(fn(ctx, *args, **kwargs))
+    except BaseException as e:  # also pytest's outcomes, which are no Exception
+        kind = "skip" if type(e).__name__ == "Skipped" else "raised"
+        return kind, (type(e).__qualname__, str(e), traceback.format_exc())
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+
+
+def _rank_main(rank: int, port: int, conn: Connection, stacks: str) -> None:
+    """Serve requests until the parent closes the connection or dies."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops the ranks
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable(os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), all_threads=True)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    groups: dict[int, Any] = {}
+    gc.collect()
+    gc.freeze()  # the imports' objects never die: collecting after every body need not look at them
+
+    def send(message: tuple[str, Any]) -> None:
+        conn.send_bytes(pickle.dumps(message))
+
+    while True:
+        try:
+            command, argument = pickle.loads(conn.recv_bytes())
+        except EOFError:
+            os._exit(0)  # not a clean exit: a group that is out of step would be waited for
+        if command == "groups":
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            groups = _make_groups(rank, port, argument)
+            send(("ok", None))
+        else:
+            world_size, payload = argument
+            answer = _run_body(Context(rank, world_size, groups[world_size], send), payload)
+            gc.collect()
+            send(answer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pytest's side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Rank:
+    process: Any
+    conn: Connection
+    stacks: Path
+    note: str = ""
+
+
+class Pool:
+    """Four ranks, started at first use, that run test bodies; see the module's docstring."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._store: Any = None
+        self._groups_made = 0
+        self._in_step = False
+        self._dir = Path(tempfile.mkdtemp(prefix="flatshard-pool-"))
+        atexit.register(self.close)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks (none before the first use)."""
+        return [r.process.pid for r in self._ranks]
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """Run ``fn(ctx, *args, **kwargs)`` on ranks ``0..world_size-1`` and return their results in rank order.
+
+        ``fn`` must be importable: a module-level function (or a ``functools.partial`` of one). Results must pickle.
+        The timeout counts from the last :meth:`Context.note`, if the body makes any, and does not include starting.
+        """
+        if not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"world_size must be 1..{MAX_WORLD_SIZE}, got {world_size}")
+        try:
+            payload = pickle.dumps((fn, args, kwargs))
+        except Exception as e:
+            raise TypeError(f"a body and its arguments must pickle, module-level functions do: {fn!r}: {e}") from e
+        name = getattr(fn, "__name__", repr(fn))
+        with self._stop_ranks_on_error():
+            self._get_ready()
+            for rank in range(world_size):
+                self._post(rank, ("run", (world_size, payload)))
+            answers = self._collect(range(world_size), timeout)
+            failures = self._failures(answers, range(world_size))
+        if not failures:
+            skips = [value[1] for kind, value in answers.values() if kind == "skip"]
+            if skips:
+                import pytest
+
+                pytest.skip(skips[0])
+            return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
+        self._in_step = False
+        if len(answers) < world_size:
+            self._stop_ranks()
+        hung = [f.rank for f in failures if f.kind == "hung"]
+        if hung:
+            what = f"{name}: no answer from {_name_ranks(hung)} within {timeout:g} s, {_name_ranks(answers)} answered"
+        else:
+            what = f"{name} failed on {_name_ranks(f.rank for f in failures if f.kind != 'blocked')} of {world_size}"
+        raise RankFailure(what, failures)
+
+    def close(self) -> None:
+        """End all ranks and remove the pool's files. The pool can be used again: it then starts anew."""
+        self._stop_ranks()
+        self._store = None
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    # -- starting and stopping
+
+    def _get_ready(self) -> None:
+        """Have live ranks whose groups are in step: nothing to do, or new groups, or new processes."""
+        alive = bool(self._ranks) and all(r.process.is_alive() for r in self._ranks)
+        if alive and (self._in_step or self._make_groups(RENEW_TIMEOUT)):
+            return
+        self._stop_ranks()
+        self._start()
+        if not self._make_groups(START_TIMEOUT):
+            answered = {rank: ("ok", None) for rank in range(MAX_WORLD_SIZE) if self._ranks[rank].process.is_alive()}
+            raise RankFailure("the pool of ranks did not start", self._failures(answered, range(MAX_WORLD_SIZE)))
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        self._dir.mkdir(exist_ok=True)
+        if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        start = multiprocessing.get_context("forkserver")
+        start.set_forkserver_preload(["torch", "torch.distributed"])
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
+            for rank in range(MAX_WORLD_SIZE):
+                here, there = start.Pipe()
+                stacks = self._dir / f"stacks-{rank}"
+                process = start.Process(
+                    target=_rank_main,
+                    args=(rank, self._store.port, there, str(stacks)),
+                    name=f"flatshard-rank-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                there.close()
+                self._ranks.append(_Rank(process, here, stacks))
+
+    def _make_groups(self, timeout: float) -> bool:
+        self._groups_made += 1
+        for rank in range(MAX_WORLD_SIZE):
+            self._post(rank, ("groups", f"groups-{self._groups_made}"))
+        answers = self._collect(range(MAX_WORLD_SIZE), timeout)
+        self._in_step = len(answers) == MAX_WORLD_SIZE and all(kind == "ok" for kind, _ in answers.values())
+        return self._in_step
+
+    def _stop_ranks(self) -> None:
+        for r in self._ranks:
+            r.conn.close()
+            if r.process.is_alive():
+                r.process.kill()
+        for r in self._ranks:
+            r.process.join()
+        self._ranks, self._in_step = [], False
+
+    @contextlib.contextmanager
+    def _stop_ranks_on_error(self):
+        """An exception in here, like a test's alarm, leaves unread answers behind: nobody may use those ranks."""
+        try:
+            yield
+        except BaseException:
+            self._stop_ranks()
+            raise
+
+    # -- talking to the ranks
+
+    def _post(self, rank: int, message: tuple[str, Any]) -> None:
+        self._ranks[rank].note = ""
+        with contextlib.suppress(BrokenPipeError):  # a dead rank shows when its answer is awaited
+            self._ranks[rank].conn.send_bytes(pickle.dumps(message))
+
+    def _collect(self, ranks: range, timeout: float) -> dict[int, tuple[str, Any]]:
+        """The answers of the ranks by rank; those that died or did not answer in time are missing."""
+        answers: dict[int, tuple[str, Any]] = {}
+        waiting = {self._ranks[rank].conn: rank for rank in ranks}
+        deadline, failed = time.monotonic() + timeout, False
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for conn in ready:
+                assert isinstance(conn, Connection)
+                rank = waiting[conn]
+                try:
+                    kind, value = pickle.loads(conn.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    kind, value = "died", None
+                if kind == "note":
+                    self._ranks[rank].note = value
+                    if not failed:
+                        deadline = time.monotonic() + timeout
+                    continue
+                del waiting[conn]
+                if kind != "died":
+                    answers[rank] = kind, value
+                if kind in ("raised", "died"):
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
+    def _failures(self, answers: dict[int, tuple[str, Any]], ranks: range) -> list[Failure]:
+        """An account of every rank that did not end well. Ranks without an answer are stopped for their stacks."""
+        failures = []
+        silent = [rank for rank in ranks if rank not in answers]
+        dead = {rank for rank in silent if self._wait_dead(rank)}
+        one_failed = bool(dead) or any(kind == "raised" for kind, _ in answers.values())
+        for rank in silent:
+            if rank not in dead:
+                os.kill(self._ranks[rank].process.pid, signal.SIGABRT)  # faulthandler writes the stacks
+        for rank in ranks:
+            r = self._ranks[rank]
+            if rank in answers:
+                kind, value = answers[rank]
+                if kind == "raised":
+                    type_name, message, text = value
+                    failures.append(Failure(rank, kind, text, type_name, message, r.note))
+                continue
+            r.process.join(5)
+            if r.process.is_alive():
+                r.process.kill()
+                r.process.join()
+            text = r.stacks.read_text() if r.stacks.exists() else ""
+            if rank in dead:
+                text = f"exit code {r.process.exitcode}\n{text}"
+            kind = "died" if rank in dead else "blocked" if one_failed else "hung"
+            failures.append(Failure(rank, kind, text, note=r.note))
+        return failures
+
+    def _wait_dead(self, rank: int) -> bool:
+        """Whether a rank without an answer died. Its closed pipe shows a moment before its exit does."""
+        r = self._ranks[rank]
+        if r.process.is_alive() and r.conn.poll():
+            with contextlib.suppress(EOFError, OSError):
+                r.conn.recv_bytes()  # a late answer: the rank lives, but the test has failed already
+                return False
+            r.process.join(5)
+        return not r.process.is_alive()
+
+
+def _name_ranks(ranks: Any) -> str:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"rank{'s' if ',' in names else ''} {names}" if names else "no rank"
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+@contextlib.contextmanager
+def _environment(**variables: str):
+    """Set environment variables for the processes started inside: OMP reads its own when torch is imported."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,595 @@
+"""Random module trees, policies, strategies and world sizes, each against single-process training.
+
+A case is a function of its seed alone: :func:`make_case` draws a :class:`Case`, a description made of plain values that
+prints and shrinks well; :func:`build` turns its tree into modules. ``--fuzz N`` runs N cases, ``--fuzz-seed S`` starts
+at seed S; a failing case prints the command that runs it alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from parity import check_parity
+from pool import RankFailure
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+import flatshard
+
+CHUNK = 25
+"""Cases per pytest test: a test's overhead is larger than a case's."""
+CASE_TIMEOUT = 20.0
+MAX_FAILURES = 3
+"""Failing cases after which a chunk gives up."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules: each maps (batch, width) to (batch, width), in whatever dtype it gets
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Scale(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Empty(nn.Module):
+    """A parameter without elements, which still gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+class Transposed(nn.Module):
+    """A parameter whose strides are not those of its shape."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width + 2, width).mul_(0.3).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight.t()
+
+
+class Frozen(nn.Module):
+    """A unit of which only one parameter trains."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Integer(nn.Module):
+    """An integer parameter, as quantised models have them, and a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-2, 3, (width,)), requires_grad=False)
+        self.register_buffer("offset", torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.codes + self.offset.to(x.dtype)
+
+
+class Listed(nn.Module):
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.biases = nn.ParameterList(nn.Parameter(torch.randn(width)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for bias in self.biases:
+            x = torch.tanh(x + bias)
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(torch.stack([x, 0.5 * x], 1))[0][:, -1]
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Fork(nn.Module):
+    """Returns its branches' outputs in a structure, so that a unit's output is no plain tensor."""
+
+    def __init__(self, form: str, branches: list[nn.Module]) -> None:
+        super().__init__()
+        self.form = form
+        for i, branch in enumerate(branches):
+            self.add_module(f"branch{i}", branch)
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = [branch(x) for branch in self.children()]
+        if self.form == "dict":
+            return {f"out{i}": out for i, out in enumerate(outputs)}
+        if self.form == "nested":
+            return [{"first": outputs[0]}, tuple(outputs[1:]), None, "text"]
+        return tuple(outputs)
+
+
+class Join(nn.Module):
+    """Adds up a fork's outputs; with the form ``"drop"`` only the first, so that the others get no gradient."""
+
+    def __init__(self, fork: Fork) -> None:
+        super().__init__()
+        self.fork = fork
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.fork(x)
+        if self.fork.form == "dict":
+            return sum(out.values())
+        if self.fork.form == "nested":
+            return out[0]["first"] + sum(out[1])
+        return out[0] if self.fork.form == "drop" else sum(out)
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+class TwoNames(nn.Module):
+    """One module registered under two names: its parameters have two FQNs and are called for twice."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = inner, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + torch.tanh(self.other(x))
+
+
+class SkipOdd(nn.Module):
+    """Leaves its inner block out on odd steps, on all ranks alike."""
+
+    step = 0
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if self.step % 2 == 0 else x
+
+
+class Unused(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Island(nn.Module):
+    """Computes in another dtype than its surroundings."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.dtype)).to(x.dtype)
+
+
+class Root(nn.Module):
+    """An optional embedding, a tree, a head that always trains; the output in the form of the case."""
+
+    def __init__(self, front: nn.Embedding | None, body: nn.Module, head: nn.Linear, output: str) -> None:
+        super().__init__()
+        if front is not None:
+            self.front = front
+        self.body = body
+        self.head = head
+        self.output = output
+
+    def forward(self, inputs: Tensor) -> Any:
+        x = self.front(inputs).mean(1) if hasattr(self, "front") else inputs
+        hidden = self.body(x)
+        y = self.head(torch.tanh(hidden))
+        if self.output == "tuple":
+            return y, hidden
+        if self.output == "dict":
+            return {"y": y, "aux": [{"mean": hidden.mean(1)}, inputs]}
+        return y
+
+
+LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "int", "list", "gru", "tanh", "relu")
+CONTAINERS = ("seq", "residual", "branch", "twice", "two_names", "skip", "unused", "island")
+FORMS = ("tuple", "dict", "nested", "drop")
+CLASSES: dict[str, type[nn.Module]] = {
+    c.__name__: c
+    for c in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Sequential, nn.GRU, nn.Tanh, Mlp, Scale, Empty, Transposed)
+    + (Frozen, Integer, Listed, Recurrent, Residual, Fork, Join, Twice, TwoNames, SkipOdd, Unused, Island)
+}
+
+Spec = tuple[Any, ...]
+"""A node of a tree: a name, then numbers and words, then the specs of its children."""
+
+
+def build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
+    """The modules of a spec. ``other`` is the dtype of islands, which they get once the whole model has its own."""
+    name, *rest = spec
+    children = [build(child, width, other) for child in rest if isinstance(child, tuple)]
+    match name:
+        case "linear":
+            return nn.Linear(width, width, bias=rest[0])
+        case "mlp":
+            return Mlp(width, *rest)
+        case "norm":
+            return nn.LayerNorm(width)
+        case "scale":
+            return Scale()
+        case "empty":
+            return Empty()
+        case "transposed":
+            return Transposed(width)
+        case "frozen":
+            return Frozen(width, *rest)
+        case "int":
+            return Integer(width)
+        case "list":
+            return Listed(width, *rest)
+        case "gru":
+            return Recurrent(width)
+        case "tanh":
+            return nn.Tanh()
+        case "relu":
+            return nn.ReLU(inplace=False)
+        case "seq":
+            return nn.Sequential(*children)
+        case "residual":
+            return Residual(*children)
+        case "branch":
+            return Join(Fork(rest[0], children))
+        case "twice":
+            return Twice(*children)
+        case "two_names":
+            return TwoNames(*children)
+        case "skip":
+            return SkipOdd(*children)
+        case "unused":
+            return Unused(*children)
+        case "island":
+            return Island(*children, other)
+    raise AssertionError(name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Everything about one run, as plain values."""
+
+    seed: int
+    world_size: int
+    tree: Spec
+    width: int
+    front: str
+    """``"none"``, ``"embedding"``, ``"frozen"`` (embedding) or ``"tied"`` (embedding that is the head's weight)."""
+    output: str
+    ties: tuple[tuple[int, int], ...]
+    """Pairs of indices into the model's linear layers; those with equal shapes and dtypes share their weights."""
+    float32: bool
+    """Whether the model is float32 with float64 islands, instead of the other way round."""
+    policy: tuple[Any, ...]
+    strategy: str
+    backward_prefetch: str | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    optimizer: str
+    optimizer_first: bool
+    steps: int
+    batch_per_rank: int
+
+    def model(self) -> nn.Module:
+        """Build the model; the same one at every call after the same ``torch.manual_seed``."""
+        main, other = (torch.float32, torch.float64) if self.float32 else (torch.float64, torch.float32)
+        front = None if self.front == "none" else nn.Embedding(7, self.width)
+        if front is not None and self.front == "frozen":
+            front.requires_grad_(False)
+        model = Root(front, build(self.tree, self.width, other), nn.Linear(self.width, 7), self.output).to(main)
+        for module in model.modules():
+            if isinstance(module, Island):
+                module.to(other)
+        if front is not None and self.front == "tied":
+            model.head.weight = front.weight
+        linears = [m for m in model.modules() if type(m) is nn.Linear]
+        for i, j in self.ties:
+            a, b = linears[i % len(linears)], linears[j % len(linears)]
+            if a.weight.shape == b.weight.shape and a.weight.dtype == b.weight.dtype:
+                b.weight = a.weight
+        return model
+
+    def inputs(self, step: int, batch: int) -> Tensor:
+        """A global batch from torch's global RNG."""
+        if self.front != "none":
+            return torch.randint(7, (batch, 3))
+        return torch.randn(batch, self.width, dtype=torch.float32 if self.float32 else torch.float64)
+
+    def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        """Settings under which rounding stays rounding; see parity.py."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+        eps = 1e-3 if self.rounds_to_float32 else 1e-8
+        return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=eps)
+
+    @property
+    def rounds_to_float32(self) -> bool:
+        return self.float32 or "'island'" in repr(self.tree)
+
+    @property
+    def rtol(self) -> float:
+        return 2e-5 if self.rounds_to_float32 else 1e-9
+
+    def shard(self, model: nn.Module, group: Any) -> nn.Module:
+        """Shard the model as the case's policy says."""
+
+        def shard_one(module: nn.Module, policy: Any = None) -> nn.Module:
+            prefetch = self.backward_prefetch and getattr(flatshard.BackwardPrefetch, self.backward_prefetch)
+            return flatshard.fully_shard(
+                module,
+                policy=policy,
+                process_group=group,
+                strategy=getattr(flatshard.ShardingStrategy, self.strategy),
+                backward_prefetch=prefetch,
+                forward_prefetch=self.forward_prefetch,
+                limit_all_gathers=self.limit_all_gathers,
+            )
+
+        kind, *rest = self.policy
+        if kind == "manual":
+            candidates = nestable(model)
+            chosen = {i % len(candidates) for i in rest if candidates}
+            for i in sorted(chosen, reverse=True):  # named_modules() lists parents first
+                assert shard_one(candidates[i]) is candidates[i]
+            return shard_one(model)
+        classes = {CLASSES[name] for name in rest} if kind in ("class", "set", "wrap", "custom") else set()
+        policies: dict[str, Any] = {
+            "none": None,
+            "class": next(iter(classes), None),
+            "set": classes,
+            "wrap": ModuleWrapPolicy(classes) if classes else None,
+            "custom": CustomPolicy(lambda module: type(module) in classes),
+            "size": SizePolicy(rest[0] if kind == "size" else 0),
+        }
+        return shard_one(model, policies[kind])
+
+
+@dataclasses.dataclass
+class SizePolicy:
+    """Wraps what has at least so many parameters that no inner unit took, except containers that are never called."""
+
+    least: int
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if recurse:
+            return True
+        return nonwrapped_numel >= self.least and not isinstance(module, nn.ParameterList)
+
+
+def nestable(model: nn.Module) -> list[nn.Module]:
+    """Submodules that can be sharded before the root is: no shared parameter is both inside and outside of them."""
+    holders: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[param] = holders.get(param, 0) + 1
+    result = []
+    for module in model.modules():
+        inside: dict[nn.Parameter, int] = {}
+        for sub in module.modules():
+            for param in sub._parameters.values():
+                if param is not None:
+                    inside[param] = inside.get(param, 0) + 1
+        closed = all(count == holders[param] for param, count in inside.items())
+        if closed and module is not model and not isinstance(module, nn.ParameterList):
+            result.append(module)
+    return result
+
+
+def make_tree(rng: random.Random, depth: int) -> Spec:
+    """A random tree of at most this depth."""
+    name = rng.choice(LEAVES if depth == 0 or rng.random() < 0.3 else CONTAINERS + ("seq", "seq"))
+    children = [make_tree(rng, depth - 1) for _ in range(rng.randint(2, 3))] if name in CONTAINERS else []
+    match name:
+        case "linear" | "frozen":
+            return name, rng.random() < 0.6
+        case "mlp":
+            return name, rng.choice([1, 2, 3, 5, 11]), rng.random() < 0.6
+        case "list":
+            return name, rng.randint(1, 3)
+        case "seq":
+            return name, *children
+        case "branch":
+            return name, rng.choice(FORMS), *children
+    return name, *children[:1]
+
+
+def class_names(spec: Spec) -> set[str]:
+    """Names of classes that occur in a tree."""
+    names = {type(module).__name__ for module in build(spec, 3, torch.float32).modules()}
+    return names & set(CLASSES)
+
+
+def make_case(seed: int) -> Case:
+    """Draw the case of a seed."""
+    rng = random.Random(seed)
+    tree: Spec = ("seq", *(make_tree(rng, rng.randint(0, 2)) for _ in range(rng.randint(1, 4))))
+    policy: tuple[Any, ...] = (rng.choice(("none", "class", "set", "wrap", "custom", "size", "manual", "manual")),)
+    names = sorted(class_names(tree) | {"Linear"})
+    if policy[0] == "class":
+        policy += (rng.choice(names),)
+    elif policy[0] in ("set", "wrap", "custom"):
+        policy += tuple(sorted(rng.sample(names, rng.randint(1, len(names)))))
+    elif policy[0] == "size":
+        policy += (rng.choice([1, 5, 20, 100]),)
+    elif policy[0] == "manual":
+        policy += tuple(rng.randrange(100) for _ in range(rng.randint(1, 6)))
+    return Case(
+        seed=seed,
+        world_size=1 + seed % 4,
+        tree=tree,
+        width=rng.choice([1, 3, 4, 5, 7, 8, 13]),
+        front=rng.choice(["none", "none", "embedding", "frozen", "tied"]),
+        output=rng.choice(["tensor", "tuple", "dict"]),
+        ties=tuple((rng.randrange(20), rng.randrange(20)) for _ in range(rng.choice([0, 0, 1, 2, 3]))),
+        float32=rng.random() < 0.15,
+        policy=policy,
+        strategy=rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        backward_prefetch=rng.choice(["BACKWARD_PRE", "BACKWARD_POST", None]),
+        forward_prefetch=rng.random() < 0.7,
+        limit_all_gathers=rng.random() < 0.7,
+        optimizer=rng.choice(["sgd", "adamw"]),
+        optimizer_first=rng.random() < 0.5,
+        steps=rng.choice([2, 3]),
+        batch_per_rank=rng.choice([1, 2]),
+    )
+
+
+def run_case(ctx, case: Case) -> None:
+    """Train the case on this rank, sharded and plain, and compare."""
+
+    def set_step(model: nn.Module, step: int) -> None:
+        for module in model.modules():
+            if isinstance(module, SkipOdd):
+                module.step = step
+
+    check_parity(
+        ctx,
+        case.model,
+        case.inputs,
+        steps=case.steps,
+        optimizer=case.make_optimizer,
+        shard=case.shard,
+        rtol=case.rtol,
+        dtype=None,
+        oracle="slices",
+        batch_per_rank=case.batch_per_rank,
+        optimizer_first=case.optimizer_first,
+        seed=case.seed,
+        before_step=set_step,
+    )
+
+
+def run_seeds(ctx, seeds: list[int]) -> None:
+    for seed in seeds:
+        ctx.note(f"seed {seed}")
+        run_case(ctx, make_case(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeds" not in metafunc.fixturenames:
+        return
+    first, count = metafunc.config.getoption("--fuzz-seed"), metafunc.config.getoption("--fuzz")
+    params = []
+    for world_size in range(1, 5):
+        seeds = [seed for seed in range(first, first + count) if make_world_size(seed) == world_size]
+        for start in range(0, len(seeds), CHUNK):
+            chunk = seeds[start : start + CHUNK]
+            params.append(pytest.param(world_size, chunk, id=f"world{world_size}-seeds{chunk[0]}to{chunk[-1]}"))
+    metafunc.parametrize(("world_size", "seeds"), params)
+
+
+def make_world_size(seed: int) -> int:
+    return 1 + seed % 4
+
+
+@pytest.mark.time_limit(300)
+def test_random_models_train_as_in_one_process(pool, world_size, seeds):
+    failures = []
+    while seeds:
+        try:
+            pool.run(run_seeds, seeds, world_size=world_size, timeout=CASE_TIMEOUT)
+            break
+        except RankFailure as e:
+            first = e.failures[0]
+            if not first.note:
+                raise  # not a case's failure: this file does not import, or the pool is broken
+            seed = int(first.note.removeprefix("seed "))
+            failures.append(
+                f"python -m pytest test/test_fuzz.py --fuzz 1 --fuzz-seed {seed}\n{make_case(seed)}\n{e}",
+            )
+            seeds = seeds[seeds.index(seed) + 1 :]
+        if len(failures) == MAX_FAILURES:
+            break
+    if failures:
+        pytest.fail("\n\n".join(failures), pytrace=False)
+
+
+def test_a_case_depends_on_its_seed_only():
+    for seed in range(20):
+        case = make_case(seed)
+        assert make_case(seed) == case
+        assert case.world_size == make_world_size(seed)
+        models = []
+        for _ in range(2):
+            torch.manual_seed(seed)
+            models.append(case.model())
+        assert [(n, p.shape) for n, p in models[0].named_parameters()] == [
+            (n, p.shape) for n, p in models[1].named_parameters()
+        ]
+
+
+def test_the_cases_cover_what_they_are_meant_to():
+    cases = [make_case(seed) for seed in range(300)]
+    text = " ".join(repr(case.tree) for case in cases)
+    assert [name for name in LEAVES + CONTAINERS + FORMS if f"'{name}'" not in text] == []
+    combinations = {(case.world_size, case.strategy, case.policy[0]) for case in cases}
+    assert len({c[:2] for c in combinations}) == 12
+    assert len({c[1:] for c in combinations}) == 3 * 7
+    models = [case.model() for case in cases]
+    tied = [m for m in models if len(list(m.named_parameters(remove_duplicate=False))) > len(list(m.parameters()))]
+    assert len(tied) > 50
