@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from corpus import VOCABULARY, Corpus, even_windows, load_corpus, random_windows
 from gpt import GPT, Block, GPTConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision  # a plain record of dtypes
 
 import flatshard
 
@@ -143,7 +144,7 @@ def build_sharded_model(options: "Options", ranks: "Ranks") -> GPT:
     """The same model, sharded in place: one unit for each ``Block``, and one for what is left."""
     mixed_precision = None
     if options.precision == "bf16":
-        mixed_precision = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed_precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return flatshard.fully_shard(
         build_model(options, ranks),
         policy={Block},
@@ -174,8 +175,8 @@ class Trainer:
         """Takes one optimizer step and returns the loss before it. The gradients stay until the next step."""
         self.optimizer.zero_grad()
         loss = next_byte_loss(self.model, windows)
-        loss.backward()
-        self.last_lr = self.schedule.get_last_lr()[0]
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.last_lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
         return loss.detach()
@@ -337,7 +338,8 @@ def process_group() -> Iterator[Ranks]:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
@@ -392,7 +394,7 @@ def parse_options() -> Options:
     training = parser.add_argument_group("training")
     training.add_argument("--context", type=positive_int, default=128, metavar="N", help="bytes seen (default: 128)")
     training.add_argument("--batch", type=positive_int, default=8, metavar="N", help="rows per rank (default: 8)")
-    training.add_argument("--steps", type=positive_int, default=500, metavar="N", help="optimizer steps (default: 500)")
+    training.add_argument("--steps", type=positive_int, default=700, metavar="N", help="optimizer steps (default: 700)")
     training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate (default: 3e-3)")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches, sample (default: 0)")
     training.add_argument("--log-every", type=positive_int, default=25, metavar="N", help="steps a line (default: 25)")

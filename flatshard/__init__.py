@@ -15,18 +15,30 @@ from flatshard._composable.policy import (
 )
 from flatshard._config import BackwardPrefetch, ShardingStrategy
 from flatshard._errors import InternalError
+from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
+from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 
 __all__ = [
     "BackwardPrefetch",
     "CustomPolicy",
+    "Description",
+    "FlatDescription",
     "InternalError",
     "ModuleWrapPolicy",
     "ShardedParameter",
     "ShardingStrategy",
+    "UnitDescription",
+    "UnshardHandle",
+    "describe",
+    "flat_parameters",
     "full_shape",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "recover",
+    "reshard",
     "size_based_auto_wrap_policy",
+    "summon_full_params",
     "transformer_auto_wrap_policy",
+    "unshard",
 ]

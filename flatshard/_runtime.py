@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 
-
 class Pending(Protocol):
     """A collective under way."""
 

@@ -46,6 +46,6 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 def label(what: str, unit: str) -> AbstractContextManager[object]:
     """A profiler range ``flatshard::what (unit)`` while a profiler runs, nothing otherwise."""
-    if torch.autograd._profiler_enabled():  # type: ignore[no-untyped-call]
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return torch.profiler.record_function(f"flatshard::{what} ({unit or '<root>'})")
     return _NOTHING

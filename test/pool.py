@@ -1,7 +1,8 @@
 """A pool of gloo ranks that lives as long as the pytest session.
 
 Starting four Python processes that import torch costs seconds; a test body costs milliseconds. So the ranks start
-once, as forks of one process that has imported torch, and every distributed test is a module-level function ``body(ctx, ...)`` that they run::
+once, as forks of one process that has imported torch, and every distributed test is a module-level function
+``body(ctx, ...)`` that they run::
 
     def body(ctx, factor):
         t = torch.full((), float(ctx.rank))

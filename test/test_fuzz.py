@@ -323,7 +323,6 @@ class Case:
     strategy: str
     backward_prefetch: str | None
     forward_prefetch: bool
-    limit_all_gathers: bool
     optimizer: str
     optimizer_first: bool
     steps: int
@@ -381,7 +380,6 @@ class Case:
                 strategy=getattr(flatshard.ShardingStrategy, self.strategy),
                 backward_prefetch=prefetch,
                 forward_prefetch=self.forward_prefetch,
-                limit_all_gathers=self.limit_all_gathers,
             )
 
         kind, *rest = self.policy
@@ -486,7 +484,6 @@ def make_case(seed: int) -> Case:
         strategy=rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
         backward_prefetch=rng.choice(["BACKWARD_PRE", "BACKWARD_POST", None]),
         forward_prefetch=rng.random() < 0.7,
-        limit_all_gathers=rng.random() < 0.7,
         optimizer=rng.choice(["sgd", "adamw"]),
         optimizer_first=rng.random() < 0.5,
         steps=rng.choice([2, 3]),

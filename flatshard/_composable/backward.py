@@ -104,7 +104,7 @@ class Backward:
             self._tasks.append(_Task(task, weakref.ref(end)))
             self._keep |= torch.is_grad_enabled()
             # FSDP and DDP use this too; autograd has no public way to run something when a backward ends.
-            Variable._execution_engine.queue_callback(end)  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(end)
         return task
 
     @staticmethod
@@ -149,7 +149,7 @@ class Backward:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self, task: int) -> None:
-        """A graph task is over: complete what got fewer gradients than expected; at the outermost, leave nothing behind."""
+        """A graph task is over: complete what got less than expected; at the outermost, leave nothing behind."""
         self._tasks = [t for t in self._tasks if t.id != task]
         for unit in [u for u in reversed(self._open) if u.task == task]:
             self._complete(unit, task)

@@ -142,7 +142,9 @@ def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> U
                 f"the policy overrides {key!r} for a {type(module).__name__}; it can override {sorted(_OVERRIDES)}"
             )
     strategy = as_enum(
-        ShardingStrategy, given.get("strategy", given.get("sharding_strategy", config.strategy)), "the policy's strategy"
+        ShardingStrategy,
+        given.get("strategy", given.get("sharding_strategy", config.strategy)),
+        "the policy's strategy",
     )
     if strategy.is_hybrid:
         raise NotImplementedError(f"the policy chose {strategy} for a {type(module).__name__}: not implemented yet")

@@ -60,7 +60,7 @@ class UnitHooks:
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
                     hook = functools.partial(self.on_gradient, group, index)
-                    compute.register_post_accumulate_grad_hook(hook)
+                    compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     compute.requires_grad_(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
@@ -85,6 +85,11 @@ class UnitHooks:
             needed.users += 1
             needed.holds += 1
         grad = torch.is_grad_enabled()
+        if grad and unit.shows_gradients:
+            raise RuntimeError(
+                f"unit {unit.fqn or '<root>'!r} runs forward with gradients inside summon_full_params(with_grads=True): its "
+                "new gradients would mix with those shown. Run it outside, or under torch.no_grad()"
+            )
         for needed in unit.needs:
             self._gather(needed, grad, in_backward)
         if not in_backward:
@@ -106,11 +111,8 @@ class UnitHooks:
                 context.backward.expect(unit)
         if in_backward:
             context.backward.touch(unit)
-        elif unit.holds == 1 and unit.gathered_in != context.pass_id and not handle.is_sharded:
-            # Left unsharded by an earlier pass. The shards may have changed since (`p.data.add_()` cannot be noticed), so
-            # gather anew, unless the user unsharded it on purpose and nothing known has changed.
-            if unit.gathered_in != -1 or unit.gathered_version != handle.version():
-                handle.reshard()
+        elif unit.holds == 1 and not handle.is_sharded and unit.is_outdated(context.pass_id):
+            handle.reshard()
         if handle.is_sharded:
             handle.unshard()
             unit.gathered_version = handle.version()
@@ -194,7 +196,8 @@ class UnitHooks:
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
             return None
-        for i, watched in zip(where, _Leave.apply(self, *[values[i] for i in where]), strict=True):
+        leaving = _Leave.apply(self, *[values[i] for i in where])  # type: ignore[no-untyped-call]
+        for i, watched in zip(where, leaving, strict=True):
             values[i] = watched
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs

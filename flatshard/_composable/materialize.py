@@ -87,13 +87,13 @@ def _allocate(module: nn.Module, device: torch.device, ignored: set[nn.Parameter
         if isinstance(tensor, nn.Parameter):
             fresh = nn.Parameter(empty, tensor.requires_grad)
             fresh.__dict__.update(tensor.__dict__)
-            torch.utils.swap_tensors(tensor, fresh)
+            torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
         else:
-            torch.utils.swap_tensors(tensor, empty)
+            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _untouched(tensor: torch.Tensor) -> bool:

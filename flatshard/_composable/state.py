@@ -72,6 +72,7 @@ class Unit:
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
         self.gathered_version = -1  # `handle.version()` then
+        self.shows_gradients = False  # `summon_full_params(with_grads=True)` is under way
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
@@ -80,6 +81,15 @@ class Unit:
         self.reduce_wanted = False  # gradients were expected, so there is a reduction, whether or not they came
         self.active_steps = 0  # steps that backward has come back to and has not yet left; only where params are frozen
         self.last_step: Step | None = None  # the step that backward came back to last
+
+    def is_outdated(self, pass_id: int) -> bool:
+        """Whether the unsharded parameters are left from an earlier pass: the shards may have changed since.
+
+        ``p.data.add_()`` cannot be noticed, so only what the user unsharded on purpose is trusted across passes.
+        """
+        if self.gathered_in == -1:
+            return self.gathered_version != self.handle.version()
+        return self.gathered_in != pass_id
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"

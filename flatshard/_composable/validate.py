@@ -24,7 +24,9 @@ def check_module(module: Any, what: str = "module") -> None:
         hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
         raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: shard the Python module before scripting it")
+        raise TypeError(
+            f"fully_shard cannot hook a {type(module).__name__}: shard the Python module before scripting it"
+        )
     if unit_of(module) is not None:
         raise ValueError(
             f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
@@ -80,7 +82,9 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     for state in ignored_states or ():
         if isinstance(state, nn.Module):
             if state not in in_root:
-                raise ValueError(f"ignored_states: a {type(state).__name__} is not a submodule of {type(root).__name__}")
+                raise ValueError(
+                    f"ignored_states: a {type(state).__name__} is not a submodule of {type(root).__name__}"
+                )
             if state is root:
                 raise ValueError("ignored_states holds the module that is to be sharded")
             modules.update(state.modules())
@@ -157,7 +161,8 @@ def check_parameters(units: list[PlannedUnit], device: torch.device | None) -> t
 def default_device() -> torch.device:
     """Where a meta module is materialised: the current accelerator, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or "cpu" in str(dist.get_backend_config()) and accelerator.type not in str(dist.get_backend_config()):
+    backends = str(dist.get_backend_config())
+    if accelerator is None or ("cpu:" in backends and f"{accelerator.type}:" not in backends):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
@@ -186,7 +191,7 @@ def _is_plain(param: nn.Parameter) -> bool:
     disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
     has_function = getattr(kind, "__torch_function__", disabled) is not disabled
     has_dispatch = getattr(kind, "__torch_dispatch__", disabled) is not torch.Tensor.__torch_dispatch__
-    return isinstance(param, nn.Parameter) and kind.__mro__[0] is nn.Parameter or not (has_function or has_dispatch)
+    return (isinstance(param, nn.Parameter) and kind.__mro__[0] is nn.Parameter) or not (has_function or has_dispatch)
 
 
 def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:

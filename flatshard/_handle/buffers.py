@@ -65,7 +65,7 @@ class FlatBuffers:
         """Whether the shard is the whole: nothing to gather, nothing to free."""
         return self.layout.world_size == 1
 
-    def _fill_shard(self, originals: Sequence[nn.Parameter]) -> None:
+    def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
         for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
             if part.numel:
                 whole = in_memory_order(param.detach(), info.stride)
@@ -80,9 +80,7 @@ class FlatBuffers:
     def _allocate_views(self) -> None:
         """Build every permanent view once; then free the unsharded buffer's storage."""
         self.unsharded = (
-            self.shard
-            if self.is_alias
-            else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+            self.shard if self.is_alias else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         )
         for info, compute in zip(self.layout.params, self.computes, strict=True):
             compute.data = self.unsharded.as_strided(info.shape, info.stride, info.start)
@@ -112,9 +110,7 @@ class FlatBuffers:
             param.grad = mine.as_strided(info.shape, info.stride) if self.is_alias else mine
         ShardedParameter.adopt(
             param,
-            ShardInfo(
-                info.fqn, info.shape, info.stride, part.offset, part.offset + part.numel, self.layout.world_size
-            ),
+            ShardInfo(info.fqn, info.shape, info.stride, part.offset, part.offset + part.numel, self.layout.world_size),
         )
 
     def copy_with(self, params: Sequence[nn.Parameter]) -> FlatBuffers:
@@ -230,6 +226,10 @@ class FlatBuffers:
         """Copy this rank's part of the unsharded buffer into the shard."""
         if not self.is_alias:
             self.shard.copy_(self._own)
+
+    def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's part of whole parameters, on any device, into the shard."""
+        self._fill_shard(whole)
 
     @property
     def resident_nbytes(self) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.buffers import FlatBuffers, in_memory_order
 from flatshard._runtime import Pending, Runtime
 
 
@@ -110,6 +110,8 @@ class FlatGradients:
         buffers = self.buffers
         if self._made_for != (buffers.dtype, buffers.device):
             self._allocate_views()
+            if self.flat_param is not None:
+                self.flat_param.data = buffers.shard
         if buffers.is_alias:  # all-reduced in place, it becomes the gradients themselves: a new one each time
             self._input = torch.empty(buffers.layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
             self._slots, self._gaps = self._views_of(self._input)
@@ -169,8 +171,8 @@ class FlatGradients:
         new: list[torch.Tensor] = []
         buffers = self.buffers
         parts = self._parts(output)
-        for param, trainable, grad, was_filled in zip(buffers.params, buffers.requires_grad, parts, filled, strict=True):
-            if not trainable or not (was_filled or _used_elsewhere(grad)):
+        for param, wanted, grad, was_filled in zip(buffers.params, buffers.requires_grad, parts, filled, strict=True):
+            if not wanted or not (was_filled or _used_elsewhere(grad)):
                 continue
             if param.grad is None:
                 param.grad = grad
@@ -179,6 +181,50 @@ class FlatGradients:
                 new.append(grad)
         if held:
             torch._foreach_add_(held, new)
+
+    # -- whole gradients for the user --------------------------------------------------------------------------------
+
+    def gather(self, runtime: Runtime) -> list[torch.Tensor | None]:
+        """Whole gradients in the parameters' shapes; None for a parameter that has none on any rank."""
+        buffers, layout = self.buffers, self.buffers.layout
+        whole = torch.zeros(layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
+        present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=buffers.device)
+        shard, here = whole.view(layout.world_size, -1)[buffers.rank], present[buffers.rank]
+        if self.flat_param is not None:
+            if self.flat_param.grad is not None:
+                shard.copy_(self.flat_param.grad)
+                here.fill_(1)
+        else:
+            for index, (param, part) in enumerate(zip(buffers.params, self._parts(shard), strict=True)):
+                if param.grad is not None:
+                    part.copy_(param.grad)
+                    here[index] = 1
+        if layout.world_size > 1:
+            runtime.all_gather(whole, shard).wait()
+            runtime.all_gather(present.view(-1), here).wait()
+        slots, _ = self._views_of(whole)
+        return [slot if seen else None for slot, seen in zip(slots, present.amax(0).tolist(), strict=True)]
+
+    def write_back(self, whole: list[torch.Tensor | None]) -> None:
+        """Keep this rank's part of whole gradients: the inverse of ``gather``."""
+        buffers = self.buffers
+        if self.flat_param is not None and any(g is not None for g in whole) and self.flat_param.grad is None:
+            self.flat_param.grad = torch.zeros_like(buffers.shard)
+        flat = None if self.flat_param is None else self.flat_param.grad
+        parts = None if flat is None else self._parts(flat)
+        for index, (param, grad) in enumerate(zip(buffers.params, whole, strict=True)):
+            info, part = buffers.layout.params[index], buffers.slices[index]
+            if grad is None:
+                param.grad = None
+                continue
+            mine = in_memory_order(grad.detach(), info.stride)[part.offset : part.offset + part.numel]
+            mine = mine.as_strided(info.shape, info.stride) if buffers.is_alias else mine
+            if parts is not None:
+                parts[index].copy_(mine)
+            elif param.grad is None:
+                param.grad = mine.to(buffers.device, copy=True)
+            else:
+                param.grad.copy_(mine)
 
     def _parts(self, output: torch.Tensor) -> list[torch.Tensor]:
         """The gradient shard cut into the parameters' parts, each in the shape of the user's parameter."""

@@ -157,11 +157,58 @@ class FlatParamHandle:
         self.all_trainable = all([all(b.requires_grad) for b in self.buffers])
         return trainable
 
-    def write_back_if_changed(self) -> None:
-        """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad)."""
+    def write_back_if_changed(self, keep: bool = True) -> None:
+        """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad).
+
+        ``keep=False`` forgets the change instead.
+        """
         for buffers in self.buffers:
-            if buffers.changed_in_forward():
+            if buffers.changed_in_forward() and keep:
                 buffers.write_back()
+
+    # -- whole parameters for the user -------------------------------------------------------------------------------
+
+    def copy_computes(self, device: torch.device | None) -> dict[int, nn.Parameter]:
+        """Copies of the unsharded parameters and of their gradients on ``device``, by ``id`` of the sharded ones."""
+        copies = {}
+        for buffers in self.buffers:
+            for param, compute in zip(buffers.params, buffers.computes, strict=True):
+                value = torch.empty_strided(
+                    compute.shape, compute.stride(), dtype=compute.dtype, device=device or compute.device
+                )
+                copied = nn.Parameter(value.copy_(compute.detach()), compute.requires_grad)
+                if compute.grad is not None:
+                    copied.grad = compute.grad.to(value.device, copy=True)
+                copies[id(param)] = copied
+        return copies
+
+    def write_back(self, with_grads: bool) -> None:
+        """Keep this rank's part of the unsharded parameters, and of the gradients shown on them."""
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
+            buffers.write_back()
+            if with_grads:
+                grads.write_back([c.grad for c in buffers.computes])
+
+    def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
+        """The same from ``copy_computes``."""
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
+            values = [copies[id(p)] for p in buffers.params]
+            buffers.write_back_from(values)
+            if with_grads:
+                grads.write_back([v.grad for v in values])
+
+    def gather_gradients(self) -> None:
+        """Give the unsharded parameters whole gradients, where there are any. Communicates."""
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
+            if True in buffers.requires_grad:
+                for compute, grad in zip(buffers.computes, grads.gather(self.runtime), strict=True):
+                    compute.grad = grad
+
+    def drop_full_gradients(self) -> None:
+        """Undo ``gather_gradients``."""
+        for buffers in self.buffers:
+            for compute in buffers.computes:
+                compute.grad = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.optim import optimizer as _torch_optimizer
-from typing_extensions import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,10 @@ class ShardedParameter(nn.Parameter):
 
     _flatshard_info: ShardInfo
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
         if info is None:
-            return super().__repr__()
+            return super().__repr__(tensor_contents=tensor_contents)  # type: ignore[no-untyped-call]
         return (
             f"ShardedParameter({info.fqn!r}, shape={info.shape}, dtype={self.dtype}, device={self.device}, "
             f"requires_grad={self.requires_grad}, elements {info.start}:{info.stop} here)"

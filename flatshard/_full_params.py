@@ -1,0 +1,187 @@
+"""Access to whole parameters: ``summon_full_params``, ``unshard`` and ``reshard``; ``recover`` after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from flatshard._composable.state import Unit, units_below
+from flatshard._handle.sharded_parameter import shard_info
+
+
+def _units(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
+    """The units whose parameters are registered in ``module``, owners of tied ones included."""
+    units: dict[Unit, None] = {}
+    for unit in units_below(module, recurse):
+        units.update(dict.fromkeys(unit.needs))
+    if not units:
+        if any(shard_info(p) is not None for p in module.parameters()):
+            raise ValueError(
+                f"{verb}: this {type(module).__name__} is part of a unit, and is none itself: call it on the unit, or give "
+                "the module a unit of its own by the policy"
+            )
+        raise ValueError(f"{verb}: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    return list(units)
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Inside, ``module``'s parameters are whole: ``nn.Parameter`` of original shape and dtype, under their own FQNs.
+
+    Every rank of the group must enter. Forwards without gradients may run inside. If the body raises, nothing is written
+    back.
+
+    Args:
+        module: a sharded module, or one that holds sharded ones.
+        recurse: also the units below ``module``; False: only ``module``'s own unit.
+        writeback: keep what the body changes. Each rank keeps its own part, so all must make the same change.
+        rank0_only: only the group's rank 0 sees whole parameters; the others see their sharded ones. Saves memory.
+        offload_to_cpu: whole parameters on CPU, gathered one unit at a time. Parameters nobody shards stay as they are.
+        with_grads: whole gradients as well, where there are any; written back too. No forward with gradients inside.
+
+    Raises:
+        ValueError: ``writeback`` with ``rank0_only`` (ranks would come apart), or nothing in ``module`` is sharded.
+    """
+    units = _units(module, recurse, "summon_full_params")
+    if writeback and rank0_only:
+        raise ValueError(
+            "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
+        )
+    shown: list[Unit] = []
+    copies: dict[Unit, dict[int, nn.Parameter]] = {}
+    try:
+        for unit in units:
+            # Write-through is no write-back: where the shard is the whole, a body that must not write gets copies.
+            copied = offload_to_cpu or (not writeback and unit.handle.is_alias)
+            _show(unit, with_grads)
+            shown.append(unit)
+            if copied:
+                copies[unit] = unit.handle.copy_computes(torch.device("cpu") if offload_to_cpu else None)
+            if rank0_only and unit.context.runtime.rank != 0:
+                _hide(unit, False, with_grads, copies.pop(unit, None))
+                shown.remove(unit)
+            elif copied:
+                unit.handle.slots.register(copies[unit])
+                unit.handle.reshard()
+        yield
+        for unit in shown[:]:
+            shown.remove(unit)
+            _hide(unit, writeback, with_grads, copies.pop(unit, None))
+    finally:
+        for unit in shown:
+            _hide(unit, False, with_grads, copies.pop(unit, None))
+
+
+def _show(unit: Unit, with_grads: bool) -> None:
+    handle = unit.handle
+    unit.users += 1
+    unit.holds += 1
+    if unit.users == 1:
+        if not handle.is_sharded:  # left by an earlier forward: the shards may have changed since
+            handle.reshard()
+        unit.context.runtime.before_pass()
+        handle.sync_requires_grad()
+    handle.unshard()
+    handle.wait()
+    unit.gathered_in = unit.context.pass_id
+    unit.gathered_version = handle.version()
+    handle.slots.register_unsharded()
+    if with_grads:
+        handle.gather_gradients()
+        unit.shows_gradients = True
+
+
+def _hide(unit: Unit, writeback: bool, with_grads: bool, copies: dict[int, nn.Parameter] | None) -> None:
+    handle = unit.handle
+    if writeback and copies is not None:
+        handle.write_back_copies(copies, with_grads)
+    elif writeback:
+        handle.write_back(with_grads)
+    if with_grads:
+        handle.drop_full_gradients()
+        unit.shows_gradients = False
+    if copies is not None:
+        handle.slots.register_unsharded()  # a no-op but for its flag: register_sharded below replaces the copies
+    unit.users -= 1
+    unit.holds -= 1
+    if unit.users == 0:
+        handle.write_back_if_changed(keep=False)
+        handle.slots.register_sharded()
+    if unit.holds == 0:
+        handle.reshard()
+
+
+class UnshardHandle:
+    """An unshard under way, as returned by :func:`unshard` with ``async_op=True``."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Have the parameters registered whole, ready for what the caller does next. Idempotent."""
+        units, self._units = self._units, []
+        for unit in units:
+            unit.handle.wait()
+            unit.handle.slots.register_unsharded()
+
+
+def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False) -> UnshardHandle | None:
+    """Gather the parameters of ``module``'s own unit, ahead of its forward or to read them. All ranks must call it.
+
+    They stay whole until that unit's next forward is over, or until :func:`reshard`.
+
+    Args:
+        module: a unit.
+        recurse: the units below it as well.
+        async_op: return at once, with a handle whose ``wait`` makes the parameters visible.
+    """
+    units = _units(module, recurse, "unshard")
+    for unit in units:
+        if unit.handle.is_sharded:
+            unit.context.runtime.before_pass()
+            unit.handle.unshard()
+            unit.gathered_in = -1
+            unit.gathered_version = unit.handle.version()
+    handle = UnshardHandle(units)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def reshard(module: nn.Module, *, recurse: bool = True) -> None:
+    """Free the whole parameters of ``module``'s units, by now or until they are needed again. No communication.
+
+    Raises:
+        RuntimeError: a unit is in its forward or in ``summon_full_params``.
+    """
+    units = _units(module, recurse, "reshard")
+    busy = [u.fqn or "<root>" for u in units if u.holds]
+    if busy:
+        raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")
+    for unit in units:
+        unit.handle.slots.register_sharded()
+        unit.handle.reshard()
+
+
+def recover(module: nn.Module) -> None:
+    """Free everything that an interrupted step left behind in ``module``'s process group. No communication starts.
+
+    The next forward does this by itself. Call it to have the memory back at once, after an out-of-memory error, say.
+    ``.grad`` keeps what had been reduced by then: call ``zero_grad()`` as usual.
+
+    Raises:
+        RuntimeError: called inside a forward, where nothing can be freed.
+    """
+    for context in {unit.context for unit in units_below(module)}:
+        context.recover()

@@ -1,0 +1,146 @@
+"""What was built: ``describe`` a sharded module, and the flat parameters themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flatshard._composable.state import Unit, units_below
+
+
+@dataclass(frozen=True)
+class FlatDescription:
+    """One flat parameter of a unit."""
+
+    fqns: tuple[str, ...]
+    dtype: torch.dtype
+    trainable: bool
+    numel: int  # elements of the parameters
+    padded_numel: int  # with padding, over all ranks
+    shard_numel: int  # on this rank, padding included
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit."""
+
+    fqn: str
+    module: str  # class name
+    strategy: str
+    state: str
+    flats: tuple[FlatDescription, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """All units of a module, in module order. ``str()`` is a table."""
+
+    units: tuple[UnitDescription, ...]
+    world_size: int
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return sum(f.numel for u in self.units for f in u.flats)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps."""
+        return sum(f.shard_numel * f.dtype.itemsize for u in self.units for f in u.flats)
+
+    def __str__(self) -> str:
+        head = ("unit", "module", "strategy", "state", "dtype", "trainable", "params", "numel", "padding", "shard here")
+        rows: list[tuple[str, ...]] = [head]
+        for unit in self.units:
+            name: tuple[str, ...] = (unit.fqn or "<root>", unit.module, unit.strategy, unit.state)
+            for flat in unit.flats:
+                rows.append(
+                    (
+                        *name,
+                        str(flat.dtype).removeprefix("torch."),
+                        "yes" if flat.trainable else "no",
+                        f"{len(flat.fqns):,}",
+                        f"{flat.numel:,}",
+                        f"{flat.padded_numel - flat.numel:,}",
+                        f"{flat.shard_numel:,}",
+                    )
+                )
+                name = ("", "", "", "")
+            if not unit.flats:
+                rows.append((*name, "-", "-", "0", "0", "0", "0"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = []
+        for row in rows:
+            cells = [c.rjust(w) if i > 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            lines.append("  ".join(cells).rstrip())
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        flats = sum(len(u.flats) for u in self.units)
+        lines.append(
+            f"{len(self.units)} units, {flats} flat parameters, {self.numel:,} elements over {self.world_size} ranks on "
+            f"{self.device.type}; {self.shard_nbytes:,} bytes of parameters here between steps"
+        )
+        return "\n".join(lines)
+
+
+def describe(module: nn.Module) -> Description:
+    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))``.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+    """
+    units = units_below(module)
+    if not units:
+        raise ValueError(f"describe: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    runtime = units[0].context.runtime
+    return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device)
+
+
+def _describe(unit: Unit) -> UnitDescription:
+    flats = tuple(
+        FlatDescription(
+            tuple(info.fqn for info in b.layout.params),
+            b.dtype,
+            any(p.requires_grad for p in b.params),
+            b.layout.numel,
+            b.layout.padded_numel,
+            b.layout.shard_numel,
+        )
+        for b in unit.handle.buffers
+    )
+    state = unit.handle.lifetime.params.name.lower()
+    return UnitDescription(unit.fqn, type(unit.module).__name__, unit.config.strategy.name, state, flats)
+
+
+def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """One parameter per unit and dtype, for the optimizer in place of ``module.parameters()``: the fewest operations.
+
+    Each is this rank's whole shard: 1-D, ``(shard_numel,)``, with attribute ``fqns``, the names it holds. From this call
+    on it alone receives gradients; ``.grad`` of the single parameters stays None. A parameter that no rank used gets a
+    zero gradient instead of none. What FSDP1 called ``use_orig_params=False``.
+
+    >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
+
+    Raises:
+        ValueError: a flat parameter holds trainable and frozen parameters (one was frozen after sharding), whom an
+            optimizer could not tell apart; or nothing in ``module`` is sharded.
+    """
+    units = units_below(module)
+    if not units:
+        raise ValueError(f"flat_parameters: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    groups = [(b, g) for u in units for b, g in zip(u.handle.buffers, u.handle.grads, strict=True)]
+    for buffers, _ in groups:
+        if len({p.requires_grad for p in buffers.params}) > 1:
+            frozen = [i.fqn for p, i in zip(buffers.params, buffers.layout.params, strict=True) if not p.requires_grad]
+            raise ValueError(
+                f"{frozen} were frozen after fully_shard and share a flat parameter with trainable ones, so an optimizer on "
+                "flat parameters would move them (weight decay). Freeze before fully_shard, or use module.parameters()"
+            )
+    result = []
+    for buffers, grads in groups:
+        if buffers.params[0].requires_grad:
+            flat = grads.use_flat_param()
+            flat.fqns = tuple(info.fqn for info in buffers.layout.params)  # type: ignore[attr-defined]
+            result.append(flat)
+    return result
