@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -197,7 +198,7 @@ def _is_plain(param: nn.Parameter) -> bool:
 def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:
     """Two different parameters in the same memory would come apart silently."""
     ranges.sort(key=lambda r: (str(r[0]), r[1]))
-    for (device, _, stop, fqn), (other_device, start, _, other) in zip(ranges, ranges[1:], strict=False):
+    for (device, _, stop, fqn), (other_device, start, _, other) in itertools.pairwise(ranges):
         if device == other_device and start < stop:
             raise ValueError(
                 f"parameters {fqn!r} and {other!r} are different Parameter objects in the same memory. Register one "

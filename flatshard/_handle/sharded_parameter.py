@@ -38,10 +38,10 @@ class ShardedParameter(nn.Parameter):
 
     _flatshard_info: ShardInfo
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
         if info is None:
-            return super().__repr__(tensor_contents=tensor_contents)  # type: ignore[no-untyped-call]
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
         return (
             f"ShardedParameter({info.fqn!r}, shape={info.shape}, dtype={self.dtype}, device={self.device}, "
             f"requires_grad={self.requires_grad}, elements {info.start}:{info.stop} here)"
