@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecision  # a plain record of dtypes
 
 import flatshard
 
+WARMUP_STEPS = 60
 PROMPT = b"def "
 SAMPLE_BYTES = 240
 VALIDATION_WINDOWS = 64  # per rank
@@ -109,7 +110,7 @@ def verify(options: "Options", corpus: Corpus, ranks: "Ranks") -> bool:
 
     largest = 0.0
     agreed = True
-    for step in range(1, (options.verify or 0) + 1):
+    for step in range(1, min(options.verify or 0, options.steps) + 1):
         batch = global_batch(options, corpus, ranks, step)
         # The batches of all ranks have one size, so the mean of their mean losses is the mean over all rows.
         loss = ranks.mean(sharded.step(ranks.own_rows(batch)))
@@ -183,11 +184,10 @@ class Trainer:
 
 
 def warmup_and_cosine(step: int, steps: int) -> float:
-    """The factor on the learning rate: up in a straight line for a tenth of the steps, then down a cosine to 0.1."""
-    warmup = max(steps // 10, 1)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(steps - warmup, 1)
+    """The factor on the learning rate: up in a straight line at first, then down half a cosine to 0.1."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1)
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -91,6 +91,7 @@ def _show(unit: Unit, with_grads: bool) -> None:
             handle.reshard()
         unit.context.runtime.before_pass()
         handle.sync_requires_grad()
+        handle.check_parameters()
     handle.unshard()
     handle.wait()
     unit.gathered_in = unit.context.pass_id
@@ -149,6 +150,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
     for unit in units:
         if unit.handle.is_sharded:
             unit.context.runtime.before_pass()
+            unit.handle.check_parameters()
             unit.handle.unshard()
             unit.gathered_in = -1
             unit.gathered_version = unit.handle.version()

@@ -4,7 +4,7 @@
 When backward comes to a unit, it asks autograd's engine which of the unit's parameters are in the running graph (as
 ``torch.autograd.graph.register_multi_grad_hook`` does). The unit is complete when that many gradients have come. A
 parameter that is not in the graph is unused here, and is not waited for. One that is in the graph and gets no gradient
-(a custom function returned None) is noticed at the end of backward.
+(a custom function returned None) is noticed at the end of backward, and so is a unit that uses none of its parameters.
 
 [Note: Every rank reduces in the same order]
 Collectives of one group match by order, and a unit may complete earlier on one rank than on another: another branch
@@ -38,10 +38,11 @@ def current_graph_task() -> int:
 class _Task:
     """A graph task that has come to one of our units."""
 
-    __slots__ = ("callback", "id")
+    __slots__ = ("brings_gradients", "callback", "id")
 
     def __init__(self, task: int, callback: weakref.ref[Callable[[], None]]) -> None:
         self.id = task
+        self.brings_gradients = False  # to any unit
         self.callback = callback  # dead when the engine has dropped the task
 
 
@@ -81,16 +82,9 @@ class Backward:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
             unit.pending += expected
-            unit.reduce_wanted |= expected > 0
+            if expected:
+                unit.reduce_wanted = self._tasks[-1].brings_gradients = True
         return task
-
-    def arrived(self, unit: Unit, task: int) -> bool:
-        """One gradient of ``unit`` has come. Returns whether it is complete now, and then starts its reduction."""
-        unit.pending -= 1
-        if unit.pending or unit.task != task:  # [Note: Nested backwards]
-            return False
-        self._complete(unit, task)
-        return True
 
     def _enter(self) -> int:
         task = current_graph_task()
@@ -115,8 +109,10 @@ class Backward:
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
-    def _complete(self, unit: Unit, task: int) -> None:
-        unit.finished_task = task
+    def complete(self, unit: Unit) -> None:
+        """``unit`` has all gradients that will come in the graph task that it began in: reduce it, in order."""
+        assert unit.task is not None
+        unit.finished_task = unit.task
         unit.task = None
         unit.counted_tasks.clear()
         unit.pending = 0
@@ -150,9 +146,13 @@ class Backward:
 
     def _end(self, task: int) -> None:
         """A graph task is over: complete what got less than expected; at the outermost, leave nothing behind."""
+        brings_gradients = any(t.brings_gradients for t in self._tasks if t.id == task)
         self._tasks = [t for t in self._tasks if t.id != task]
         for unit in [u for u in reversed(self._open) if u.task == task]:
-            self._complete(unit, task)
+            # Parameters that this rank left out may be in another rank's graph, which then waits for us. Not so where
+            # no unit gets a gradient: that is ``torch.autograd.grad`` with respect to inputs.
+            unit.reduce_wanted |= brings_gradients and unit.handle.any_trainable
+            self.complete(unit)
         if self._tasks:
             return
         self._reduce_ready(all_of_them=True)

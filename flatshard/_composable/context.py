@@ -82,9 +82,10 @@ class Context:
         """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used."""
         for needed in unit.needs:
             if needed.handle.is_sharded:
+                if self._forwards:
+                    needed.handle.check_parameters()
                 needed.handle.unshard()
                 needed.gathered_in = self.pass_id
-                needed.gathered_version = needed.handle.version()
                 self._prefetched[needed] = None
 
     def used(self, unit: Unit) -> None:

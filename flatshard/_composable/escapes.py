@@ -85,7 +85,7 @@ class EscapeWatch:
             attributes = module.__dict__
             size, names = self._attributes[index]
             if len(attributes) != size:
-                names = [k for k, v in attributes.items() if k not in _MODULE_KEYS and _may_hold(v)]
+                names = [k for k, v in attributes.items() if _may_hold(v) and k not in _MODULE_KEYS]
                 self._attributes[index] = (len(attributes), names)
             for name in names:
                 value = attributes.get(name)
@@ -98,6 +98,7 @@ class EscapeWatch:
 
 
 def _may_hold(value: Any) -> bool:
-    if value is None or isinstance(value, torch.Tensor | list | dict | set):
-        return not isinstance(value, nn.Parameter)
-    return not isinstance(value, (tuple, frozenset, *_PLAIN)) and not callable(value)
+    """Whether an attribute is, or could come to be, a place where a forward stashes tensors."""
+    if isinstance(value, nn.Parameter | type):
+        return False
+    return value is None or isinstance(value, torch.Tensor | list | tuple | dict) or dataclasses.is_dataclass(value)

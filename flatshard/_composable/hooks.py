@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,8 +60,7 @@ class UnitHooks:
                     # register_post_accumulate_grad_hook wants a parameter that requires grad at that moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
-                    hook = functools.partial(self.on_gradient, group, index)
-                    compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    compute.register_post_accumulate_grad_hook(self._make_gradient_hook(group, index))  # type: ignore[no-untyped-call]
                     compute.requires_grad_(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
@@ -114,8 +114,9 @@ class UnitHooks:
         elif unit.holds == 1 and not handle.is_sharded and unit.is_outdated(context.pass_id):
             handle.reshard()
         if handle.is_sharded:
+            if unit.holds == 1 and not in_backward:
+                handle.check_parameters()
             handle.unshard()
-            unit.gathered_version = handle.version()
         unit.gathered_in = context.pass_id
         handle.wait()
         handle.slots.register_unsharded()
@@ -182,9 +183,8 @@ class UnitHooks:
         """Whether the output is (a view of) the unsharded parameters, which must then outlive this forward."""
         if self.unit.handle.is_alias:
             return False
-        memory = [b.unsharded.untyped_storage().data_ptr() for b in self.unit.handle.buffers if not b.is_alias]
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        return any(t.layout is torch.strided and t.untyped_storage().data_ptr() in memory for t in outputs if t.numel())
+        return any([self.unit.handle.holds_memory_of(t) for t in outputs])
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -237,24 +237,28 @@ class UnitHooks:
                 context.backward.touch(needed)
             context.prefetch(previous.unit)
 
-    def on_gradient(self, group: int, index: int, param: torch.Tensor) -> None:
-        """Autograd has accumulated the gradient of one compute parameter: take it away."""
-        grad = param.grad
-        param.grad = None
-        unit = self.unit
-        assert grad is not None
-        if grad.requires_grad or grad.layout is not torch.strided:
-            self._refuse(group, index, grad)
-        backward = unit.context.backward
-        task = backward.begin(unit)
-        unit.handle.receive(group, index, grad)
-        if backward.arrived(unit, task):
-            self._after_complete()
+    def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
+        # A closure, as this is the one function that runs for every parameter and step.
+        unit, receive, backward = self.unit, self.unit.handle.receive, self.unit.context.backward
 
-    def _after_complete(self) -> None:
-        unit = self.unit
-        if unit.handle.all_trainable or unit.active_steps == 0:
-            self._free()
+        def on_gradient(param: torch.Tensor) -> None:
+            """Autograd has accumulated the gradient of one compute parameter: take it away."""
+            grad = param.grad
+            param.grad = None
+            assert grad is not None
+            if grad.requires_grad or grad.layout is not torch.strided:
+                self._refuse(group, index, grad)
+            task = current_graph_task()
+            if task not in unit.counted_tasks:
+                backward.begin(unit)
+            receive(group, index, grad)
+            unit.pending -= 1
+            if not unit.pending and unit.task == task:
+                backward.complete(unit)
+                if unit.handle.all_trainable or unit.active_steps == 0:  # [Note: Freeing in backward]
+                    self._free()
+
+        return on_gradient
 
     def leave(self) -> None:
         """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""

@@ -42,6 +42,7 @@ class FlatBuffers:
     def __init__(self, layout: FlatLayout, originals: Sequence[nn.Parameter], rank: int) -> None:
         """Shard ``originals`` in place: afterwards each holds its part of the new local shard, on the same device."""
         self.layout = layout
+        self.is_alias = layout.world_size == 1  # the shard is the whole: nothing to gather, nothing to free
         self.rank = rank
         self.dtype = originals[0].dtype
         self.device = originals[0].device
@@ -53,17 +54,13 @@ class FlatBuffers:
         self._allocate_views()
         for index, param in enumerate(originals):
             self._adopt(index, param)
+        self._note_addresses()
         # ``requires_grad`` as last brought in line between a parameter and its compute parameter.
         self.requires_grad = [p.requires_grad for p in self.params]
         self.epoch = 0  # grows when the compute parameters change in a way that autograd's nodes depend on
         self._compute_version = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether the shard is the whole: nothing to gather, nothing to free."""
-        return self.layout.world_size == 1
 
     def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
         for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
@@ -122,8 +119,13 @@ class FlatBuffers:
         result._allocate_views()
         for index, param in enumerate(params):
             result._adopt(index, param)
+        result._note_addresses()
         result.requires_grad = [p.requires_grad for p in params]
         return result
+
+    def _note_addresses(self) -> None:
+        """Where the parameters' data is now: see ``moved``. (Of an empty tensor, the address says nothing.)"""
+        self._addresses = [p.data_ptr() for p in self.params]
 
     # -- what the user may have changed ------------------------------------------------------------------------------
 
@@ -150,17 +152,12 @@ class FlatBuffers:
 
     def moved(self) -> list[int]:
         """Parameters whose data is no longer their slice of the shard (``p.data = ...``, ``module.to(...)``)."""
-        if self.is_alias:
-            return [
-                i
-                for i, (p, info) in enumerate(zip(self.params, self.layout.params, strict=True))
-                if info.numel and (p.data_ptr() != self.computes[i].data_ptr() or p.shape != info.shape)
-            ]
-        base, itemsize = self.shard.data_ptr(), self.shard.itemsize
+        addresses = [p.data_ptr() for p in self.params]
+        first = self.params[0]  # where every part is empty, addresses don't tell that the module was converted
+        if addresses == self._addresses and first.dtype is self.dtype and first.device == self.device:
+            return []
         return [
-            i
-            for i, (p, part) in enumerate(zip(self.params, self.slices, strict=True))
-            if p.numel() != part.stop - part.start or (part.stop and p.data_ptr() != base + part.start * itemsize)
+            i for i, (now, then) in enumerate(zip(addresses, self._addresses, strict=True)) if now != then or i == 0
         ]
 
     def readopt(self, indices: Sequence[int]) -> None:
@@ -193,6 +190,7 @@ class FlatBuffers:
                 self.params[i].data = self._part_view(i)
         else:
             self._convert(*kind)
+        self._note_addresses()
 
     def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """``module.half()``, ``module.cuda()``: rebuild the buffers around the converted values.
@@ -221,6 +219,10 @@ class FlatBuffers:
         """Take the unsharded buffer's storage away. Views stay valid and empty until the next ``allocate``."""
         if not self.is_alias:
             self._storage.resize_(0)
+
+    def contains(self, address: int) -> bool:
+        """Whether ``address`` is in the unsharded buffer."""
+        return 0 <= address - self._storage.data_ptr() < self._storage.nbytes()
 
     def write_back(self) -> None:
         """Copy this rank's part of the unsharded buffer into the shard."""

@@ -4,6 +4,7 @@
 - ``input``, the reduction's input: 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. Each gradient is
   copied into its slot as soon as autograd has it, and dropped at once. A permanent tensor with permanent views, whose
   storage exists only from a backward's first gradient to the end of the reduction.
+  A small flat parameter's gradients are held and copied together, in one operation, when all have come.
 - the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
   each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
 
@@ -24,6 +25,8 @@ from torch import nn
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
 from flatshard._runtime import Pending, Runtime
 
+_SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
+
 
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
@@ -35,6 +38,7 @@ class FlatGradients:
         self._local = buffers.is_alias and replicas == 1
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
+        self._held: list[tuple[int, torch.Tensor]] | None = None  # of a small flat parameter: (index, gradient)
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
@@ -93,6 +97,8 @@ class FlatGradients:
         if self._local and self.flat_param is None:
             self.any_filled = True
             param = self.buffers.params[index]
+            if not param.requires_grad:  # frozen since forward
+                return
             if param.grad is None:
                 param.grad = grad
             else:
@@ -101,10 +107,21 @@ class FlatGradients:
         if not self.any_filled:
             self._begin()
         if self._filled[index]:
+            self._place_held()
             self._slots[index].add_(grad)
+            return
+        self._filled[index] = True
+        if self._held is not None:
+            self._held.append((index, grad))
         else:
-            self._filled[index] = True
             torch.add(grad, 0.0, out=self._slots[index])  # [Note: Negative zero marks an unused parameter]
+
+    def _place_held(self) -> None:
+        """Copy the gradients of a small flat parameter to their slots."""
+        held, self._held = self._held, None
+        if held:
+            torch._foreach_copy_([self._slots[i] for i, _ in held], [g for _, g in held])
+            self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
 
     def _begin(self) -> None:
         buffers = self.buffers
@@ -118,6 +135,7 @@ class FlatGradients:
         else:
             self._input.untyped_storage().resize_(self._nbytes)
         self.any_filled = True
+        self._held = [] if self._nbytes < _SMALL else None
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -129,9 +147,12 @@ class FlatGradients:
             return
         if not self.any_filled:
             self._begin()
-        for slot, filled in zip(self._slots, self._filled, strict=True):
-            if not filled:
-                slot.fill_(-0.0)
+        self._place_held()
+        if False in self._filled:
+            unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
+            for slot, filled in zip(self._slots, self._filled, strict=True):
+                if not filled:
+                    slot.fill_(unused)
         if self.buffers.is_alias:
             self._output = self._input
             self._pending = runtime.all_reduce(self._output) if self.replicas > 1 else None
@@ -157,7 +178,7 @@ class FlatGradients:
 
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
-        self._pending = self._output = None
+        self._pending = self._output = self._held = None
         self._filled = [False] * len(self._filled)
         self.any_filled = False
         if self.buffers.is_alias:
@@ -171,8 +192,9 @@ class FlatGradients:
         new: list[torch.Tensor] = []
         buffers = self.buffers
         parts = self._parts(output)
-        for param, wanted, grad, was_filled in zip(buffers.params, buffers.requires_grad, parts, filled, strict=True):
-            if not wanted or not (was_filled or _used_elsewhere(grad)):
+        for param, grad, was_filled in zip(buffers.params, parts, filled, strict=True):
+            # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
+            if not param.requires_grad or not (was_filled or _used_elsewhere(grad)):
                 continue
             if param.grad is None:
                 param.grad = grad

@@ -65,10 +65,12 @@ class FlatParamHandle:
                 for module, name in owned.slots:
                     self.slots.add(module, name, owned.param, compute)
         self.all_trainable = all(p.param.requires_grad for p in params)
+        self.any_trainable = any(p.param.requires_grad for p in params)
         self._nodes: list[Node] = []  # see `gradient_nodes`
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
-        self._needs_gather = any(not b.is_alias and b.layout.padded_numel for b in self.buffers)
+        self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
     def __repr__(self) -> str:
         params = sum(len(b.params) for b in self.buffers)
@@ -87,11 +89,6 @@ class FlatParamHandle:
         raise InternalError(f"unit {self.fqn!r} does not own the parameter registered as {name!r}")
 
     @property
-    def is_alias(self) -> bool:
-        """Whether the parameters are always whole here: unshard and reshard move nothing."""
-        return not self._needs_gather
-
-    @property
     def is_sharded(self) -> bool:
         return self.lifetime.params is ParamState.SHARDED
 
@@ -101,11 +98,10 @@ class FlatParamHandle:
         """Start gathering, unless that was done. ``wait`` before anyone reads the parameters."""
         if self.lifetime.params is not ParamState.SHARDED:
             return
-        self.check_parameters()
-        if self._needs_gather:
+        if self._gathered:
             _trace.event("all-gather", self.fqn)
             with _trace.label("all_gather", self.fqn), self.runtime.gathering():
-                self._gathers = [self._gather(b) for b in self.buffers if not b.is_alias]
+                self._gathers = [self._gather(b) for b in self._gathered]
         self.lifetime.move_params("unshard")
 
     def _gather(self, buffers: FlatBuffers) -> Pending:
@@ -132,12 +128,17 @@ class FlatParamHandle:
             return
         if state is ParamState.UNSHARDING:
             self.wait()
-        if self._needs_gather:
+        if self._gathered:
             _trace.event("reshard", self.fqn)
             self.runtime.before_free()
-            for buffers in self.buffers:
+            for buffers in self._gathered:
                 buffers.free()
         self.lifetime.move_params("reshard")
+
+    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that ``reshard`` would free."""
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        return any([b.contains(address) for b in self._gathered])
 
     def check_parameters(self) -> None:
         """Take over whatever the user replaced since the last time (``p.data = ...``, ``module.to()``), or raise."""
@@ -151,11 +152,9 @@ class FlatParamHandle:
 
     def sync_requires_grad(self) -> bool:
         """Follow what the user froze or unfroze. Returns whether anything here is trainable now."""
-        trainable = False
-        for buffers in self.buffers:
-            trainable = buffers.sync_requires_grad() or trainable
+        self.any_trainable = any([b.sync_requires_grad() for b in self.buffers])
         self.all_trainable = all([all(b.requires_grad) for b in self.buffers])
-        return trainable
+        return self.any_trainable
 
     def write_back_if_changed(self, keep: bool = True) -> None:
         """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad).
@@ -214,9 +213,10 @@ class FlatParamHandle:
 
     def receive(self, group: int, index: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient."""
-        if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
-            self.finish_reduce()
-        self.lifetime.move_grads("receive")
+        if self.lifetime.grads is not GradState.FILLING:
+            if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
+                self.finish_reduce()
+            self.lifetime.move_grads("receive")
         self.grads[group].receive(index, grad)
 
     def gradient_nodes(self) -> list[Node]:
@@ -231,7 +231,7 @@ class FlatParamHandle:
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
-        _trace.event("reduce-scatter" if self._needs_gather else "all-reduce", self.fqn)
+        _trace.event("reduce-scatter" if self._gathered else "all-reduce", self.fqn)
         with _trace.label("reduce_scatter", self.fqn), self.runtime.reducing():
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
@@ -280,6 +280,7 @@ class FlatParamHandle:
                 for module, name in owned[id(old)]:
                     # The module's own copy already registers `param` (the same memo); it may be half made as yet.
                     result.slots.add(copy.deepcopy(module, memo), name, param, compute, registered=True)
+        result._gathered = [b for b in result.buffers if not b.is_alias and b.layout.padded_numel]
         return result
 
 

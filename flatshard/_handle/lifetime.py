@@ -23,13 +23,13 @@ import enum
 from flatshard._errors import InternalError
 
 
-class ParamState(enum.Enum):
+class ParamState(enum.IntEnum):  # int: looked up many times a step, and hashing a plain Enum is Python code
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
     UNSHARDED = enum.auto()
 
 
-class GradState(enum.Enum):
+class GradState(enum.IntEnum):
     NONE = enum.auto()
     FILLING = enum.auto()
     REDUCING = enum.auto()
@@ -46,6 +46,7 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.NONE, "receive"): GradState.FILLING,
     (GradState.FILLING, "receive"): GradState.FILLING,
     (GradState.FILLING, "reduce"): GradState.REDUCING,
+    (GradState.NONE, "reduce"): GradState.REDUCING,  # nothing came on this rank; the others may have something
     (GradState.REDUCING, "finish"): GradState.NONE,
     (GradState.FILLING, "discard"): GradState.NONE,  # an exception in backward
 }
