@@ -290,8 +290,7 @@ class Runtime:
         """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""
         if self.world_size > 1 and tensor.numel():
             dense = tensor.detach().contiguous()
-            wire = dense.view(torch.uint8) if dense.dim() and dense.dtype is torch.bool else dense
-            self.collectives.broadcast(wire).wait()
+            self.collectives.broadcast(dense.view(-1).view(torch.uint8)).wait()  # bytes: no backend knows every dtype
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 

@@ -79,7 +79,9 @@ def check_parity(
     optimizer_first: bool = False,
     seed: int = 0,
     before_step: Callable[[nn.Module, int], None] | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    train: Callable[[nn.Module, Any, float], Tensor] | None = None,
+    set_to_none: bool = True,
+    replicated: bool | None = None,
     check_step: Callable[[nn.Module, nn.Module, int], None] | None = None,
 ) -> ParityRun:
     """Train a model twice, plain and sharded, and assert that losses, gradients, parameters and buffers agree.
@@ -95,12 +97,21 @@ def check_parity(
     :param oracle: ``"batch"`` trains the reference on the whole batch, ``"slices"`` on the mean of the slices' losses.
     :param optimizer_first: create the sharded model's optimizer before sharding it.
     :param before_step: called with either model before each of its steps, e.g. to skip a block.
-    :param forward: ``forward(model, inputs)``; by default the inputs are the model's only argument.
+    :param train: ``train(model, inputs, scale)`` runs forward, loss and the backward of ``scale * loss``, and returns the
+        loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
+    :param set_to_none: passed to ``zero_grad``.
+    :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
     :param check_step: ``check_step(reference, sharded, step)`` after each step, for what a test wants beyond this.
     :returns: both models and optimizers, for further assertions.
     """
     assert oracle in ("batch", "slices")
-    forward = forward or (lambda model, inputs: model(inputs))
+
+    def train_simply(model: nn.Module, inputs: Any, scale: float) -> Tensor:
+        loss = loss_fn(model(inputs), inputs)
+        (loss * scale).backward()
+        return loss.detach()
+
+    train = train or train_simply
     reference, sharded = (_build(make_model, seed, dtype) for _ in range(2))
     _assert_same_start(reference, sharded)
     if rtol is None:
@@ -113,7 +124,7 @@ def check_parity(
     result = shard(sharded, ctx.group)
     assert result is None or result is sharded, "sharding must return the same object"
     opt_sharded = opt_sharded or optimizer(sharded.parameters())
-    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol)
+    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, replicated)
     run.check_registration(originals)
 
     stepped: set[str] = set()
@@ -126,19 +137,14 @@ def check_parity(
 
         if before_step:
             before_step(reference, step)
-        opt_reference.zero_grad()
-        reference_loss = torch.zeros((), dtype=torch.float64)
-        for part in [batch] if oracle == "batch" else slices:
-            loss = loss_fn(forward(reference, part), part) / (1 if oracle == "batch" else ctx.world_size)
-            loss.backward()
-            reference_loss += loss.detach()
+        opt_reference.zero_grad(set_to_none)
+        parts = [batch] if oracle == "batch" else slices
+        reference_loss = sum(train(reference, part, 1 / len(parts)).double() for part in parts) / len(parts)
 
         if before_step:
             before_step(sharded, step)
-        opt_sharded.zero_grad()
-        loss = loss_fn(forward(sharded, slices[ctx.rank]), slices[ctx.rank])
-        loss.backward()
-        sharded_loss = loss.detach().double()
+        opt_sharded.zero_grad(set_to_none)
+        sharded_loss = train(sharded, slices[ctx.rank], 1.0).double()
         dist.all_reduce(sharded_loss, group=ctx.group)
         sharded_loss /= ctx.world_size
 
@@ -170,6 +176,7 @@ class ParityRun:
     opt_reference: Optimizer
     opt_sharded: Optimizer
     rtol: float
+    replicated: bool | None = None
 
     @contextlib.contextmanager
     def explain(self, when: str):
@@ -195,11 +202,13 @@ class ParityRun:
         assert not wrong, f"dtype or requires_grad changed: {wrong}"
         held = torch.tensor([p.numel() for p in now.values()])
         dist.all_reduce(held, group=self.ctx.group)
+        copies = (
+            [1, self.ctx.world_size] if self.replicated is None else [self.ctx.world_size if self.replicated else 1]
+        )
         wrong = {
             name: (n, reference[name].numel())
             for name, n in zip(now, held.tolist(), strict=True)
-            if n
-            not in (reference[name].numel(), reference[name].numel() * self.ctx.world_size)  # sharded or replicated
+            if n not in [reference[name].numel() * k for k in copies]
         }
         assert not wrong, f"elements on all ranks together, and in the original: {wrong}"
 

@@ -98,11 +98,17 @@ class RankFailure(AssertionError):
     def __init__(self, what: str, failures: list[Failure]) -> None:
         order = ("died", "raised", "hung", "blocked")  # a peer's death raises elsewhere
         self.failures = sorted(failures, key=lambda f: (order.index(f.kind), f.rank))
-        super().__init__("\n".join([what, *map(self._section, self.failures)]))
+        alike: dict[tuple[str, str, str], list[Failure]] = {}  # the same error on many ranks is shown once
+        for f in self.failures:
+            alike.setdefault((f.kind, f.text, f.note), []).append(f)
+        super().__init__("\n".join([what, *map(self._section, alike.values())]))
 
     @staticmethod
-    def _section(f: Failure) -> str:
-        title = f"rank {f.rank} {f.kind}" + (f" {f.type_name}: {f.message}" if f.kind == "raised" else "")
+    def _section(alike: list[Failure]) -> str:
+        f = alike[0]
+        title = f"{_name_ranks(f.rank for f in alike)} {f.kind}"
+        if f.kind == "raised":
+            title += f" {f.type_name}: {f.message}"
         note = f"last note: {f.note}\n" if f.note else ""
         return f"---- {title}\n{note}{f.text.rstrip()}"
 

@@ -7,16 +7,19 @@ at seed S; a failing case prints the command that runs it alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import random
 from typing import Any
 
 import pytest
 import torch
-from parity import check_parity
+from parity import check_parity, mean_square
 from pool import RankFailure
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 
@@ -204,6 +207,48 @@ class Unused(nn.Module):
         return x
 
 
+class Checkpoint(nn.Module):
+    """Forgets its inner activations and computes them again in backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant and not x.requires_grad:  # it would train nothing inside, and warn
+            return self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Stash(nn.Module):
+    """Lets a tensor out past its output: the root adds it to its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.seen = y.mean()
+        return torch.tanh(y)
+
+
+class Modify(nn.Module):
+    """Changes the output of a possible unit in place, through a view or not."""
+
+    def __init__(self, width: int, view: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        (y.view(-1) if self.view else y).mul_(0.9).add_(0.1)
+        return y
+
+
 class Island(nn.Module):
     """Computes in another dtype than its surroundings."""
 
@@ -228,8 +273,14 @@ class Root(nn.Module):
         self.output = output
 
     def forward(self, inputs: Tensor) -> Any:
+        stashes = [m for m in self.modules() if isinstance(m, Stash)]
+        for stash in stashes:
+            stash.seen = None
         x = self.front(inputs).mean(1) if hasattr(self, "front") else inputs
         hidden = self.body(x)
+        for stash in stashes:
+            if stash.seen is not None:
+                hidden = hidden + stash.seen
         y = self.head(torch.tanh(hidden))
         if self.output == "tuple":
             return y, hidden
@@ -239,13 +290,18 @@ class Root(nn.Module):
 
 
 LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "int", "list", "gru", "tanh", "relu")
-CONTAINERS = ("seq", "residual", "branch", "twice", "two_names", "skip", "unused", "island")
+LEAVES += ("modify",)
+CONTAINERS = ("seq", "residual", "branch", "twice", "two_names", "skip", "unused", "island", "checkpoint", "stash")
 FORMS = ("tuple", "dict", "nested", "drop")
 CLASSES: dict[str, type[nn.Module]] = {
     c.__name__: c
     for c in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Sequential, nn.GRU, nn.Tanh, Mlp, Scale, Empty, Transposed)
     + (Frozen, Integer, Listed, Recurrent, Residual, Fork, Join, Twice, TwoNames, SkipOdd, Unused, Island)
+    + (Checkpoint, Stash, Modify)
 }
+
+TRAINING = ("plain", "plain", "plain", "accumulate", "two_forwards", "retain_graph")
+INTERLUDES = ("nothing", "nothing", "evaluate", "discard", "freeze", "forward_raises", "backward_raises", "summon")
 
 Spec = tuple[Any, ...]
 """A node of a tree: a name, then numbers and words, then the specs of its children."""
@@ -276,6 +332,8 @@ def build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
             return Listed(width, *rest)
         case "gru":
             return Recurrent(width)
+        case "modify":
+            return Modify(width, *rest)
         case "tanh":
             return nn.Tanh()
         case "relu":
@@ -296,6 +354,10 @@ def build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
             return Unused(*children)
         case "island":
             return Island(*children, other)
+        case "checkpoint":
+            return Checkpoint(*children, rest[0])
+        case "stash":
+            return Stash(*children)
     raise AssertionError(name)
 
 
@@ -325,6 +387,11 @@ class Case:
     forward_prefetch: bool
     optimizer: str
     optimizer_first: bool
+    set_to_none: bool
+    training: str
+    """What a step consists of: one of :data:`TRAINING`."""
+    interlude: str
+    """What happens before each step: one of :data:`INTERLUDES`."""
     steps: int
     batch_per_rank: int
 
@@ -438,7 +505,7 @@ def make_tree(rng: random.Random, depth: int) -> Spec:
     name = rng.choice(LEAVES if depth == 0 or rng.random() < 0.3 else CONTAINERS + ("seq", "seq"))
     children = [make_tree(rng, depth - 1) for _ in range(rng.randint(2, 3))] if name in CONTAINERS else []
     match name:
-        case "linear" | "frozen":
+        case "linear" | "frozen" | "modify":
             return name, rng.random() < 0.6
         case "mlp":
             return name, rng.choice([1, 2, 3, 5, 11]), rng.random() < 0.6
@@ -448,6 +515,8 @@ def make_tree(rng: random.Random, depth: int) -> Spec:
             return name, *children
         case "branch":
             return name, rng.choice(FORMS), *children
+        case "checkpoint":
+            return name, rng.random() < 0.5, children[0]
     return name, *children[:1]
 
 
@@ -486,18 +555,82 @@ def make_case(seed: int) -> Case:
         forward_prefetch=rng.random() < 0.7,
         optimizer=rng.choice(["sgd", "adamw"]),
         optimizer_first=rng.random() < 0.5,
+        set_to_none=rng.random() < 0.8,
+        training=rng.choice(TRAINING),
+        interlude=rng.choice(INTERLUDES),
         steps=rng.choice([2, 3]),
         batch_per_rank=rng.choice([1, 2]),
     )
 
 
+class Oops(Exception):
+    """Raised by a case on purpose."""
+
+
+def oops(*args: Any) -> None:
+    raise Oops
+
+
+def before_step(case: Case, model: nn.Module, step: int) -> None:
+    """Tell the modules the step, and do something that must leave no trace (or, for ``freeze``, an equal one)."""
+    for module in model.modules():
+        if isinstance(module, SkipOdd):
+            module.step = step
+    inputs = case.inputs(step, case.batch_per_rank)
+    match case.interlude:
+        case "evaluate":
+            with torch.no_grad():
+                model(inputs)
+        case "discard":
+            model(inputs)
+        case "freeze":
+            params = [p for p in model.body.parameters() if p.is_floating_point()]
+            if params:
+                param = params[(case.seed + step) % len(params)]
+                param.requires_grad_(not param.requires_grad)
+        case "forward_raises":
+            inner = [m for m in model.body.modules() if not isinstance(m, nn.ParameterList)]
+            handle = inner[(case.seed + step) % len(inner)].register_forward_pre_hook(oops)
+            with contextlib.suppress(Oops):
+                model(inputs)
+            handle.remove()
+        case "backward_raises":
+            inner = list(model.body.children())
+            handle = inner[(case.seed + step) % len(inner)].register_forward_hook(raise_in_backward)
+            with contextlib.suppress(Oops):
+                mean_square(model(inputs), inputs).backward()
+            handle.remove()
+        case "summon":
+            if any(isinstance(p, flatshard.ShardedParameter) for p in model.parameters()):
+                with flatshard.summon_full_params(model):
+                    pass
+
+
+def raise_in_backward(module: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(oops)
+
+
 def run_case(ctx, case: Case) -> None:
     """Train the case on this rank, sharded and plain, and compare."""
 
-    def set_step(model: nn.Module, step: int) -> None:
-        for module in model.modules():
-            if isinstance(module, SkipOdd):
-                module.step = step
+    def train(model: nn.Module, inputs: Tensor, scale: float) -> Tensor:
+        def forward(inputs: Tensor) -> Tensor:
+            return mean_square(model(inputs), inputs)
+
+        loss = forward(inputs)
+        match case.training:
+            case "plain":
+                (loss * scale).backward()
+            case "accumulate":
+                (loss * scale).backward()
+                (forward(inputs.flip(1)) * scale).backward()
+            case "two_forwards":
+                ((loss + forward(inputs.flip(1))) * scale).backward()
+            case "retain_graph":
+                (loss * scale).backward(retain_graph=True)
+                (loss * scale * 0.5).backward()
+        return loss.detach()
 
     check_parity(
         ctx,
@@ -512,7 +645,10 @@ def run_case(ctx, case: Case) -> None:
         batch_per_rank=case.batch_per_rank,
         optimizer_first=case.optimizer_first,
         seed=case.seed,
-        before_step=set_step,
+        before_step=functools.partial(before_step, case),
+        train=train,
+        set_to_none=case.set_to_none,
+        replicated=case.strategy == "NO_SHARD" or ctx.world_size == 1,
     )
 
 

@@ -3,8 +3,8 @@
 [Note: What completes a unit]
 When backward comes to a unit, it asks autograd's engine which of the unit's parameters are in the running graph (as
 ``torch.autograd.graph.register_multi_grad_hook`` does). The unit is complete when that many gradients have come. A
-parameter that is not in the graph is unused here, and is not waited for. One that is in the graph and gets no gradient
-(a custom function returned None) is noticed at the end of backward, and so is a unit that uses none of its parameters.
+parameter that is not in the graph is unused here, and is not waited for. A unit that uses none of its parameters is
+noticed at the end of backward.
 
 [Note: Every rank reduces in the same order]
 Collectives of one group match by order, and a unit may complete earlier on one rank than on another: another branch
@@ -20,7 +20,7 @@ exception is known by its callback, which died with it.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -51,7 +51,7 @@ class Backward:
 
     def __init__(self) -> None:
         # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end.
-        self._open: list[Unit] = []
+        self._open: OrderedDict[Unit, None] = OrderedDict()
         self._ready: set[Unit] = set()  # those of them that are complete
         self._tasks: list[_Task] = []  # outermost first
         self._touched: dict[Unit, None] = {}  # units that may be unsharded for this backward
@@ -62,8 +62,7 @@ class Backward:
 
     def expect(self, unit: Unit) -> None:
         """``unit`` runs forward and may come back."""
-        if unit not in self._open:
-            self._open.append(unit)
+        self._open.setdefault(unit)
 
     def touch(self, unit: Unit) -> None:
         """``unit`` is unsharded during backward: look after it at the end."""
@@ -73,14 +72,17 @@ class Backward:
     def begin(self, unit: Unit) -> int:
         """Backward is at ``unit``: open it if it is not open, and count what the running graph task will bring."""
         task = self._enter()
+        self._keep |= torch.is_grad_enabled()
         if unit.task is None:
             unit.task = task
             self._touched[unit] = None
             if unit not in self._open:
-                self._open.insert(0, unit)
+                self._open[unit] = None
+                self._open.move_to_end(unit, last=False)
         if task not in unit.counted_tasks:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
+            unit.partial |= expected < len(unit.handle.gradient_nodes())
             unit.pending += expected
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True
@@ -95,8 +97,7 @@ class Backward:
             def end() -> None:
                 self._end(task)
 
-            self._tasks.append(_Task(task, weakref.ref(end)))
-            self._keep |= torch.is_grad_enabled()
+            self._tasks.append(_Task(task, weakref.ref(end, self._on_death)))
             # FSDP and DDP use this too; autograd has no public way to run something when a backward ends.
             Variable._execution_engine.queue_callback(end)
         return task
@@ -120,21 +121,23 @@ class Backward:
             unit.reduce_wanted = False
             self._ready.add(unit)
             self._reduce_ready()
-        elif unit in self._open:
-            self._open.remove(unit)
+        else:
+            self._open.pop(unit, None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
         """Reduce what the canonical order allows. [Note: Every rank reduces in the same order]"""
-        at = len(self._open) - 1
-        while self._ready and at >= 0:
-            unit = self._open[at]
+        allowed = []
+        for unit in reversed(self._open):
             if unit in self._ready:
-                self._ready.remove(unit)
-                del self._open[at]
-                self._reduce(unit)
+                allowed.append(unit)
             elif not all_of_them and (unit.task is not None or self._expected(unit)):
-                return
-            at -= 1
+                break
+            if len(allowed) == len(self._ready):
+                break
+        for unit in allowed:
+            self._ready.remove(unit)
+            del self._open[unit]
+            self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         while len(self._reducing) >= _config.REDUCTIONS_IN_FLIGHT:
@@ -158,26 +161,38 @@ class Backward:
         self._reduce_ready(all_of_them=True)
         while self._reducing:
             self._reducing.popleft().handle.finish_reduce()
-        if not self._keep:
-            self._release_touched()
+        self._release_touched()
         self._keep = False
 
     def _release_touched(self) -> None:
         touched, self._touched = self._touched, {}
         for unit in touched:
             unit.active_steps = 0
+            unit.has_left = False
             unit.last_step = None
-            if unit.holds == 0:
-                unit.handle.reshard()
+            if self._keep:
+                unit.show_sharded_if_unused()
+            else:
+                unit.free_if_unused()
+
+    def _on_death(self, callback: object) -> None:
+        """The engine dropped a graph task, perhaps because of an exception. Then ``zero_grad`` must find the user's
+        parameters; the rest waits for the next forward (this may run in the middle of anything).
+        """
+        if self.is_stale:
+            for unit in self._touched:
+                unit.show_sharded_if_unused()
 
     def recover(self) -> None:
-        """After an exception in backward: finish the reductions under way, drop the rest, free everything."""
+        """After an exception in backward: drop its gradients, free everything.
+
+        Also of reductions under way: the user has called ``zero_grad`` by now, and they would come after it.
+        """
         self._tasks.clear()
         self._ready.clear()
         self._keep = False
-        while self._reducing:
-            self._reducing.popleft().handle.finish_reduce()
-        for unit in [*self._touched, *self._open]:
+        self._reducing.clear()
+        for unit in {**self._touched, **self._open}:
             unit.handle.discard_gradients()
             unit.task = None
             unit.counted_tasks.clear()

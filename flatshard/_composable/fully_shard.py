@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.partition import PlannedUnit, owner_of, plan_units
+from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.state import Unit, UnitConfig, set_unit, units_below
+from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit
 from flatshard._config import BackwardPrefetch, ShardingStrategy, as_enum
+from flatshard._errors import InternalError
 from flatshard._handle.handle import FlatParamHandle, ParamSlots
 from flatshard._runtime import Runtime
 
@@ -53,7 +55,7 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
 
     Args:
-        module: the module to shard. Submodules may have been sharded before by calls of their own.
+        module: the module to shard. Submodules may have been sharded before by calls of their own; they stay as they are.
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
             the policies of ``torch.distributed.fsdp.wrap`` too. None: ``module`` is a single unit.
@@ -72,7 +74,8 @@ def fully_shard(
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
-        RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised.
+        RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
+            that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
         NotImplementedError: ``mixed_precision``, ``cpu_offload``, a hybrid strategy, or a tensor-subclass parameter.
         ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
             exist here: memory is bounded by the order of streams, and the host never waits.
@@ -84,27 +87,42 @@ def fully_shard(
     group = validate.resolve_group(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
     validate.check_tree(module, ignored)
-    overrides = choose_units(module, policy, ignored)
-    validate.check_chosen(module, overrides, ignored)
+    overrides = choose_units(module, policy, ignored, ignored_params)
+    validate.check_chosen(module, overrides)
     configs = {m: _override(config, given, m) for m, given in overrides.items()}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
+    validate.check_order(module, planned)
     device = validate.check_parameters(planned, _as_device(device_id))
-    existing = units_below(module)
-    _check_foreign(planned, existing)
+    names = {m: n for n, m in module.named_modules()}
+    materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
 
     context = Context.of(Runtime.of(group, device))
-    names = {m: n for n, m in module.named_modules()}
     made: dict[nn.Module, Unit] = {}
-    for unit in planned:  # one unit at a time, so that at most one is whole on the device
-        was_meta = materialize.materialize(unit, names, device, param_init_fn, ignored_params)
-        materialize.move(unit, device, ignored_params)
-        if sync_module_states or was_meta:
-            materialize.broadcast(unit, context.runtime, ignored_params)
-        made[unit.module] = _make_unit(unit, context, configs.get(unit.module, config))
-    for unit in planned:
-        _link(made[unit.module], unit, made, existing)
-        UnitHooks.install(made[unit.module], unit.modules)
+    # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
+    was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
+    with _changing(module):
+        for unit, initialised in zip(
+            planned, was_meta, strict=True
+        ):  # at most one unit is whole on the device at a time
+            materialize.materialize(unit, names, device, param_init_fn, ignored_params)
+            materialize.move(unit, device, ignored_params)
+            if sync_module_states or initialised:
+                materialize.broadcast(unit, context.runtime, ignored_params)
+            made[unit.module] = _make_unit(unit, context, configs.get(unit.module, config))
+        for unit in planned:
+            _link(made[unit.module], unit, made)
+            UnitHooks.install(made[unit.module], unit.modules)
     return module
+
+
+@contextlib.contextmanager
+def _changing(module: nn.Module) -> Iterator[None]:
+    """From here on an error leaves ``module`` half sharded (undoing it would take communication): say so."""
+    try:
+        yield
+    except BaseException as e:
+        e.add_note(f"fully_shard had begun to change this {type(module).__name__}: build it anew before you try again.")
+        raise
 
 
 def _unit_config(
@@ -158,22 +176,13 @@ def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> U
 def _as_device(device_id: int | torch.device | str | None) -> torch.device | None:
     if device_id is None:
         return None
-    if isinstance(device_id, int):
-        return torch.device(validate.default_device().type, device_id)
-    device = torch.device(device_id)
-    if device.type != "cpu" and device.index is None:
+    kind = validate.default_device().type
+    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu")  # without the index: tensors on it say "cpu", and "cpu" is not equal to "cpu:0"
+    if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device
-
-
-def _check_foreign(planned: list[PlannedUnit], existing: list[Unit]) -> None:
-    for unit in planned:
-        for module, name, param in unit.foreign:
-            if owner_of(param, existing) is None:
-                raise ValueError(
-                    f"{name!r} of a {type(module).__name__} in {unit.fqn or 'the module'!r} is sharded already, by a "
-                    "unit outside this module (a tied parameter). Shard the common parent in one call with a policy"
-                )
 
 
 def _make_unit(planned: PlannedUnit, context: Context, config: UnitConfig) -> Unit:
@@ -185,12 +194,13 @@ def _make_unit(planned: PlannedUnit, context: Context, config: UnitConfig) -> Un
     return unit
 
 
-def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit], existing: list[Unit]) -> None:
+def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None:
     """Tell ``unit`` whose parameters it needs besides its own, and take over their registrations in it."""
     needs = [unit, *(made[m] for m in planned.uses)]
     for module, name, param in planned.foreign:
-        owner = owner_of(param, existing)
-        assert owner is not None  # _check_foreign
+        owner = owner_of(param)
+        if owner is None:
+            raise InternalError(f"the sharded parameter registered as {name!r} in unit {unit.fqn!r} has no owner")
         owner.handle.add_slot(module, name, param)
         if owner not in needs:
             needs.append(owner)

@@ -10,14 +10,16 @@ For a unit under FULL_SHARD, one training step is::
     complete       start the reduction; free
 
 [Note: What is registered when]
-The compute parameters are registered only inside forward. Between forward and backward a unit may stay unsharded
-(SHARD_GRAD_OP, the outermost unit), but ``module.parameters()`` are the user's own: so ``model.zero_grad()``,
-``p.requires_grad_()`` and the like do at that point what they do at any other.
+The compute parameters are registered inside forward, and in backward until the unit is complete (a checkpoint inside
+the unit recomputes from them). Between the two a unit may stay unsharded (SHARD_GRAD_OP, the outermost unit), but
+``module.parameters()`` are the user's own: so ``model.zero_grad()``, ``p.requires_grad_()`` and the like do at that point
+what they do at any other. A backward that dies registers the user's parameters as it does (``Backward._on_death``).
 
 [Note: Freeing in backward]
 All gradients of a unit being there means that its parameters were used for the last time, if all of them are
-trainable. A frozen parameter's value is needed for the gradient of the input too: a unit with frozen parameters is
-freed when backward leaves it through its inputs (``_Leave``), or at the end of backward.
+trainable and in the graph. A frozen parameter's value is needed for the gradient of the input too, and one that is not in
+the graph may be hidden in a reentrant checkpoint: such a unit is freed when backward leaves it through its inputs
+(``_Leave``), or at the end of backward.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +54,7 @@ class UnitHooks:
         """Make ``unit`` live. ``modules``: its module and the submodules that belong to no other unit."""
         hooks = cls(unit, modules)
         unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(hooks.post_forward, always_call=True)
+        unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
 
     def _install_gradient_hooks(self) -> None:
         for group, buffers in enumerate(self.unit.handle.buffers):
@@ -97,7 +100,7 @@ class UnitHooks:
                 context.prefetch(following)
             if grad:
                 self.watch.before_forward(nn.Module.register_forward_hook)
-        if grad and not unit.handle.all_trainable and not unit.handle.is_alias:
+        if grad and not unit.is_done_with_gradients and not unit.handle.is_alias:
             return self._watch_inputs(args, kwargs)
         return None
 
@@ -121,7 +124,7 @@ class UnitHooks:
         handle.wait()
         handle.slots.register_unsharded()
 
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Also called, with ``output`` None, when the forward raised."""
         unit = self.unit
         context = unit.context
@@ -131,7 +134,9 @@ class UnitHooks:
         comes_back = leaks = False
         try:
             if torch.is_grad_enabled():
-                comes_back = self._hook_outputs(output, in_backward)
+                # A list or dict among the inputs may have taken tensors out, too.
+                filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
+                comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
             leaks = self._shows_parameters(output)
         finally:
             outermost = context.is_idle
@@ -212,6 +217,7 @@ class UnitHooks:
         context = unit.context
         context.backward.begin(unit)
         unit.active_steps += 1
+        unit.has_left = False
         unit.last_step = step
         for needed in unit.needs:
             context.used(needed)
@@ -219,6 +225,7 @@ class UnitHooks:
                 context.backward.begin(needed)
             needed.handle.unshard()
             needed.handle.wait()
+            needed.handle.slots.register_unsharded()
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
@@ -238,24 +245,28 @@ class UnitHooks:
             context.prefetch(previous.unit)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
-        # A closure, as this is the one function that runs for every parameter and step.
-        unit, receive, backward = self.unit, self.unit.handle.receive, self.unit.context.backward
+        # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
+        # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
+        to_self, backward = weakref.ref(self), self.unit.context.backward
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter: take it away."""
+            self = to_self()
+            assert self is not None
+            unit = self.unit
             grad = param.grad
             param.grad = None
-            assert grad is not None
-            if grad.requires_grad or grad.layout is not torch.strided:
+            if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
                 self._refuse(group, index, grad)
             task = current_graph_task()
             if task not in unit.counted_tasks:
                 backward.begin(unit)
-            receive(group, index, grad)
+            if grad is not None:  # None: a custom function withheld it
+                unit.handle.receive(group, index, grad)
             unit.pending -= 1
             if not unit.pending and unit.task == task:
                 backward.complete(unit)
-                if unit.handle.all_trainable or unit.active_steps == 0:  # [Note: Freeing in backward]
+                if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
                     self._free()
 
         return on_gradient
@@ -264,13 +275,14 @@ class UnitHooks:
         """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
         unit = self.unit
         unit.active_steps = max(0, unit.active_steps - 1)
-        if unit.active_steps == 0 and unit.pending == 0:
+        unit.has_left = unit.active_steps == 0
+        if unit.has_left and unit.pending == 0:
             self._free()
 
     def _free(self) -> None:
         unit = self.unit
-        if unit.holds == 0 and not unit.context.backward.keeps_unsharded:
-            unit.handle.reshard()
+        if not unit.context.backward.keeps_unsharded:
+            unit.free_if_unused()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
             self._prefetch_before(unit.last_step)
 

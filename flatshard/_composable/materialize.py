@@ -21,51 +21,88 @@ from flatshard._runtime import Runtime
 _PATTERN = 0xA7
 
 
+def check_initialisers(
+    units: list[PlannedUnit],
+    names: dict[nn.Module, str],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    ignored: set[nn.Parameter],
+) -> None:
+    """Raise for what nothing can initialise, before anything is changed. What an initialiser leaves out shows later."""
+    left = [
+        _fqn(names[m], name)
+        for unit in units
+        for m in unit.modules
+        if param_init_fn is None and _own_initialiser(m) is None
+        for name, t in _tensors(m, ignored)
+        if t.is_meta
+    ]
+    if left:
+        raise RuntimeError(
+            f"{name_list(left)} are on the meta device and their modules cannot initialise them. {_CURE}"
+        )
+
+
+_CURE = (
+    "Give their modules a reset_parameters() that sets every parameter and buffer (non-persistent ones too), or pass "
+    "param_init_fn=... to fully_shard"
+)
+
+
+def is_on_meta(unit: PlannedUnit, ignored: set[nn.Parameter]) -> bool:
+    """Whether anything in ``unit`` is on the meta device."""
+    return any(t.is_meta for m in unit.holders for _, t in _tensors(m, ignored))
+
+
 def materialize(
     unit: PlannedUnit,
     names: dict[nn.Module, str],
     device: torch.device,
     param_init_fn: Callable[[nn.Module], None] | None,
     ignored: set[nn.Parameter],
-) -> bool:
-    """Give values to what is on meta in ``unit``, in place. Returns whether anything was.
+) -> None:
+    """Give values to what is on meta in ``unit``, in place.
 
     The parameters keep their identity and their ties. ``names``: each module's FQN.
 
     Raises:
-        RuntimeError: a module can't be initialised, or something in it was left uninitialised.
+        RuntimeError: something was left uninitialised.
     """
-    todo = [m for m in unit.modules if any(t.is_meta for _, t in _tensors(m, ignored))]
+    todo = [m for m in unit.holders if any(t.is_meta for _, t in _tensors(m, ignored))]
     for module in todo:
         _allocate(module, device, ignored)
         if param_init_fn is not None:
             _call_init(param_init_fn, module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
+        elif (reset := _own_initialiser(module)) is not None:
             reset()
-    left = [
-        f"{names[m]}.{name}" if names[m] else name
-        for m in todo
-        for name, t in _tensors(m, ignored)
-        if t.is_meta or _untouched(t)
-    ]
+    left = [_fqn(names[m], name) for m in todo for name, t in _tensors(m, ignored) if t.is_meta or _untouched(t)]
     if left:
         raise RuntimeError(
             f"{name_list(left)} were on the meta device and nothing initialised them"
             + (" (param_init_fn was called for their modules)" if param_init_fn is not None else "")
-            + ". Give their modules a reset_parameters() that sets every parameter and buffer (non-persistent ones too), "
-            "or pass param_init_fn=... to fully_shard"
+            + f". {_CURE}"
         )
-    return bool(todo)
+
+
+def _own_initialiser(module: nn.Module) -> Callable[[], object] | None:
+    reset = getattr(module, "reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _fqn(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) -> None:
     # A param_init_fn may begin with module.to_empty(...), as FSDP1's had to: with swapping, the Parameter objects survive.
     before = torch.__future__.get_swap_module_params_on_conversion()
+    attributes = [(p, dict(p.__dict__)) for p in module.parameters(recurse=False)]
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         param_init_fn(module)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+    for param, kept in attributes:
+        param.__dict__.update(kept)  # swapping gave them away
 
 
 def _tensors(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,7 +140,7 @@ def _untouched(tensor: torch.Tensor) -> bool:
 
 def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) -> None:
     """Move the parameters (keeping their identity) and buffers of ``unit`` to ``device``."""
-    for module in unit.modules:
+    for module in unit.holders:
         for name, tensor in list(_tensors(module, ignored)):
             if tensor.device == device or tensor.is_meta:
                 continue

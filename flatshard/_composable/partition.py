@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from flatshard._composable.state import Unit, unit_of
+from flatshard._composable.state import unit_of
 from flatshard._handle.sharded_parameter import ShardedParameter
 
 
@@ -36,6 +36,11 @@ class PlannedUnit:
     owned: list[Owned] = field(default_factory=list)
     uses: list[nn.Module] = field(default_factory=list)  # modules of planned units that own parameters registered here
     foreign: list[tuple[nn.Module, str, ShardedParameter]] = field(default_factory=list)  # sharded by an earlier call
+
+    @property
+    def holders(self) -> list[nn.Module]:
+        """Its modules, and those of units below that a shared parameter of this one is registered in."""
+        return list(dict.fromkeys([*self.modules, *(m for o in self.owned for m, _ in o.slots)]))
 
 
 def walk(
@@ -62,9 +67,11 @@ def plan_units(
 ) -> list[PlannedUnit]:
     """Plan ``root`` and the ``chosen`` submodules as units, in module order.
 
-    Units without parameters are dropped, except ``root``: it stays the place where a pass begins.
+    Units in which no parameter is registered are dropped, except ``root``: it stays the place where a pass begins. Their
+    modules (which may have buffers) go to the unit around them.
     """
     units: dict[nn.Module, PlannedUnit] = {}
+    around: dict[nn.Module, tuple[nn.Module, ...]] = {}  # the chain of units down to each unit, outermost first
     owned: dict[nn.Parameter, Owned] = {}
     # For each parameter the chains of units it was met under, outermost first.
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
@@ -73,6 +80,7 @@ def plan_units(
         chain = tuple(m for m in path if m is root or m in chosen)
         nearest = chain[-1]
         unit = units.setdefault(nearest, PlannedUnit(nearest, fqn))
+        around.setdefault(nearest, chain)
         if module not in unit.modules:
             unit.modules.append(module)
         for name, param in module._parameters.items():
@@ -95,7 +103,12 @@ def plan_units(
             user = units[chain[-1]]
             if chain[-1] is not owner and owner not in user.uses:
                 user.uses.append(owner)
-    return [u for u in units.values() if u.owned or u.foreign or u.module is root]
+    kept = {m: u for m, u in units.items() if u.owned or u.uses or u.foreign or m is root}
+    for module, unit in units.items():
+        if module not in kept:
+            nearest = next(m for m in reversed(around[module]) if m in kept)
+            kept[nearest].modules.extend(m for m in unit.modules if m not in kept[nearest].modules)
+    return list(kept.values())
 
 
 def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
@@ -107,12 +120,3 @@ def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
             length += 1
         common = common[:length]
     return common[-1]
-
-
-def owner_of(param: ShardedParameter, units: list[Unit]) -> Unit | None:
-    """Which of ``units`` owns an already sharded parameter."""
-    for unit in units:
-        for buffers in unit.handle.buffers:
-            if any(p is param for p in buffers.params):
-                return unit
-    return None

@@ -13,13 +13,16 @@ The policies of ``torch.distributed.fsdp.wrap`` are accepted too. They are known
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from torch import nn
 
+from flatshard._composable.state import units_below
 from flatshard._errors import name_list
+from flatshard._handle.sharded_parameter import shard_info
 
 Overrides = dict[str, Any]
 Policy: TypeAlias = (
@@ -45,6 +48,8 @@ class ModuleWrapPolicy:
 
 class CustomPolicy:
     """``function(module)`` answers True (a unit), False (not), or a dict: a unit with these arguments of ``fully_shard``.
+
+    An empty dict is a False, as FSDP1 has it.
 
     >>> CustomPolicy(lambda m: {"strategy": ShardingStrategy.SHARD_GRAD_OP} if m is model.head else isinstance(m, Block))
     """
@@ -84,36 +89,75 @@ def lambda_auto_wrap_policy(
     return recurse or lambda_fn(module)
 
 
-def choose_units(root: nn.Module, policy: Policy, ignored: set[nn.Module]) -> dict[nn.Module, Overrides]:
+def choose_units(
+    root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> dict[nn.Module, Overrides]:
     """The submodules of ``root`` that ``policy`` makes units, with the arguments each overrides.
 
-    ``root`` itself is a unit in any case and is in the result only where the policy overrides arguments for it.
+    ``root`` itself is a unit in any case; what the policy overrides for it counts. Units of earlier calls stay as they
+    are, with all below them.
 
     Raises:
         ValueError: ``policy`` is none of the kinds above.
     """
     if policy is None:
         return {}
+    ignored = ignored.union(*(unit.module.modules() for unit in units_below(root)))
+    if (classes := _classes_of(policy)) is not None:
+        chosen = _by_class(root, classes, ignored)
+        sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
+    elif (function := _function_of(policy)) is not None:
+        chosen = _by_function(root, function, ignored)
+        sought = "the policy's function"
+    else:
+        chosen = {}
+        _walk(root, _checked_callable(policy), ignored, ignored_params, chosen, is_root=True)
+        sought = "the policy's condition"
+    if not chosen:
+        seen = sorted({type(m).__name__ for m in root.modules()})
+        warnings.warn(
+            f"fully_shard: {sought} matched no submodule, so {type(root).__name__} is a single unit: its whole size is "
+            f"unsharded at once. Classes in the module: {name_list(seen, 20)}",
+            stacklevel=3,
+        )
+    return chosen
+
+
+def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
+    """The classes that a policy of that kind names, ours or torch's."""
     if isinstance(policy, ModuleWrapPolicy):
-        return _by_class(root, policy.module_classes, ignored)
-    if isinstance(policy, CustomPolicy):
-        return _by_function(root, policy.function, ignored)
-    if isinstance(policy, type) or _is_classes(policy):
-        return _by_class(root, _as_classes(policy), ignored)
+        return policy.module_classes
+    if isinstance(policy, type | set | frozenset | list | tuple):
+        return _as_classes(policy)
     torch_classes = getattr(policy, "_module_classes", None)  # torch.distributed.fsdp.wrap.ModuleWrapPolicy
-    if torch_classes is not None:
-        return _by_class(root, _as_classes(torch_classes), ignored)
-    torch_function = getattr(policy, "_lambda_fn", None)  # torch.distributed.fsdp.wrap.CustomPolicy
-    if torch_function is not None:
-        return _by_function(root, torch_function, ignored)
-    if callable(policy):
-        chosen: dict[nn.Module, Overrides] = {}
-        _walk(root, policy, ignored, chosen, is_root=True)
-        return _warn_if_none(chosen, root, "the policy's condition", [])
-    raise ValueError(
-        f"policy={policy!r} is not a policy: pass a module class, a set of classes, ModuleWrapPolicy, CustomPolicy, or a "
-        "callable (module, recurse, nonwrapped_numel) -> bool"
-    )
+    return None if torch_classes is None else _as_classes(torch_classes)
+
+
+def _function_of(policy: Any) -> Callable[[nn.Module], bool | Overrides] | None:
+    """The function of a CustomPolicy, ours or torch's."""
+    if isinstance(policy, CustomPolicy):
+        return policy.function
+    torch_function: Callable[[nn.Module], bool | Overrides] | None = getattr(policy, "_lambda_fn", None)
+    return torch_function
+
+
+def _checked_callable(policy: Any) -> Callable[..., bool]:
+    expected = "a module class, a set of classes, ModuleWrapPolicy, CustomPolicy, or a callable"
+    if not callable(policy) or isinstance(policy, nn.Module):
+        raise ValueError(
+            f"policy={policy!r} is not a policy: pass {expected} (module, recurse, nonwrapped_numel) -> bool"
+        )
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as e:
+        raise ValueError(
+            f"policy={policy!r} cannot be called as policy(module=..., recurse=..., nonwrapped_numel=...): {e}. For a "
+            "function of the module alone use CustomPolicy(function)"
+        ) from None
+    except ValueError:  # a callable that tells no signature
+        pass
+    checked: Callable[..., bool] = policy
+    return checked
 
 
 def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
@@ -126,10 +170,6 @@ def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
     return classes
 
 
-def _is_classes(value: Any) -> bool:
-    return isinstance(value, set | frozenset | list | tuple)
-
-
 def _modules(root: nn.Module, ignored: set[nn.Module]) -> Iterable[nn.Module]:
     return (m for m in root.modules() if m not in ignored)
 
@@ -137,8 +177,7 @@ def _modules(root: nn.Module, ignored: set[nn.Module]) -> Iterable[nn.Module]:
 def _by_class(
     root: nn.Module, classes: tuple[type[nn.Module], ...], ignored: set[nn.Module]
 ) -> dict[nn.Module, Overrides]:
-    chosen: dict[nn.Module, Overrides] = {m: {} for m in _modules(root, ignored) if isinstance(m, classes)}
-    return _warn_if_none(chosen, root, "the policy's classes", [c.__qualname__ for c in classes])
+    return {m: {} for m in _modules(root, ignored) if isinstance(m, classes)}
 
 
 def _by_function(
@@ -147,46 +186,33 @@ def _by_function(
     chosen: dict[nn.Module, Overrides] = {}
     for module in _modules(root, ignored):
         answer = function(module)
-        if isinstance(answer, dict):
-            chosen[module] = answer
-        elif isinstance(answer, bool):
+        if isinstance(answer, dict | bool):
             if answer:
-                chosen[module] = {}
+                chosen[module] = answer if isinstance(answer, dict) else {}
         else:
             raise ValueError(
                 f"the CustomPolicy function answered {answer!r} for a {type(module).__name__}; it must answer True, "
                 "False, or a dict of keyword arguments"
             )
-    return _warn_if_none(chosen, root, "the policy's function", [])
+    return chosen
 
 
 def _walk(
     module: nn.Module,
     policy: Callable[..., bool],
     ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
     chosen: dict[nn.Module, Overrides],
     is_root: bool = False,
 ) -> int:
     """The recursion that FSDP1 runs on callables: children first, each told how many elements no unit below took."""
-    numel = sum(p.numel() for p in module.parameters())
+    # Not what earlier calls sharded: it is in a unit, and its size here is not its size on another rank.
+    numel = sum(p.numel() for p in module.parameters() if p not in ignored_params and shard_info(p) is None)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
-    taken = sum(_walk(child, policy, ignored, chosen) for child in module.children() if child not in ignored)
+    children = [child for child in module.children() if child not in ignored]
+    taken = sum([_walk(child, policy, ignored, ignored_params, chosen) for child in children])
     if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
         chosen[module] = {}
         return numel
     return taken
-
-
-def _warn_if_none(
-    chosen: dict[nn.Module, Overrides], root: nn.Module, sought: str, names: list[str]
-) -> dict[nn.Module, Overrides]:
-    if not chosen:
-        seen = sorted({type(m).__name__ for m in root.modules()})
-        warnings.warn(
-            f"fully_shard: {sought} {name_list(names) + ' ' if names else ''}matched no submodule, so "
-            f"{type(root).__name__} is a single unit: its whole size is unsharded at once. Classes in the module: "
-            f"{name_list(seen, 20)}",
-            stacklevel=4,
-        )
-    return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,6 +47,10 @@ class Step:
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
 
+# Which unit owns a sharded parameter, by the parameter's id: it stays taken as long as the unit lives.
+_owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+
+
 class Unit:
     """One module whose parameters are gathered together: one unit, one handle, one state object.
 
@@ -65,6 +70,11 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
         self._reset()
+        self._own_parameters()
+
+    def _own_parameters(self) -> None:
+        for buffers in self.handle.buffers:
+            _owners.update((id(p), self) for p in buffers.params)
 
     def _reset(self) -> None:
         # Forward; written by hooks.py and full_params.py.
@@ -79,8 +89,26 @@ class Unit:
         self.finished_task = -1  # the graph task in which the unit was completed last
         self.pending = 0  # gradients still to come
         self.reduce_wanted = False  # gradients were expected, so there is a reduction, whether or not they came
+        self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
         self.active_steps = 0  # steps that backward has come back to and has not yet left; only where params are frozen
+        self.has_left = False  # backward has left all of them
         self.last_step: Step | None = None  # the step that backward came back to last
+
+    def show_sharded_if_unused(self) -> None:
+        """Register the user's parameters, unless somebody needs the unsharded ones."""
+        if self.holds == 0:
+            self.handle.slots.register_sharded()
+
+    def free_if_unused(self) -> None:
+        """Register the user's parameters and free the unsharded ones, unless somebody needs them."""
+        if self.holds == 0:
+            self.handle.slots.register_sharded()
+            self.handle.reshard()
+
+    @property
+    def is_done_with_gradients(self) -> bool:
+        """Whether all gradients being there means that no value is needed any more. hooks.py, [Note: Freeing in backward]"""
+        return self.handle.all_trainable and not self.partial
 
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters are left from an earlier pass: the shards may have changed since.
@@ -95,13 +123,15 @@ class Unit:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        result = copy.copy(self)
+        result = object.__new__(Unit)
         memo[id(self)] = result
+        result.__dict__.update(self.__dict__)
         result._reset()
         result.order = ForwardOrder()
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
+        result._own_parameters()
         return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -115,6 +145,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``module`` is, or None."""
     found: Unit | None = module.__dict__.get(_KEY)
     return found
+
+
+def owner_of(param: nn.Parameter) -> Unit | None:
+    """The unit that owns a sharded parameter."""
+    return _owners.get(id(param))
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.partition import PlannedUnit, walk
-from flatshard._composable.state import unit_of
+from flatshard._composable.state import owner_of, unit_of
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 
-_FOREIGN_WRAPPERS = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
+# Classes of torch that manage the parameters below them, by name: importing FSDP costs time. "DDP" is what `replicate`
+# makes a module an instance of.
+_FOREIGN_WRAPPERS = ("FullyShardedDataParallel", "ReplicateModule", "FSDPModule", "DistributedDataParallel", "DDP")
+_SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself. Shard the module that calls it"
 
 
 def check_module(module: Any, what: str = "module") -> None:
@@ -25,19 +29,22 @@ def check_module(module: Any, what: str = "module") -> None:
         hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
         raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"fully_shard cannot hook a {type(module).__name__}: shard the Python module before scripting it"
-        )
+        raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: {_SCRIPTED_CURE}")
     if unit_of(module) is not None:
         raise ValueError(
             f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
             "fully_shard once a module, inner modules first"
         )
-    if type(module).forward is nn.Module.forward:
+    if not _has_forward(module):
         raise ValueError(
             f"{type(module).__name__} has no forward, so its hooks would never run. Shard its items, "
             "`for m in container: fully_shard(m)`, or the module that calls them"
         )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # torch.compile(module) is a module with a forward of its own, in the instance.
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def resolve_group(
@@ -61,6 +68,8 @@ def resolve_group(
                 f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass the one to shard over, "
                 "such as mesh['dp']"
             )
+        if device_mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
         return device_mesh.get_group()
     if process_group is None:
         return dist.distributed_c10d._get_default_group()
@@ -77,8 +86,11 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     """``ignored_states`` as modules (with all below them) and parameters."""
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
-    if isinstance(ignored_states, nn.Module | torch.Tensor):
-        raise TypeError("ignored_states takes a list of modules or parameters, e.g. ignored_states=[model.embed]")
+    if isinstance(ignored_states, nn.Module | torch.Tensor) or not isinstance(ignored_states, Iterable | None):
+        raise TypeError(
+            "ignored_states takes a list of modules or parameters, e.g. ignored_states=[model.embed], got a "
+            f"{type(ignored_states).__name__}"
+        )
     in_root, in_root_params = set(root.modules()), set(root.parameters())
     for state in ignored_states or ():
         if isinstance(state, nn.Module):
@@ -107,32 +119,39 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     return modules, params
 
 
-def check_chosen(root: nn.Module, chosen: Iterable[nn.Module], ignored: set[nn.Module]) -> None:
+def check_chosen(root: nn.Module, chosen: Iterable[nn.Module]) -> None:
     """What a policy chose can be units."""
     names = {m: n for n, m in root.named_modules()}
     for module in chosen:
-        name = names.get(module)
-        if name is None:
-            raise ValueError(f"the policy chose a {type(module).__name__} that is not in {type(root).__name__}")
-        if module in ignored:
-            raise ValueError(f"the policy chose {name!r}, which is in ignored_states: do one or the other")
-        if type(module).forward is nn.Module.forward:
-            raise ValueError(
-                f"the policy chose {name!r}, a {type(module).__name__}, which has no forward: choose its items instead"
-            )
+        what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{what}, which fully_shard cannot hook: {_SCRIPTED_CURE}")
+        if not _has_forward(module):
+            raise ValueError(f"{what}, which has no forward: choose its items instead")
 
 
 def check_tree(root: nn.Module, ignored: set[nn.Module]) -> None:
     """Nothing in the tree is managed by another wrapper."""
     for fqn, module, _ in walk(root, ignored):
-        bases = {c.__name__ for c in type(module).__mro__}
+        bases = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
         found = [w for w in _FOREIGN_WRAPPERS if w in bases]
         if found:
             raise ValueError(
                 f"{fqn or 'the module'!r} is managed by {found[0]} already: unwrap it, or pass it in ignored_states"
             )
-        if "_replicate" in "".join(module.__dict__) or getattr(module, "_is_replicate_module", False):
-            raise ValueError(f"{fqn or 'the module'!r} is replicated already: one module takes one of the two")
+
+
+def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
+    """Nothing in ``root`` was sharded as a part of a unit around it."""
+    for unit in units:
+        for _, name, param in unit.foreign:
+            owner = owner_of(param)
+            if owner is not None and any(m is root for m in owner.module.modules()):
+                raise ValueError(
+                    f"{name!r} in this {type(root).__name__} is sharded already, as {param._flatshard_info.fqn!r} of a unit "
+                    f"around it, a {type(owner.module).__name__}: shard inner modules before outer ones, or choose them by "
+                    "the policy of one call on the outermost"
+                )
 
 
 def check_parameters(units: list[PlannedUnit], device: torch.device | None) -> torch.device:
@@ -169,8 +188,7 @@ def default_device() -> torch.device:
 
 
 def check_parameter(fqn: str, param: nn.Parameter) -> None:
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parameter import UninitializedParameter
+    from torch.distributed.tensor import DTensor  # takes half a second to import
 
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")

@@ -160,11 +160,11 @@ class FlatGradients:
             self._output = torch.empty_like(self.buffers.shard)
             self._pending = runtime.reduce_scatter(self._output, self._input)
 
-    def finish(self) -> None:
-        """Wait for the reduction, free its input, and set or add to the ``.grad`` of every parameter."""
+    def finish(self, assign: bool = True) -> None:
+        """Wait for the reduction, free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
         if self._pending is not None:
             self._pending.wait()
-        output, filled = self._output, self._filled
+        output, filled = (self._output if assign else None), self._filled
         self.discard()
         if output is None:
             return

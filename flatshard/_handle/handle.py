@@ -237,18 +237,19 @@ class FlatParamHandle:
                 if True in buffers.requires_grad:
                     grads.reduce(self.runtime)
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
         if self.lifetime.grads is not GradState.REDUCING:
             return
         with torch.no_grad():
             for grads in self.grads:
                 if grads.any_filled:
-                    grads.finish()
+                    grads.finish(assign)
         self.lifetime.move_grads("finish")
 
     def discard_gradients(self) -> None:
-        """After an exception in backward: drop what was received and not reduced."""
+        """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
+        self.finish_reduce(assign=False)
         if self.lifetime.grads is GradState.FILLING:
             for grads in self.grads:
                 grads.discard()

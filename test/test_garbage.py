@@ -1,0 +1,36 @@
+"""A sharded model that is dropped is freed: its cycles run through Python alone, where the collector sees them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+import flatshard
+from flatshard._composable.state import unit_of
+
+
+def make_and_train(group: Any, copied: bool) -> list[weakref.ref]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    flatshard.fully_shard(model, policy={nn.Linear}, process_group=group)
+    model(torch.randn(2, 8)).sum().backward()
+    if copied:
+        model = copy.deepcopy(model)
+        model(torch.randn(2, 8)).sum().backward()
+    unit = unit_of(model[0])
+    return [weakref.ref(x) for x in (model, model[0], unit, unit.handle, unit.handle.buffers[0])]
+
+
+def dropped_models_are_freed(ctx: Any) -> None:
+    for copied in (False, True):
+        references = make_and_train(ctx.group, copied)
+        gc.collect()
+        assert [r() for r in references] == [None] * len(references)
+
+
+def test_dropped_models_are_freed(pool):
+    pool.run(dropped_models_are_freed, world_size=2)

@@ -1,0 +1,398 @@
+"""The rules that keep the package readable in an afternoon, checked on its syntax trees.
+
+Imports go down only. Each fact has one writer. Files and functions fit on a few screens. Every public function says what
+it does, and every note that is cited is there to read. A rule with exceptions lists them here, with their reasons.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+import flatshard
+
+PACKAGE = Path(flatshard.__file__).parent
+
+LAYERS = [
+    "_errors",
+    "_config",
+    "_trace",
+    "_runtime",
+    "_handle",
+    "_handle.layout",
+    "_handle.lifetime",
+    "_handle.slots",
+    "_handle.sharded_parameter",
+    "_handle.buffers",
+    "_handle.gradients",
+    "_handle.handle",
+    "_composable",
+    "_composable.exec_order",
+    "_composable.state",
+    "_composable.backward",
+    "_composable.context",
+    "_composable.escapes",
+    "_composable.hooks",
+    "_composable.partition",
+    "_composable.policy",
+    "_composable.materialize",
+    "_composable.validate",
+    "_composable.fully_shard",
+    "_full_params",
+    "_inspect",
+    "_",
+]
+"""All modules, from the bottom up (a package's own name is its ``__init__``, ``_`` the top one): a module imports only
+what stands before it. Whoever adds a file adds it here."""
+
+TYPE_CHECKING_IMPORTS = {
+    "_composable.state": {"_composable.context"},  # a unit holds its context, and the context makes and orders units
+}
+"""Imports that only a type checker sees. They may go up; each is a knot to know of."""
+
+INNER_IMPORTS = {
+    ("_composable.validate", "torch.distributed.tensor"),  # half a second of `import flatshard`
+}
+"""(module, what it imports inside a function)."""
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 80
+
+
+def _name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__") or "_"
+
+
+SOURCES = {_name_of(p): p.read_text() for p in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+every_module = pytest.mark.parametrize("name", sorted(TREES))
+
+
+def outside(*names: str) -> Iterator[tuple[str, ast.AST]]:
+    """Every syntax node of every module but ``names``, with the module's name."""
+    for name, tree in TREES.items():
+        if name not in names:
+            for node in ast.walk(tree):
+                yield name, node
+
+
+def show(name: str, node: ast.AST) -> str:
+    return f"{name}:{getattr(node, 'lineno', '?')}: {ast.unparse(node)}"
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` for an attribute chain on a name, with '' where the chain starts at anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def written(node: ast.AST) -> list[ast.expr]:
+    """The targets that a statement assigns to, adds to or deletes."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str, list[str]]]:
+    """(statement, module, names) of each import; no names for ``import x``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name, []
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import: {ast.unparse(node)}"
+            yield node, node.module or "", [alias.name for alias in node.names]
+
+
+def imported_modules(module: str, names: list[str]) -> set[str]:
+    """Which of our modules ``from module import names`` needs, as named in ``LAYERS``."""
+    if module.partition(".")[0] != "flatshard":
+        return set()
+    short = module.removeprefix("flatshard").removeprefix(".")
+    inner = {f"{short}.{n}".removeprefix(".") for n in names}
+    return {n for n in inner if n in TREES} or {short or "_"}
+
+
+def type_checking_only(tree: ast.AST) -> set[ast.stmt]:
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and dotted(n.test) == "TYPE_CHECKING"]
+    return {s for block in guarded for s in block.body}
+
+
+def test_every_module_has_a_layer():
+    assert sorted(LAYERS) == sorted(TREES)
+
+
+@every_module
+def test_imports_go_down(name: str):
+    below = set(LAYERS[: LAYERS.index(name)])
+    hidden = type_checking_only(TREES[name])
+    for statement, module, names in imports(TREES[name]):
+        if statement not in hidden:
+            up = imported_modules(module, names) - below
+            assert not up, f"{show(name, statement)} imports from above or beside: {up}"
+
+
+@every_module
+def test_imports_for_the_type_checker_are_listed(name: str):
+    hidden = type_checking_only(TREES[name])
+    found = {m for s, module, names in imports(TREES[name]) if s in hidden for m in imported_modules(module, names)}
+    assert found == TYPE_CHECKING_IMPORTS.get(name, set())
+
+
+def test_imports_inside_functions_are_listed():
+    found = set()
+    for name, tree in TREES.items():
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                found |= {(name, module) for _, module, _ in imports(function)}
+    assert found == INNER_IMPORTS
+
+
+@every_module
+def test_nothing_imports_the_fsdp_of_torch(name: str):
+    """This project re-does it, and it is on its way out upstream. Its policies are known by their shape."""
+    banned = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed._tools")
+    for statement, module, names in imports(TREES[name]):
+        full = [module, *(f"{module}.{n}" for n in names)]
+        assert not any(f.startswith(banned) for f in full), show(name, statement)
+
+
+def test_nothing_imports_beyond_torch_and_the_standard_library():
+    found = {module.partition(".")[0] for tree in TREES.values() for _, module, _ in imports(tree)}
+    assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions"}
+
+
+# -- one writer per fact -----------------------------------------------------------------------------------------------
+
+
+def test_only_lifetime_assigns_a_state():
+    for name, node in outside("_handle.lifetime"):
+        for target in written(node):
+            assert ".lifetime." not in dotted(target), show(name, node)
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None and not isinstance(value, ast.Compare):
+            assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
+
+
+def test_only_buffers_and_gradients_resize_storages():
+    for name, node in outside("_handle.buffers", "_handle.gradients"):
+        assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
+
+
+WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem__", "__delitem__"}
+
+
+def test_only_slots_registers_parameters():
+    for name, node in outside("_handle.slots"):
+        for target in written(node):
+            if isinstance(target, ast.Subscript):
+                assert not dotted(target.value).endswith("._parameters"), show(name, node)
+        if isinstance(node, ast.Call):
+            called = dotted(node.func) or getattr(node.func, "attr", "")
+            assert called not in ("setattr", "delattr"), show(name, node)
+            assert called.rpartition(".")[2] != "register_parameter", show(name, node)
+            owner, _, method = called.rpartition(".")
+            assert not (owner.endswith("._parameters") and method in WRITING_METHODS), show(name, node)
+
+
+# What may be asked of torch.distributed without communicating, and the types to annotate with.
+DISTRIBUTED_QUERIES = {
+    "ProcessGroup",
+    "GroupMember.NON_GROUP_MEMBER",
+    "is_available",
+    "is_initialized",
+    "get_rank",
+    "get_backend_config",
+    "distributed_c10d._get_default_group",
+}
+
+
+def test_only_runtime_communicates():
+    for name, node in outside("_runtime"):
+        if isinstance(node, ast.Attribute):
+            for prefix in ("dist.", "torch.distributed."):
+                if dotted(node).startswith(prefix):
+                    query = dotted(node).removeprefix(prefix)
+                    assert any(q == query or q.startswith(f"{query}.") for q in DISTRIBUTED_QUERIES), show(name, node)
+            assert dotted(node.value).rpartition(".")[2] not in ("group", "process_group"), show(name, node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            assert node.module in ("torch.distributed.device_mesh", "torch.distributed.tensor"), show(name, node)
+
+
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast_now"}
+
+
+def test_only_handles_start_collectives_and_construction_broadcasts():
+    """``_composable`` decides when; ``_handle`` and the runtime do. Only new modules are broadcast from above."""
+    found = {
+        (name, node.func.attr)
+        for name, node in outside("_runtime")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
+    }
+    above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}
+    assert above == {("_composable.materialize", "broadcast_now")}
+
+
+def test_only_hooks_registers_hooks():
+    for name, node in outside("_composable.hooks"):
+        if isinstance(node, ast.Attribute):
+            assert not re.fullmatch(r"_?register_\w*hook\w*", node.attr), show(name, node)
+            writes_hooks = re.fullmatch(r"_(forward|backward)_(pre_)?hooks", node.attr)
+            assert not (writes_hooks and isinstance(node.ctx, ast.Store | ast.Del)), show(name, node)
+
+
+def test_only_config_reads_the_environment():
+    for name, node in outside("_config"):
+        assert dotted(node) not in ("os.environ", "os.getenv", "os.putenv"), show(name, node)
+
+
+# -- what a layer must not know ----------------------------------------------------------------------------------------
+
+TREE_WORDS = {"modules", "named_modules", "children", "named_children", "get_submodule", "_modules", "named_parameters"}
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(TREES) if n.startswith("_handle.")])
+def test_a_handle_knows_no_hooks_and_no_module_tree(name: str):
+    """Only ``slots`` looks at a module, by its parameters. Others may name the type, and hand modules on."""
+    for node in ast.walk(TREES[name]):
+        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert "hook" not in word, show(name, node)
+        assert word not in TREE_WORDS, show(name, node)
+        if name != "_handle.slots":
+            assert word not in ("_parameters", "_buffers"), show(name, node)
+
+
+def test_layout_knows_no_torch():
+    found = {module for _, module, _ in imports(TREES["_handle.layout"])}
+    assert not any(m.startswith("torch") for m in found)
+
+
+def test_nothing_outside_layout_computes_an_offset():
+    """The plan may become row- or block-aligned; then only ``layout`` changes. Nobody else rounds up or cuts shards."""
+    for name, node in outside("_handle.layout"):
+        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "_round_up"), show(name, node)
+
+
+# -- private API of torch ----------------------------------------------------------------------------------------------
+
+
+def private_torch_api() -> set[tuple[str, str]]:
+    """(module, API): attribute chains from torch, or from what is imported from torch, with a ``_private`` part.
+
+    Not the ``_foreach`` functions: their underscore is history, every optimizer is built on them.
+    """
+    found = set()
+    for name, tree in TREES.items():
+        from_torch = {"torch", "dist"}
+        for statement, module, names in imports(tree):
+            if module.partition(".")[0] == "torch" and isinstance(statement, ast.ImportFrom):
+                from_torch |= {a.asname or a.name for a in statement.names}
+                found |= {(name, f"{module}.{n}") for n in names if "._" in f".{module}.{n}"}
+        inner = {n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute)}  # of a longer chain
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node not in inner:
+                chain = dotted(node)
+                if chain.partition(".")[0] in from_torch and re.search(r"\._(?!foreach_[a-z_]+$)[a-z]", chain):
+                    found.add((name, chain))
+    return found
+
+
+def test_each_private_api_of_torch_is_used_in_one_file():
+    uses = private_torch_api()
+    assert_expected_inline(
+        "\n".join(sorted(f"{name}: {api}" for name, api in uses)),
+        """\
+_composable.backward: Variable._execution_engine.queue_callback
+_composable.backward: torch._C._current_graph_task_id
+_composable.backward: torch._C._will_engine_execute_node
+_composable.hooks: torch.utils._pytree.tree_flatten
+_composable.hooks: torch.utils._pytree.tree_unflatten
+_composable.validate: dist.distributed_c10d._get_default_group
+_composable.validate: torch._C._disabled_torch_function_impl
+_handle.sharded_parameter: _torch_optimizer._foreach_supported_types.append
+_trace: torch.autograd._profiler_enabled""",
+    )
+    apis = [api for _, api in uses]
+    assert len(apis) == len(set(apis)), sorted({a for a in apis if apis.count(a) > 1})
+
+
+# -- size and prose ----------------------------------------------------------------------------------------------------
+
+
+@every_module
+def test_files_read_in_a_sitting(name: str):
+    lines = SOURCES[name].count("\n")
+    assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+@every_module
+def test_functions_fit_on_a_screen_or_two(name: str):
+    """Docstrings not counted: arguments deserve prose."""
+    for function in functions(TREES[name]):
+        start = function.lineno
+        if ast.get_docstring(function) is not None:
+            start = function.body[0].end_lineno
+        lines = function.end_lineno - start + 1
+        assert lines <= MAX_FUNCTION_LINES, f"{name}.{function.name} has {lines} lines"
+
+
+@every_module
+def test_every_module_begins_with_what_it_is_for(name: str):
+    assert ast.get_docstring(TREES[name])
+
+
+def test_what_a_user_calls_is_documented():
+    for name in flatshard.__all__:
+        thing = getattr(flatshard, name)
+        assert thing.__doc__, name
+        # Not inherited, and not what a dataclass makes up.
+        assert not thing.__doc__.startswith(f"{name}("), name
+        for method, value in vars(thing).items() if isinstance(thing, type) else ():
+            if not method.startswith("_") and callable(value):
+                assert value.__doc__, f"{name}.{method}"
+
+
+def test_all_is_sorted_and_complete():
+    assert flatshard.__all__ == sorted(flatshard.__all__)
+    assert len(set(flatshard.__all__)) == len(flatshard.__all__)
+    imported = {n for _, module, names in imports(TREES["_"]) for n in names if module != "__future__"}
+    assert imported == set(flatshard.__all__)
+
+
+NOTE = re.compile(r"\[Note: ([^\]]+)\]")
+
+
+def test_every_note_that_is_cited_is_defined_once():
+    """A note is defined where its title stands alone on a line of a docstring, and cited everywhere else."""
+    defined: dict[str, list[str]] = {}
+    cited: dict[str, list[str]] = {}
+    for name, source in SOURCES.items():
+        for number, line in enumerate(source.splitlines(), 1):
+            for title in NOTE.findall(line):
+                where = defined if line.strip() == f"[Note: {title}]" else cited
+                where.setdefault(title, []).append(f"{name}:{number}")
+    twice = {title: at for title, at in defined.items() if len(at) > 1}
+    assert not twice
+    missing = {title: at for title, at in cited.items() if title not in defined}
+    assert not missing
+
+
+def test_no_line_speaks_of_unfinished_business():
+    for name, source in SOURCES.items():
+        assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", source), name
