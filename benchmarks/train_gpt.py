@@ -15,6 +15,7 @@ contents. All that flatshard asks of a training script stands in ``build_sharded
 
 import argparse
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -343,6 +344,9 @@ def process_group() -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
+        # A model holds its process group, and a model lies in reference cycles. While anything holds the group, gloo's
+        # threads outlive destroy_process_group, and one that frees a tensor during Python's own exit aborts the process.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -57,32 +58,33 @@ def summon_full_params(
         raise ValueError(
             "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
         )
-    shown: list[Unit] = []
-    copies: dict[Unit, dict[int, nn.Parameter]] = {}
+    shown: list[_Shown] = []
     try:
         for unit in units:
-            # Write-through is no write-back: where the shard is the whole, a body that must not write gets copies.
-            copied = offload_to_cpu or (not writeback and unit.handle.is_alias)
-            _show(unit, with_grads)
-            shown.append(unit)
-            if copied:
-                copies[unit] = unit.handle.copy_computes(torch.device("cpu") if offload_to_cpu else None)
+            shown.append(_show(unit, with_grads, offload_to_cpu))
             if rank0_only and unit.context.runtime.rank != 0:
-                _hide(unit, False, with_grads, copies.pop(unit, None))
-                shown.remove(unit)
-            elif copied:
-                unit.handle.slots.register(copies[unit])
-                unit.handle.reshard()
+                _hide(shown.pop(), False)
         yield
-        for unit in shown[:]:
-            shown.remove(unit)
-            _hide(unit, writeback, with_grads, copies.pop(unit, None))
+        while shown:
+            _hide(shown.pop(), writeback)
     finally:
-        for unit in shown:
-            _hide(unit, False, with_grads, copies.pop(unit, None))
+        while shown:
+            _hide(shown.pop(), False)
 
 
-def _show(unit: Unit, with_grads: bool) -> None:
+@dataclass
+class _Shown:
+    """One unit in one ``summon_full_params``; they nest."""
+
+    unit: Unit
+    grads: bool  # whole gradients are shown from here on
+    copies: dict[int, nn.Parameter] | None = None  # what the body sees in place of the unsharded parameters
+    # The values at entry, where what the body changes would stay without a write-back: the shard is the whole, or an
+    # outer forward or `summon_full_params` shows the same memory.
+    before: list[torch.Tensor] | None = None
+
+
+def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
     handle = unit.handle
     unit.users += 1
     unit.holds += 1
@@ -97,29 +99,50 @@ def _show(unit: Unit, with_grads: bool) -> None:
     unit.gathered_in = unit.context.pass_id
     unit.gathered_version = handle.version()
     handle.slots.register_unsharded()
-    if with_grads:
+    shown = _Shown(unit, with_grads and not unit.shows_gradients)
+    if shown.grads:
         handle.gather_gradients()
         unit.shows_gradients = True
+    if offload_to_cpu:
+        shown.copies = handle.copy_computes(torch.device("cpu"))
+        handle.slots.register(shown.copies)
+        unit.shows_copies += 1
+        _release(unit)
+    elif handle.is_alias or unit.users > 1:
+        shown.before = handle.copy_unsharded()
+    return shown
 
 
-def _hide(unit: Unit, writeback: bool, with_grads: bool, copies: dict[int, nn.Parameter] | None) -> None:
-    handle = unit.handle
-    if writeback and copies is not None:
-        handle.write_back_copies(copies, with_grads)
+def _hide(shown: _Shown, writeback: bool) -> None:
+    unit, handle = shown.unit, shown.unit.handle
+    if writeback and shown.copies is not None:
+        handle.write_back_copies(shown.copies, unit.shows_gradients)
+        if unit.holds:  # an outer one shows the unsharded parameters: refill them
+            handle.reshard()
+            handle.unshard()
+            handle.wait()
     elif writeback:
-        handle.write_back(with_grads)
-    if with_grads:
+        handle.write_back(unit.shows_gradients)
+    elif shown.before is not None:
+        handle.restore_unsharded(shown.before)
+    if shown.grads:
         handle.drop_full_gradients()
         unit.shows_gradients = False
-    if copies is not None:
-        handle.slots.register_unsharded()  # a no-op but for its flag: register_sharded below replaces the copies
+    if shown.copies is not None:
+        handle.slots.unregister()
+        unit.shows_copies -= 1
     unit.users -= 1
-    unit.holds -= 1
     if unit.users == 0:
         handle.write_back_if_changed(keep=False)
         handle.slots.register_sharded()
+    if shown.copies is None:
+        _release(unit)
+
+
+def _release(unit: Unit) -> None:
+    unit.holds -= 1
     if unit.holds == 0:
-        handle.reshard()
+        unit.handle.reshard()
 
 
 class UnshardHandle:
@@ -132,8 +155,9 @@ class UnshardHandle:
         """Have the parameters registered whole, ready for what the caller does next. Idempotent."""
         units, self._units = self._units, []
         for unit in units:
-            unit.handle.wait()
-            unit.handle.slots.register_unsharded()
+            if unit.gathered_in == -1 and not unit.handle.is_sharded:  # else it was used and freed in the meantime
+                unit.handle.wait()
+                unit.handle.slots.register_unsharded()
 
 
 def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False) -> UnshardHandle | None:
@@ -183,7 +207,13 @@ def recover(module: nn.Module) -> None:
     ``.grad`` keeps what had been reduced by then: call ``zero_grad()`` as usual.
 
     Raises:
-        RuntimeError: called inside a forward, where nothing can be freed.
+        RuntimeError: called inside a forward or a backward, where nothing can be freed.
     """
-    for context in {unit.context for unit in units_below(module)}:
+    units = units_below(module)
+    contexts = {unit.context for unit in units}
+    if any(context.is_running for context in contexts):
+        raise RuntimeError("recover: called inside a forward or a backward. Call it where the exception is caught")
+    for context in contexts:
         context.recover()
+    for unit in units:  # those that a forward left whole for a backward that did not come
+        unit.free_if_unused()

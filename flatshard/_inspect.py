@@ -15,6 +15,7 @@ class FlatDescription:
     """One flat parameter of a unit."""
 
     fqns: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
     dtype: torch.dtype
     trainable: bool
     numel: int  # elements of the parameters
@@ -40,6 +41,7 @@ class Description:
     units: tuple[UnitDescription, ...]
     world_size: int
     device: torch.device
+    verbose: bool = False  # `str()` lists every parameter
 
     @property
     def numel(self) -> int:
@@ -68,6 +70,9 @@ class Description:
                     )
                 )
                 name = ("", "", "", "")
+                if self.verbose:
+                    for fqn, shape in zip(flat.fqns, flat.shapes, strict=True):
+                        rows.append(("  " + fqn, "x".join(map(str, shape)) or "scalar", *[""] * 8))
             if not unit.flats:
                 rows.append((*name, "-", "-", "0", "0", "0", "0"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -84,8 +89,10 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(module: nn.Module) -> Description:
+def describe(module: nn.Module, *, verbose: bool = False) -> Description:
     """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))``.
+
+    ``verbose`` lists every parameter with its shape under its unit.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
@@ -94,13 +101,14 @@ def describe(module: nn.Module) -> Description:
     if not units:
         raise ValueError(f"describe: nothing in this {type(module).__name__} is sharded; call fully_shard first")
     runtime = units[0].context.runtime
-    return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device)
+    return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)
 
 
 def _describe(unit: Unit) -> UnitDescription:
     flats = tuple(
         FlatDescription(
             tuple(info.fqn for info in b.layout.params),
+            tuple(info.shape for info in b.layout.params),
             b.dtype,
             any(p.requires_grad for p in b.params),
             b.layout.numel,

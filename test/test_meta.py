@@ -117,7 +117,7 @@ def init_by_data(module: nn.Module) -> None:
 
 def materialise(ctx, init: Callable[[nn.Module], None] | None) -> None:
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        for policy in (None, {Block}, {Block, nn.Embedding, nn.Linear}):
+        for policy in (None, {Block, Rotary}, {Block, nn.Embedding, nn.Linear}):
             ctx.note(f"{strategy.name}, policy {policy}")
             torch.manual_seed(100 + ctx.rank)  # ranks whose generators differ end equal all the same
             model = on_meta(Lm)
@@ -454,7 +454,9 @@ def meta_over_mesh(ctx) -> None:
     """Values are those of each group's first rank, not of rank 0."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["dp"]
     model = on_meta(lambda: nn.Linear(WIDTH, WIDTH))
-    fully_shard(model, device_mesh=mesh, param_init_fn=lambda m: [nn.init.constant_(p, ctx.rank) for p in m.parameters()])
+    fully_shard(
+        model, device_mesh=mesh, param_init_fn=lambda m: [nn.init.constant_(p, ctx.rank) for p in m.parameters()]
+    )
     first = ctx.rank // 2 * 2
     assert all((p == first).all() for p in full_params(model).values())
 

@@ -104,7 +104,9 @@ def two_steps(ctx, options: dict[str, Any], make: Callable[[], nn.Module] = Net,
 def test_full_shard_gathers_twice_and_reduces_once(pool):
     steps = same_everywhere(pool.run(two_steps, {}))
     # The second step knows what comes next, and gathers it one unit ahead.
-    assert_expected_inline(as_text(steps), """\
+    assert_expected_inline(
+        as_text(steps),
+        """\
 all-gather <root>        all-gather <root>
 all-gather blocks.0      all-gather blocks.0
 reshard blocks.0         all-gather blocks.1
@@ -123,12 +125,15 @@ reshard blocks.1         reshard blocks.1
 reduce-scatter blocks.0  reduce-scatter blocks.0
 reshard blocks.0         reshard blocks.0
 reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>""")
+reshard <root>           reshard <root>""",
+    )
 
 
 def test_shard_grad_op_keeps_parameters_for_backward(pool):
     steps = same_everywhere(pool.run(two_steps, {"strategy": ShardingStrategy.SHARD_GRAD_OP}))
-    assert_expected_inline(as_text(steps), """\
+    assert_expected_inline(
+        as_text(steps),
+        """\
 all-gather <root>        all-gather <root>
 all-gather blocks.0      all-gather blocks.0
 all-gather blocks.1      all-gather blocks.1
@@ -141,18 +146,22 @@ reshard blocks.1         reshard blocks.1
 reduce-scatter blocks.0  reduce-scatter blocks.0
 reshard blocks.0         reshard blocks.0
 reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>""")
+reshard <root>           reshard <root>""",
+    )
 
 
 def test_no_shard_gathers_nothing(pool):
     steps = same_everywhere(pool.run(two_steps, {"strategy": ShardingStrategy.NO_SHARD}))
     assert steps[0] == steps[1]
-    assert_expected_inline(as_text(steps[:1]), """\
+    assert_expected_inline(
+        as_text(steps[:1]),
+        """\
 -- backward
 all-reduce blocks.2
 all-reduce blocks.1
 all-reduce blocks.0
-all-reduce <root>""")
+all-reduce <root>""",
+    )
 
 
 def backward_of_each_prefetch(ctx):
@@ -166,7 +175,9 @@ def backward_of_each_prefetch(ctx):
 def test_backward_prefetch(pool):
     columns = same_everywhere(pool.run(backward_of_each_prefetch))
     # BACKWARD_PRE gathers the next unit before this one is freed, BACKWARD_POST after, None when it is needed.
-    assert_expected_inline(as_text([["BACKWARD_PRE", *columns[0]], ["POST", *columns[1]], ["None", *columns[2]]]), """\
+    assert_expected_inline(
+        as_text([["BACKWARD_PRE", *columns[0]], ["POST", *columns[1]], ["None", *columns[2]]]),
+        """\
 BACKWARD_PRE             POST                     None
 -- backward              -- backward              -- backward
 all-gather blocks.2      all-gather blocks.2      all-gather blocks.2
@@ -179,7 +190,8 @@ reshard blocks.1         all-gather blocks.0      all-gather blocks.0
 reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
 reshard blocks.0         reshard blocks.0         reshard blocks.0
 reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>           reshard <root>""")
+reshard <root>           reshard <root>           reshard <root>""",
+    )
 
 
 def test_no_forward_prefetch(pool):
@@ -189,7 +201,9 @@ def test_no_forward_prefetch(pool):
 
 def test_nested_units(pool):
     steps = same_everywhere(pool.run(two_steps, {}, make=Stage2, policy={Stage, Block}))
-    assert_expected_inline(as_text(steps), """\
+    assert_expected_inline(
+        as_text(steps),
+        """\
 all-gather <root>        all-gather <root>
 all-gather 0             all-gather 0
 all-gather 0.first       all-gather 0.first
@@ -208,7 +222,8 @@ reduce-scatter 0.first   reduce-scatter 0.first
 reshard 0.first          reshard 0.first
 reduce-scatter 0         reduce-scatter 0
 reduce-scatter <root>    reduce-scatter <root>
-reshard 0                reshard 0""")
+reshard 0                reshard 0""",
+    )
 
 
 class Stage2(nn.Sequential):
@@ -276,19 +291,24 @@ def change_order(ctx, orders: list[list[int]]):
 def test_a_skipped_unit(pool):
     steps = same_everywhere(pool.run(change_order, [[0, 2], [0, 2], [0, 1, 2]]))
     # The prefetched blocks.1 is freed unused, at the end of the first forward. The next step does not gather it.
-    assert_expected_inline(as_text([step[: step.index("-- backward")] for step in steps]), """\
+    assert_expected_inline(
+        as_text([step[: step.index("-- backward")] for step in steps]),
+        """\
 all-gather <root>    all-gather <root>    all-gather <root>
 all-gather blocks.0  all-gather blocks.0  all-gather blocks.0
 all-gather blocks.1  all-gather blocks.2  all-gather blocks.2
 reshard blocks.0     reshard blocks.0     reshard blocks.0
 all-gather blocks.2  reshard blocks.2     all-gather blocks.1
 reshard blocks.2                          reshard blocks.1
-reshard blocks.1                          reshard blocks.2""")
+reshard blocks.1                          reshard blocks.2""",
+    )
 
 
 def test_swapped_units(pool):
     steps = same_everywhere(pool.run(change_order, [[1, 0, 2], [1, 0, 2]]))
-    assert_expected_inline(as_text(steps), """\
+    assert_expected_inline(
+        as_text(steps),
+        """\
 all-gather <root>        all-gather <root>
 all-gather blocks.0      all-gather blocks.1
 all-gather blocks.1      all-gather blocks.0
@@ -309,12 +329,15 @@ reshard blocks.0         reshard blocks.1
 reduce-scatter blocks.1  reduce-scatter <root>
 reshard blocks.1         reshard <root>
 reduce-scatter <root>
-reshard <root>""")
+reshard <root>""",
+    )
 
 
 def test_a_unit_called_twice(pool):
     steps = same_everywhere(pool.run(change_order, [[0, 1, 0], [0, 1, 0]]))
-    assert_expected_inline(as_text(steps), """\
+    assert_expected_inline(
+        as_text(steps),
+        """\
 all-gather <root>        all-gather <root>
 all-gather blocks.0      all-gather blocks.0
 all-gather blocks.1      all-gather blocks.1
@@ -334,7 +357,8 @@ reshard blocks.1         reshard <root>
 reduce-scatter blocks.0
 reshard blocks.0
 reduce-scatter <root>
-reshard <root>""")
+reshard <root>""",
+    )
 
 
 def evaluate(ctx):
@@ -352,13 +376,16 @@ def evaluate(ctx):
 
 def test_evaluation_frees_every_unit_the_root_too(pool):
     columns = same_everywhere(pool.run(evaluate))
-    assert_expected_inline(as_text([c[: c.index("-- backward")] if "-- backward" in c else c for c in columns]), """\
+    assert_expected_inline(
+        as_text([c[: c.index("-- backward")] if "-- backward" in c else c for c in columns]),
+        """\
 all-gather <root>    all-gather <root>    all-gather <root>
 all-gather blocks.0  all-gather blocks.0  all-gather blocks.0
 reshard blocks.0     all-gather blocks.1  all-gather blocks.1
 all-gather blocks.1  reshard blocks.0     reshard blocks.0
 reshard blocks.1     reshard blocks.1     reshard blocks.1
-reshard <root>       reshard <root>""")
+reshard <root>       reshard <root>""",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -469,9 +496,7 @@ UNEVEN_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", UNEVEN_OPTIONS)
 @pytest.mark.parametrize("paths", PATHS)
 def test_ranks_that_take_different_paths_reduce_in_one_order(pool, paths, options):
-    order = same_everywhere(
-        pool.run(uneven_step, PATHS[paths], UNEVEN_OPTIONS[options], world_size=3, timeout=20)
-    )
+    order = same_everywhere(pool.run(uneven_step, PATHS[paths], UNEVEN_OPTIONS[options], world_size=3, timeout=20))
     units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
     assert [line.split()[1] for line in order] == units
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -86,7 +88,7 @@ def check_settled(model: nn.Module) -> None:
         backward = unit.context.backward
         assert unit.context.is_idle
         assert unit not in backward._touched
-        assert not (backward._ready or backward._tasks or backward._reducing)
+        assert [*backward._ready, *backward._tasks, *backward._reducing] == []
 
 
 def run_case(ctx, name: str) -> None:
@@ -390,7 +392,9 @@ class ReturnsParameter(Block):
 
 CASES["returns its input"] = Case(lambda: Net(ReturnsInput(), lambda out: out[0] * out[1]))
 CASES["returns its input only"] = Case(lambda: Net(Identity()))
-CASES["returns parameters"] = Case(lambda: Net(ReturnsParameter(), lambda out: out[0] @ out[1] + out[0] @ out[2] + out[3]))
+CASES["returns parameters"] = Case(
+    lambda: Net(ReturnsParameter(), lambda out: out[0] @ out[1] + out[0] @ out[2] + out[3])
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -509,7 +513,7 @@ CASES["caught by a hook, loss of its own"] = Case(plain, catch_inner_only)
 def input_gradient(model: nn.Module, x: Tensor, scale: float) -> Tensor:
     """``torch.autograd.grad`` with respect to inputs is no step: it leaves no ``.grad``, and the training after is right."""
     x = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(mean_square(model(x), x), x)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x)
     loss = mean_square(model(x.detach() + grad), x)
     (loss * scale).backward()
     return loss.detach()
@@ -833,6 +837,27 @@ def left_unsharded(ctx) -> None:
             torch.testing.assert_close(model(x), plain(x))
             with torch.no_grad():
                 torch.testing.assert_close(model(x), plain(x))
+
+
+def drop_after(ctx, act: str) -> weakref.ref[nn.Module]:
+    model = shard(Net(Block()), ctx.group)
+    if act != "forward":
+        model(torch.ones(2, WIDTH)).sum().backward()
+    if act != "backward":
+        model(torch.ones(2, WIDTH))
+    return weakref.ref(model)
+
+
+def dropped_models(ctx) -> None:
+    """A forward without a backward leaves records of what backward would need: they must not keep a model alive."""
+    for act in ("backward", "forward", "backward and forward"):
+        model = drop_after(ctx, act)
+        gc.collect()
+        assert model() is None, act
+
+
+def test_a_forward_without_backward_keeps_no_model_alive(pool):
+    pool.run(dropped_models)
 
 
 def test_parameters_left_whole_are_not_trusted(pool):

@@ -207,6 +207,11 @@ class Backward:
         return self._keep
 
     @property
+    def is_idle(self) -> bool:
+        """No backward has come to a unit, or all that did are over."""
+        return not self._tasks
+
+    @property
     def is_stale(self) -> bool:
         """Whether a backward died of an exception and was not cleaned up after."""
         return any(t.callback() is None for t in self._tasks)

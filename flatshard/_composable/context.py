@@ -11,7 +11,7 @@ import weakref
 from types import FrameType
 from typing import ClassVar
 
-from flatshard._composable.backward import Backward
+from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
 from flatshard._runtime import Runtime
@@ -63,6 +63,12 @@ class Context:
         """No forward is under way."""
         return not self._forwards
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the caller is inside a forward or a backward: an interrupted one does not count."""
+        inside = bool(self._forwards) and _is_inside(sys._getframe(1), self._forwards[-1][1])
+        return inside or (current_graph_task() != -1 and not self.backward.is_idle)
+
     def _start_pass(self, unit: Unit) -> None:
         if self.backward.is_stale:
             self.backward.recover()
@@ -71,6 +77,12 @@ class Context:
         self._order = unit.order
         self._order.start()
         self.runtime.before_pass()
+
+    def end_pass(self) -> None:
+        """The outermost unit's forward is over. Keep nothing of it: the model may be dropped before the next pass."""
+        self.free_unused()
+        self.last_step = None
+        self._order = ForwardOrder()
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
 

@@ -88,10 +88,15 @@ class UnitHooks:
             needed.users += 1
             needed.holds += 1
         grad = torch.is_grad_enabled()
-        if grad and unit.shows_gradients:
+        if grad and (unit.shows_gradients or unit.shows_copies):
+            inside, why = (
+                ("offload_to_cpu", "its gradients would be those of copies")
+                if unit.shows_copies
+                else ("with_grads", "its new gradients would mix with those shown")
+            )
             raise RuntimeError(
-                f"unit {unit.fqn or '<root>'!r} runs forward with gradients inside summon_full_params(with_grads=True): its "
-                "new gradients would mix with those shown. Run it outside, or under torch.no_grad()"
+                f"unit {unit.fqn or '<root>'!r} runs forward with gradients inside summon_full_params({inside}=True): {why}. "
+                "Run it outside, or under torch.no_grad()"
             )
         for needed in unit.needs:
             self._gather(needed, grad, in_backward)
@@ -150,7 +155,7 @@ class UnitHooks:
                 if needed.holds == 0 and not (stays or leaks or in_backward):
                     needed.handle.reshard()
             if outermost and not in_backward:
-                context.free_unused()
+                context.end_pass()
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
@@ -221,7 +226,9 @@ class UnitHooks:
         unit.last_step = step
         for needed in unit.needs:
             context.used(needed)
-            if needed is not unit:
+            if needed.finished_task == task:  # it has all its gradients; only its values are needed once more
+                context.backward.touch(needed)
+            elif needed is not unit:
                 context.backward.begin(needed)
             needed.handle.unshard()
             needed.handle.wait()
@@ -247,13 +254,14 @@ class UnitHooks:
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
         # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
-        to_self, backward = weakref.ref(self), self.unit.context.backward
+        to_self = weakref.ref(self)
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter: take it away."""
             self = to_self()
             assert self is not None
             unit = self.unit
+            backward = unit.context.backward
             grad = param.grad
             param.grad = None
             if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):

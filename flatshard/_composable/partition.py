@@ -1,8 +1,9 @@
 """Which parameters each unit owns. All units are planned before any is flattened.
 
 [Note: Shared parameters]
-A parameter that is registered in several units belongs to their lowest common ancestor among the units, once. The units
-in which it is registered too *use* that owner: it is unsharded for their forward and backward as well, so that each of
+A parameter that is registered in several units belongs to their lowest common ancestor among the units, once: to the last
+unit that all ways from the root to the parameter go through. (So a unit that two others share keeps what is its own.) The
+units in which it is registered too *use* that owner: it is unsharded for their forward and backward as well, so that each of
 them works standalone. A parameter that was sharded by an earlier call stays where it is and is used likewise.
 """
 
@@ -112,11 +113,5 @@ def plan_units(
 
 
 def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
-    """The last module of the longest common prefix. [Note: Shared parameters]"""
-    common = chains[0]
-    for chain in chains[1:]:
-        length = 0
-        while length < min(len(common), len(chain)) and common[length] is chain[length]:
-            length += 1
-        common = common[:length]
-    return common[-1]
+    """The last module that is in all of them. [Note: Shared parameters]"""
+    return next(m for m in reversed(chains[0]) if all(m in chain for chain in chains))

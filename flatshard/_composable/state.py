@@ -83,6 +83,7 @@ class Unit:
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
         self.gathered_version = -1  # `handle.version()` then
         self.shows_gradients = False  # `summon_full_params(with_grads=True)` is under way
+        self.shows_copies = 0  # `summon_full_params(offload_to_cpu=True)` under way; they nest
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`

@@ -124,8 +124,9 @@ class FlatBuffers:
         return result
 
     def _note_addresses(self) -> None:
-        """Where the parameters' data is now: see ``moved``. (Of an empty tensor, the address says nothing.)"""
+        """Where the parameters' data is now: see ``moved``."""
         self._addresses = [p.data_ptr() for p in self.params]
+        self._empty = [p for p in self.params if not p.numel()]
 
     # -- what the user may have changed ------------------------------------------------------------------------------
 
@@ -153,11 +154,14 @@ class FlatBuffers:
     def moved(self) -> list[int]:
         """Parameters whose data is no longer their slice of the shard (``p.data = ...``, ``module.to(...)``)."""
         addresses = [p.data_ptr() for p in self.params]
-        first = self.params[0]  # where every part is empty, addresses don't tell that the module was converted
-        if addresses == self._addresses and first.dtype is self.dtype and first.device == self.device:
+        # Of an empty part the address says nothing, but all ranks must notice that the module was converted.
+        converted = any([p.dtype is not self.dtype for p in self._empty])
+        if addresses == self._addresses and not converted and self.params[0].device == self.device:
             return []
         return [
-            i for i, (now, then) in enumerate(zip(addresses, self._addresses, strict=True)) if now != then or i == 0
+            i
+            for i, (p, now, then) in enumerate(zip(self.params, addresses, self._addresses, strict=True))
+            if now != then or p.dtype is not self.dtype or p.device != self.device
         ]
 
     def readopt(self, indices: Sequence[int]) -> None:

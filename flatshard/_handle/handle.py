@@ -141,7 +141,19 @@ class FlatParamHandle:
         return any([b.contains(address) for b in self._gathered])
 
     def check_parameters(self) -> None:
-        """Take over whatever the user replaced since the last time (``p.data = ...``, ``module.to()``), or raise."""
+        """Take over whatever the user replaced since the last time, or raise.
+
+        ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
+        """
+        for module, name, sharded, new in self.slots.replaced():
+            if not isinstance(new, nn.Parameter):
+                raise RuntimeError(
+                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is registered no "
+                    "more: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must come last"
+                )
+            sharded.data = new.data  # the optimizer holds `sharded`, so it stays
+            sharded.requires_grad_(new.requires_grad)
+            self.slots.restore(module, name, sharded)
         for buffers in self.buffers:
             if moved := buffers.moved():
                 buffers.readopt(moved)
@@ -180,6 +192,15 @@ class FlatParamHandle:
                     copied.grad = compute.grad.to(value.device, copy=True)
                 copies[id(param)] = copied
         return copies
+
+    def copy_unsharded(self) -> list[torch.Tensor]:
+        """Copies of the unsharded buffers, for ``restore_unsharded``."""
+        return [b.unsharded.clone() for b in self.buffers]
+
+    def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
+        """Undo changes of the unsharded parameters."""
+        for buffers, values in zip(self.buffers, before, strict=True):
+            buffers.unsharded.copy_(values)
 
     def write_back(self, with_grads: bool) -> None:
         """Keep this rank's part of the unsharded parameters, and of the gradients shown on them."""

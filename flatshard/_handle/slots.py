@@ -14,13 +14,14 @@ from torch import nn
 class Slots:
     """Every slot of one handle's parameters, and what is registered in them now."""
 
-    __slots__ = ("_dict_writes", "_entries", "_setattr_writes", "unsharded")
+    __slots__ = ("_dict_writes", "_entries", "_replaced", "_setattr_writes", "unsharded")
 
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         # The same entries, split by how they are written.
         self._dict_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._replaced: list[dict[int, nn.Parameter]] = []  # what each `register` under way took the place of
         self.unsharded = False  # whether the compute parameters are registered
 
     def add(
@@ -42,6 +43,23 @@ class Slots:
             module._parameters[name] = param
         else:
             setattr(module, name, param)
+
+    def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
+        """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
+        if self.unsharded:
+            return []
+        return [
+            (m, name, p, now) for m, name, p, _ in self._dict_writes if (now := m._parameters.get(name)) is not p
+        ] + [
+            (m, name, p, now)
+            for m, name, p, _ in self._setattr_writes
+            # TorchScript makes new ones each time.
+            if type(m._parameters) is dict and (now := m._parameters.get(name)) is not p
+        ]
+
+    def restore(self, module: nn.Module, name: str, sharded: nn.Parameter) -> None:
+        """Register the sharded parameter again in one such slot."""
+        self._write(module, name, sharded)
 
     @property
     def entries(self) -> Sequence[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
@@ -69,6 +87,16 @@ class Slots:
             setattr(module, name, sharded)
 
     def register(self, replacements: dict[int, nn.Parameter]) -> None:
-        """Show other parameters for a while, by ``id`` of the sharded one (``summon_full_params`` on another device)."""
+        """Show other parameters, by ``id`` of the sharded one, until ``unregister`` (``summon_full_params`` on CPU)."""
+        self._replaced.append({})
         for module, name, sharded, _ in self._entries:
+            now = module._parameters[name]
+            assert now is not None
+            self._replaced[-1][id(sharded)] = now
             self._write(module, name, replacements[id(sharded)])
+
+    def unregister(self) -> None:
+        """Undo the last ``register``."""
+        before = self._replaced.pop()
+        for module, name, sharded, _ in self._entries:
+            self._write(module, name, before[id(sharded)])
