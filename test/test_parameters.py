@@ -257,6 +257,11 @@ CASES = {
 }
 
 
+def strategies(ctx: Any) -> Sequence[ShardingStrategy]:
+    """All of them at one world size; they differ in what is freed when, which the number of ranks has no part in."""
+    return STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]
+
+
 def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:
     return fully_shard(model, policy=policy, strategy=strategy, process_group=group)
 
@@ -264,7 +269,7 @@ def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group:
 def train_case(ctx, name: str) -> None:
     torch.set_default_dtype(torch.float64)
     case = CASES[name]
-    for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
+    for strategy in strategies(ctx):
         for policy in case.policies:
             ctx.note(f"{strategy.name}, policy {policy}")
             check_parity(
@@ -372,7 +377,7 @@ def train_standalone(ctx) -> None:
         shard = functools.partial(shard_with, policy, STRATEGIES[0])
         check_parity(ctx, Lm, tokens, steps=2, dtype=None, shard=shard, train=piece_by_piece)
     for tied in (False, True):
-        for strategy in STRATEGIES:
+        for strategy in strategies(ctx):
             for train in (one_half, both_halves, half_and_whole):
                 ctx.note(f"{'tied' if tied else 'not tied'}, {strategy.name}, {train.__name__}")
                 check_parity(
@@ -566,7 +571,7 @@ def toggle(ctx) -> None:
         for index, param in enumerate(model.parameters()):
             param.requires_grad_((index + step) % 2 == 0)
 
-    for strategy in STRATEGIES:
+    for strategy in strategies(ctx):
         for change in (one, unit, inverse):
             for policy in (None, {Mlp}):
                 ctx.note(f"{strategy.name}, {change.__name__}, policy {policy}")
@@ -601,7 +606,7 @@ def toggle_inside(ctx) -> None:
 
     for freeze in (True, False):
         for policy in (None, {Mlp}):
-            for strategy in STRATEGIES:
+            for strategy in strategies(ctx):
                 ctx.note(f"{'freeze' if freeze else 'unfreeze'}, policy {policy}, {strategy.name}")
                 check_parity(
                     ctx,

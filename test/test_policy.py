@@ -732,3 +732,15 @@ def test_device_id_cpu_in_every_spelling(device_id):
     fully_shard(model, policy={Block}, device_id=device_id)
     assert describe(model).device == torch.device("cpu")
     assert len({id(u.context) for u in units_below(model)}) == 1
+
+
+def test_manual_nesting_names_units_from_the_root(fake_group):
+    inner, policy = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), ModuleWrapPolicy({nn.Linear})
+    flatshard.fully_shard(inner[1][0])
+    flatshard.fully_shard(inner[1])
+    flatshard.fully_shard(inner)
+    chosen = flatshard.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), policy=policy)
+    names = [(u.fqn, f.fqns) for u in flatshard.describe(inner).units for f in u.flats]
+    assert names == [("", ("0.weight", "0.bias")), ("1.0", ("1.0.weight", "1.0.bias"))]
+    assert flatshard.describe(chosen).units[-1].flats[0].fqns == ("1.0.weight", "1.0.bias")
+    assert inner[1][0].weight._flatshard_info.fqn == "1.0.weight"

@@ -11,10 +11,14 @@ import weakref
 from types import FrameType
 from typing import ClassVar
 
+from torch import nn
+
 from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
 from flatshard._runtime import Runtime
+
+_MODULE_FILE = nn.Module._call_impl.__code__.co_filename
 
 
 class Context:
@@ -42,8 +46,10 @@ class Context:
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit, in_backward: bool) -> None:
-        """``unit`` starts a forward; called from its pre-forward hook's first frame's callee."""
+        """``unit`` starts a forward; called from its pre-forward hook."""
         frame = sys._getframe(2)
+        while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # somebody wrapped the hook
+            frame = frame.f_back
         if not in_backward:
             if self._forwards and not _is_inside(frame, self._forwards[-1][1]):
                 self.recover()

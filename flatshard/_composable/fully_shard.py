@@ -16,7 +16,7 @@ from flatshard._composable.context import Context
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit
+from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
 from flatshard._config import BackwardPrefetch, ShardingStrategy, as_enum
 from flatshard._errors import InternalError
 from flatshard._handle.handle import FlatParamHandle, ParamSlots
@@ -101,9 +101,7 @@ def fully_shard(
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
     was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
     with _changing(module):
-        for unit, initialised in zip(
-            planned, was_meta, strict=True
-        ):  # at most one unit is whole on the device at a time
+        for unit, initialised in zip(planned, was_meta, strict=True):  # so that at most one is whole on the device
             materialize.materialize(unit, names, device, param_init_fn, ignored_params)
             materialize.move(unit, device, ignored_params)
             if sync_module_states or initialised:
@@ -112,6 +110,9 @@ def fully_shard(
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
+    for unit_below in units_below(module):  # units of earlier calls have had names from there
+        if unit_below.module not in made:
+            unit_below.rename(names[unit_below.module])
     return module
 
 

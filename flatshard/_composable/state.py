@@ -106,6 +106,11 @@ class Unit:
             self.handle.slots.register_sharded()
             self.handle.reshard()
 
+    def rename(self, fqn: str) -> None:
+        """Name the unit and its parameters as seen from a module further out."""
+        self.handle.rename(self.fqn, fqn)
+        self.fqn = fqn
+
     @property
     def is_done_with_gradients(self) -> bool:
         """Whether all gradients being there means that no value is needed any more. hooks.py, [Note: Freeing in backward]"""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -122,6 +123,13 @@ class FlatBuffers:
         result._note_addresses()
         result.requires_grad = [p.requires_grad for p in params]
         return result
+
+    def rename(self, old: str, new: str) -> None:
+        """Put ``new`` in the place of ``old`` at the beginning of every parameter's name."""
+        self.layout = self.layout.renamed(old, new)
+        for param, info in zip(self.params, self.layout.params, strict=True):
+            assert isinstance(param, ShardedParameter)
+            param._flatshard_info = replace(param._flatshard_info, fqn=info.fqn)
 
     def _note_addresses(self) -> None:
         """Where the parameters' data is now: see ``moved``."""

@@ -79,6 +79,12 @@ class FlatParamHandle:
             f"{self.lifetime.params.name})"
         )
 
+    def rename(self, old: str, new: str) -> None:
+        """Put ``new`` in the place of ``old`` at the beginning of every name."""
+        self.fqn = self.lifetime.unit = new
+        for buffers in self.buffers:
+            buffers.rename(old, new)
+
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Take over one more registration of a parameter that this handle owns."""
         for buffers in self.buffers:

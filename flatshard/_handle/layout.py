@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 PARAM_ALIGNMENT = 16  # bytes
@@ -79,6 +79,14 @@ class FlatLayout:
             else:
                 slices.append(ShardSlice(start - first, stop - first, start - info.start))
         return tuple(slices)
+
+    def renamed(self, old: str, new: str) -> FlatLayout:
+        """The same plan, with ``new`` in the place of ``old`` at the beginning of every name."""
+        params = []
+        for info in self.params:
+            rest = info.fqn.removeprefix(old).removeprefix(".")
+            params.append(replace(info, fqn=f"{new}.{rest}" if new else rest))
+        return replace(self, params=tuple(params))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding, as ranges of the unsharded buffer."""
