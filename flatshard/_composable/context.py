@@ -18,7 +18,7 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
 from flatshard._runtime import Runtime
 
-_MODULE_FILE = nn.Module._call_impl.__code__.co_filename
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
 class Context:

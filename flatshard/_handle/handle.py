@@ -81,7 +81,8 @@ class FlatParamHandle:
 
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every name."""
-        self.fqn = self.lifetime.unit = new
+        self.fqn = new
+        self.lifetime.rename(new)
         for buffers in self.buffers:
             buffers.rename(old, new)
 

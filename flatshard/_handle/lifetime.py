@@ -62,6 +62,9 @@ class Lifetime:
         self.params = ParamState.SHARDED
         self.grads = GradState.NONE
 
+    def rename(self, unit: str) -> None:
+        self.unit = unit
+
     def move_params(self, verb: str) -> None:
         state = PARAM_TRANSITIONS.get((self.params, verb))
         if state is None:
