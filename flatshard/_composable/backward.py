@@ -29,10 +29,8 @@ from torch.autograd import Variable
 from flatshard import _config
 from flatshard._composable.state import Unit
 
-
-def current_graph_task() -> int:
-    """The id of the running graph task, -1 outside backward. Private API; there is no public way to ask."""
-    return torch._C._current_graph_task_id()
+# The id of the running graph task, -1 outside backward. Private API: there is no public way to ask.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _Task:

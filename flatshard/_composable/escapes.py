@@ -60,14 +60,24 @@ class EscapeWatch:
     def __init__(self, unit_module: nn.Module, modules: Iterable[nn.Module]) -> None:
         self.unit_module = unit_module
         self.modules = list(modules)
-        # Per module: how many attributes it had when last looked at, and which could hold an activation.
-        self._attributes: list[tuple[int, list[str]]] = [(-1, []) for _ in self.modules]
+        # The modules' attributes and buffers; how many each had when last looked at; and those that could hold an
+        # activation. Found out by the first forward: at construction the modules may be copies that are not complete.
+        self._looked_at: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._hooks: list[dict[int, Any]] = []
         self._watched: set[int] = set()  # modules with a hook of ours, as somebody else's hook was seen there
         self._caught: list[torch.Tensor] = []
 
     def before_forward(self, install: Callable[[nn.Module, Callable[..., None]], object]) -> None:
         """Where somebody hooked an inner module, hook it too (by ``install``), to see what they may have caught."""
         self._caught.clear()
+        if not self._looked_at:
+            self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
+            inner = [m for m in self.modules if m is not self.unit_module]
+            self._hooks = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        if not any(self._hooks):
+            return
         for module in self.modules:
             if (module._forward_hooks or module._forward_pre_hooks) and id(module) not in self._watched:
                 self._watched.add(id(module))
@@ -80,21 +90,23 @@ class EscapeWatch:
 
     def after_forward(self) -> list[torch.Tensor]:
         """Tensors with a graph that were stashed or caught in the forward that just ended."""
-        found = self._caught
-        for index, module in enumerate(self.modules):
-            attributes = module.__dict__
-            size, names = self._attributes[index]
-            if len(attributes) != size:
-                names = [k for k, v in attributes.items() if _may_hold(v) and k not in _MODULE_KEYS]
-                self._attributes[index] = (len(attributes), names)
-            for name in names:
-                value = attributes.get(name)
-                if value is not None:
-                    found.extend(t for t in tensors_in(value) if t.grad_fn is not None)
-            if module._buffers:
-                found.extend(b for b in module._buffers.values() if b is not None and b.grad_fn is not None)
-        self._caught = []
+        if [len(d) for d in self._looked_at] != self._sizes:
+            self._find_places()
+        found, self._caught = self._caught, []
+        for attributes, name in self._places:
+            value = attributes.get(name)
+            if value is not None:
+                found.extend(t for t in tensors_in(value) if t.grad_fn is not None)
         return found
+
+    def _find_places(self) -> None:
+        self._sizes = [len(d) for d in self._looked_at]
+        self._places = [
+            (d, name)
+            for d in self._looked_at
+            for name, value in d.items()
+            if _may_hold(value) and name not in _MODULE_KEYS
+        ]
 
 
 def _may_hold(value: Any) -> bool:

@@ -261,19 +261,18 @@ class UnitHooks:
             self = to_self()
             assert self is not None
             unit = self.unit
-            backward = unit.context.backward
             grad = param.grad
             param.grad = None
             if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
                 self._refuse(group, index, grad)
             task = current_graph_task()
             if task not in unit.counted_tasks:
-                backward.begin(unit)
+                unit.context.backward.begin(unit)
             if grad is not None:  # None: a custom function withheld it
                 unit.handle.receive(group, index, grad)
             unit.pending -= 1
             if not unit.pending and unit.task == task:
-                backward.complete(unit)
+                unit.context.backward.complete(unit)
                 if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
                     self._free()
 

@@ -94,6 +94,10 @@ class FlatGradients:
 
     def receive(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter ``index`` (its shape and dtype), adding where the slot already holds one."""
+        if self._held is not None and not self._filled[index]:  # first, as this is what small parameters do many times
+            self._filled[index] = True
+            self._held.append((index, grad))
+            return
         if self._local and self.flat_param is None:
             self.any_filled = True
             param = self.buffers.params[index]
@@ -113,8 +117,8 @@ class FlatGradients:
         self._filled[index] = True
         if self._held is not None:
             self._held.append((index, grad))
-        else:
-            torch.add(grad, 0.0, out=self._slots[index])  # [Note: Negative zero marks an unused parameter]
+            return
+        torch.add(grad, 0.0, out=self._slots[index])  # [Note: Negative zero marks an unused parameter]
 
     def _place_held(self) -> None:
         """Copy the gradients of a small flat parameter to their slots."""

@@ -307,8 +307,7 @@ class FlatParamHandle:
             result.grads.append(grads.copy_with(new))
             for old, param, compute in zip(buffers.params, params, new.computes, strict=True):
                 for module, name in owned[id(old)]:
-                    # The module's own copy already registers `param` (the same memo); it may be half made as yet.
-                    result.slots.add(copy.deepcopy(module, memo), name, param, compute, registered=True)
+                    result.slots.add_copied(module, name, param, compute, memo)
         result._gathered = [b for b in result.buffers if not b.is_alias and b.layout.padded_numel]
         return result
 

@@ -6,7 +6,9 @@ forward and backward a slot holds the user's (sharded) parameter; inside, the co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -19,23 +21,40 @@ class Slots:
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         # The same entries, split by how they are written.
-        self._dict_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._dict_writes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._replaced: list[dict[int, nn.Parameter]] = []  # what each `register` under way took the place of
         self.unsharded = False  # whether the compute parameters are registered
 
-    def add(
-        self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, *, registered: bool = False
+    def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
+        """Take over the slot ``module.name``."""
+        self._note(module, module._parameters, name, sharded, compute)
+        self._write(module, name, compute if self.unsharded else sharded)
+
+    def add_copied(
+        self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, memo: dict[int, Any]
     ) -> None:
-        """Take over the slot ``module.name``; ``registered`` says that ``sharded`` is in it already."""
+        """Take over the slot in the deep copy of ``module``, where ``sharded``, a copy by the same memo, is already.
+
+        The copy may be half made as yet, but its dict of parameters is what ``memo`` gives.
+        """
+        parameters = copy.deepcopy(module._parameters, memo)
+        self._note(copy.deepcopy(module, memo), parameters, name, sharded, compute)
+
+    def _note(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter | None],
+        name: str,
+        sharded: nn.Parameter,
+        compute: nn.Parameter,
+    ) -> None:
         self._entries.append((module, name, sharded, compute))
         if type(module).__setattr__ is nn.Module.__setattr__:
-            self._dict_writes.append((module, name, sharded, compute))
+            self._dict_writes.append((parameters, name, sharded, compute))
         else:
             # The class keeps more than the dict up to date: nn.RNN's __setattr__ refreshes its _flat_weights.
             self._setattr_writes.append((module, name, sharded, compute))
-        if not registered:
-            self._write(module, name, compute if self.unsharded else sharded)
 
     @staticmethod
     def _write(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -48,11 +67,14 @@ class Slots:
         """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
         if self.unsharded:
             return []
+        if (
+            all([parameters.get(name) is p for parameters, name, p, _ in self._dict_writes])
+            and not self._setattr_writes
+        ):
+            return []
         return [
-            (m, name, p, now) for m, name, p, _ in self._dict_writes if (now := m._parameters.get(name)) is not p
-        ] + [
             (m, name, p, now)
-            for m, name, p, _ in self._setattr_writes
+            for m, name, p, _ in self._entries
             # TorchScript makes new ones each time.
             if type(m._parameters) is dict and (now := m._parameters.get(name)) is not p
         ]
@@ -71,8 +93,8 @@ class Slots:
         if self.unsharded:
             return
         self.unsharded = True
-        for module, name, _, compute in self._dict_writes:
-            module._parameters[name] = compute
+        for parameters, name, _, compute in self._dict_writes:
+            parameters[name] = compute
         for module, name, _, compute in self._setattr_writes:
             setattr(module, name, compute)
 
@@ -81,8 +103,8 @@ class Slots:
         if not self.unsharded:
             return
         self.unsharded = False
-        for module, name, sharded, _ in self._dict_writes:
-            module._parameters[name] = sharded
+        for parameters, name, sharded, _ in self._dict_writes:
+            parameters[name] = sharded
         for module, name, sharded, _ in self._setattr_writes:
             setattr(module, name, sharded)
 
