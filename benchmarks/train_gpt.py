@@ -226,7 +226,7 @@ def generate(model: nn.Module, prompt: bytes, count: int, options: Options, rank
     text = torch.tensor([list(prompt)], device=ranks.device)  # (1, length)
     for _ in range(count):
         logits: Tensor = model(text[:, -options.context :])[0, -1]  # (vocabulary)
-        probabilities = torch.softmax(logits.float() / 0.7, dim=0).cpu()
+        probabilities = torch.softmax(logits.float() / 0.8, dim=0).cpu()
         following = torch.multinomial(probabilities, 1, generator=generator)
         text = torch.cat([text, following[None].to(ranks.device)], dim=1)
     return bytes(text[0].tolist())

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.autograd import Variable
@@ -48,8 +48,9 @@ class Backward:
     """The backwards of all units on one process group."""
 
     def __init__(self) -> None:
-        # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end.
-        self._open: OrderedDict[Unit, None] = OrderedDict()
+        # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end. Held
+        # weakly: a forward without a backward must not keep its model alive.
+        self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
         self._ready: set[Unit] = set()  # those of them that are complete
         self._tasks: list[_Task] = []  # outermost first
         self._touched: dict[Unit, None] = {}  # units that may be unsharded for this backward
@@ -60,7 +61,7 @@ class Backward:
 
     def expect(self, unit: Unit) -> None:
         """``unit`` runs forward and may come back."""
-        self._open.setdefault(unit)
+        self._open.setdefault(unit.ref)
 
     def touch(self, unit: Unit) -> None:
         """``unit`` is unsharded during backward: look after it at the end."""
@@ -74,9 +75,9 @@ class Backward:
         if unit.task is None:
             unit.task = task
             self._touched[unit] = None
-            if unit not in self._open:
-                self._open[unit] = None
-                self._open.move_to_end(unit, last=False)
+            if unit.ref not in self._open:
+                self._open[unit.ref] = None
+                self._open.move_to_end(unit.ref, last=False)
         if task not in unit.counted_tasks:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
@@ -120,12 +121,12 @@ class Backward:
             self._ready.add(unit)
             self._reduce_ready()
         else:
-            self._open.pop(unit, None)
+            self._open.pop(unit.ref, None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
         """Reduce what the canonical order allows. [Note: Every rank reduces in the same order]"""
-        allowed = []
-        for unit in reversed(self._open):
+        allowed: list[Unit] = []
+        for unit in self._open_units():
             if unit in self._ready:
                 allowed.append(unit)
             elif not all_of_them and (unit.task is not None or self._expected(unit)):
@@ -134,8 +135,12 @@ class Backward:
                 break
         for unit in allowed:
             self._ready.remove(unit)
-            del self._open[unit]
+            del self._open[unit.ref]
             self._reduce(unit)
+
+    def _open_units(self) -> Iterator[Unit]:
+        """The open units that still exist, in the order in which they are reduced."""
+        return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def _reduce(self, unit: Unit) -> None:
         while len(self._reducing) >= _config.REDUCTIONS_IN_FLIGHT:
@@ -149,7 +154,7 @@ class Backward:
         """A graph task is over: complete what got less than expected; at the outermost, leave nothing behind."""
         brings_gradients = any(t.brings_gradients for t in self._tasks if t.id == task)
         self._tasks = [t for t in self._tasks if t.id != task]
-        for unit in [u for u in reversed(self._open) if u.task == task]:
+        for unit in [u for u in self._open_units() if u.task == task]:
             # Parameters that this rank left out may be in another rank's graph, which then waits for us. Not so where
             # no unit gets a gradient: that is ``torch.autograd.grad`` with respect to inputs.
             unit.reduce_wanted |= brings_gradients and unit.handle.any_trainable
@@ -157,6 +162,8 @@ class Backward:
         if self._tasks:
             return
         self._reduce_ready(all_of_them=True)
+        for ref in [ref for ref in self._open if ref() is None]:
+            del self._open[ref]
         while self._reducing:
             self._reducing.popleft().handle.finish_reduce()
         self._release_touched()
@@ -190,7 +197,7 @@ class Backward:
         self._ready.clear()
         self._keep = False
         self._reducing.clear()
-        for unit in {**self._touched, **self._open}:
+        for unit in {*self._touched, *self._open_units()}:
             unit.handle.discard_gradients()
             unit.task = None
             unit.counted_tasks.clear()

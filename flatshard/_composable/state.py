@@ -77,6 +77,7 @@ class Unit:
             _owners.update((id(p), self) for p in buffers.params)
 
     def _reset(self) -> None:
+        self.ref = weakref.ref(self)
         # Forward; written by hooks.py and full_params.py.
         self.users = 0  # forwards under way that need the compute parameters registered; they nest
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
