@@ -234,6 +234,31 @@ def refuse_uninitialised(ctx) -> None:
                 )
     with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
         fully_shard(on_meta(lambda: nn.Linear(3, 3)), process_group=ctx.group, param_init_fn=lambda module: None)
+    with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
+        fully_shard(on_meta(lambda: nn.Linear(3, 3)), process_group=ctx.group, param_init_fn=only_allocate)
+    assert not torch.are_deterministic_algorithms_enabled()  # a mode that is on for the call only
+
+
+def only_allocate(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+def real_on_rank_0_only(ctx) -> None:
+    """FSDP1's way to load a large model once a node: values on rank 0, memory on the others, then a broadcast."""
+    torch.manual_seed(0)
+    real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    expected = {n: t.clone() for n, t in real.state_dict().items()}
+    model = real if ctx.rank == 0 else on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    init = None if ctx.rank == 0 else only_allocate
+    fully_shard(model, process_group=ctx.group, policy={nn.Linear}, param_init_fn=init, sync_module_states=True)
+    for name, value in full_params(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
+
+
+def test_meta_on_all_ranks_but_0(pool):
+    pool.run(real_on_rank_0_only, world_size=3)
 
 
 def test_what_was_not_initialised_is_named(pool):

@@ -66,7 +66,8 @@ def fully_shard(
         ignored_states: modules or parameters to leave alone. Their gradients are the caller's affair.
         device_id: move parameters and buffers to this device first, one unit at a time.
         param_init_fn: called with each module that has parameters or buffers of its own on the meta device, whose
-            memory exists by then. Default: the module's ``reset_parameters()``. What results is broadcast from rank 0.
+            memory exists by then. Default: the module's ``reset_parameters()``. What results is broadcast from rank 0, so
+            a module is on meta on all ranks or on none; with ``sync_module_states`` it may be on some.
         sync_module_states: give every rank the parameters and buffers of the group's rank 0.
         backward_prefetch: when to gather the next unit in backward; None: not ahead.
         forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
@@ -102,7 +103,8 @@ def fully_shard(
     was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
     with _changing(module):
         for unit, initialised in zip(planned, was_meta, strict=True):  # so that at most one is whole on the device
-            materialize.materialize(unit, names, device, param_init_fn, ignored_params)
+            overwritten = sync_module_states and context.runtime.rank != 0
+            materialize.materialize(unit, names, device, param_init_fn, ignored_params, overwritten)
             materialize.move(unit, device, ignored_params)
             if sync_module_states or initialised:
                 materialize.broadcast(unit, context.runtime, ignored_params)

@@ -3,8 +3,11 @@
 [Note: Nothing trains on garbage]
 A module built on the meta device is given memory, filled with a byte pattern that no initialiser leaves behind. What
 still shows the pattern afterwards was never initialised: an error with its FQN, not a parameter of random bytes (the
-classic victim is a non-persistent buffer such as a rotary embedding's ``inv_freq``). What a meta module was initialised
-to is always broadcast from rank 0: ranks whose random generators differ would otherwise train different models.
+classic victim is a non-persistent buffer such as a rotary embedding's ``inv_freq``). Memory that a ``param_init_fn``
+allocates itself (``module.to_empty``) is filled by torch with NaN or the largest integer, and looked at likewise.
+
+What a meta module was initialised to is always broadcast from rank 0: ranks whose random generators differ would
+otherwise train different models. Where rank 0 was not on meta (``sync_module_states``), the others may leave it out.
 """
 
 from __future__ import annotations
@@ -59,10 +62,12 @@ def materialize(
     device: torch.device,
     param_init_fn: Callable[[nn.Module], None] | None,
     ignored: set[nn.Parameter],
+    overwritten: bool,
 ) -> None:
     """Give values to what is on meta in ``unit``, in place.
 
-    The parameters keep their identity and their ties. ``names``: each module's FQN.
+    The parameters keep their identity and their ties. ``names``: each module's FQN. ``overwritten``: the values will come
+    from another rank, so memory is enough.
 
     Raises:
         RuntimeError: something was left uninitialised.
@@ -74,7 +79,12 @@ def materialize(
             _call_init(param_init_fn, module)
         elif (reset := _own_initialiser(module)) is not None:
             reset()
-    left = [_fqn(names[m], name) for m in todo for name, t in _tensors(m, ignored) if t.is_meta or _untouched(t)]
+    left = [
+        _fqn(names[m], name)
+        for m in todo
+        for name, t in _tensors(m, ignored)
+        if t.is_meta or (_untouched(t) and not overwritten)
+    ]
     if left:
         raise RuntimeError(
             f"{name_list(left)} were on the meta device and nothing initialised them"
@@ -96,11 +106,14 @@ def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) ->
     # A param_init_fn may begin with module.to_empty(...), as FSDP1's had to: with swapping, the Parameter objects survive.
     before = torch.__future__.get_swap_module_params_on_conversion()
     attributes = [(p, dict(p.__dict__)) for p in module.parameters(recurse=False)]
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # only in this mode does torch fill what it allocates
     try:
         param_init_fn(module)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     for param, kept in attributes:
         param.__dict__.update(kept)  # swapping gave them away
 
@@ -134,8 +147,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _untouched(tensor: torch.Tensor) -> bool:
-    raw = _bytes(tensor.detach())
-    return raw.numel() > 0 and bool((raw == _PATTERN).all())
+    """Whether ``tensor`` still shows what it was filled with. [Note: Nothing trains on garbage]"""
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return False
+    if bool((_bytes(tensor) == _PATTERN).all()):
+        return True
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
 def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) -> None:
