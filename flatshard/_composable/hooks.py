@@ -150,7 +150,8 @@ class UnitHooks:
                 needed.holds -= 1
                 if needed.users == 0:
                     needed.handle.write_back_if_changed()
-                    needed.handle.slots.register_sharded()
+                    if needed.task is None:  # else backward is at the unit, and this was a recomputation
+                        needed.handle.slots.register_sharded()
                 stays = comes_back and (outermost or not needed.config.reshard_after_forward)
                 if needed.holds == 0 and not (stays or leaks or in_backward):
                     needed.handle.reshard()
