@@ -83,7 +83,26 @@ class Collectives(Protocol):
     def broadcast(self, tensor: torch.Tensor) -> Pending: ...
 
 
-class GlooCollectives:
+class _GroupCollectives:
+    """The process group, held weakly: ``destroy_process_group`` must really end it.
+
+    A sharded model lies in reference cycles, so it may outlive that call; gloo's threads, kept alive by it, would meet
+    the interpreter's end and abort the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.size = group.rank(), group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group that this module was sharded over has been destroyed")
+        return group
+
+
+class GlooCollectives(_GroupCollectives):
     """Point-to-point in place of gloo's built-in all-gather and reduce-scatter.
 
     Those copy the whole output once more, and do an all-reduce on a clone of the input. Measured on 2 CPU cores at 32 MB:
@@ -94,33 +113,29 @@ class GlooCollectives:
 
     GATHER, REDUCE = 0, 1
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.size = group.rank(), group.size()
-
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        rows = output.view(self.size, -1)
+        group, rows = self.group, output.view(self.size, -1)
         works = []
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
-            works.append(self.group.recv([rows[source]], source, self.GATHER))
+            works.append(group.recv([rows[source]], source, self.GATHER))
         for step in range(1, self.size):
-            works.append(self.group.send([rows[self.rank]], (self.rank + step) % self.size, self.GATHER))
+            works.append(group.send([rows[self.rank]], (self.rank + step) % self.size, self.GATHER))
         return Works(works)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         output, input = _as_real(output).view(-1), _as_real(input).view(-1)
-        rows = input.view(self.size, -1)
+        group, rows = self.group, input.view(self.size, -1)
         # Row k holds what rank k sends, so the sum below runs in rank order whatever arrives first.
         others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
         received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
         works = []
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
-            works.append(self.group.recv([received[source]], source, self.REDUCE))
+            works.append(group.recv([received[source]], source, self.REDUCE))
         for step in range(1, self.size):
             dest = (self.rank + step) % self.size
-            works.append(self.group.send([rows[dest]], dest, self.REDUCE))
+            works.append(group.send([rows[dest]], dest, self.REDUCE))
 
         def average() -> None:
             torch.add(received[0], received[1], out=output)
@@ -142,16 +157,12 @@ class GlooCollectives:
         return Works([self.group.broadcast(_as_real(tensor), 0)])
 
 
-class FakeCollectives:
+class FakeCollectives(_GroupCollectives):
     """The fake process group: every rank has this rank's values.
 
     The fake group's own all-gather fills the output in one call per rank: host time that no real backend spends, 2 ms
     at 4,096 ranks. The same result comes here from a single operation, and one call into the group keeps its dispatch cost.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.size = group.rank(), group.size()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         output.view(self.size, -1).copy_(shard)
@@ -168,11 +179,11 @@ class FakeCollectives:
         return Works([self.group.broadcast(tensor, 0)])
 
 
-class DefaultCollectives:
+class DefaultCollectives(_GroupCollectives):
     """The backend's own collectives, on the current stream (NCCL and other accelerator backends)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        super().__init__(group)
         # torch 2.13 renamed these; 2.11 has the old names only.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -237,11 +248,11 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 class Runtime:
     """The collectives of one process group on one device, with their streams. One per group and device: see ``of``."""
 
-    # By id of the group, which the runtime keeps alive: as long as an entry is here, its id is not used again.
+    # By id of the group; another group may have the id after that one's end.
     _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.device = device
         self.rank, self.world_size = group.rank(), group.size()
         self.collectives = _collectives_for(group, device)
@@ -251,7 +262,7 @@ class Runtime:
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
         """The runtime of ``group`` on ``device``: units share it, so that they share streams."""
         found = cls._instances.get((id(group), device))
-        if found is None:
+        if found is None or found._group() is not group:
             found = cls._instances[id(group), device] = cls(group, device)
         return found
 

@@ -105,7 +105,7 @@ class Backward:
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
         will_run = torch._C._will_engine_execute_node
-        return sum([will_run(node) for node in unit.handle.gradient_nodes()])
+        return sum(map(will_run, unit.handle.gradient_nodes()))
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 

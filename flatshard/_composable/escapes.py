@@ -90,7 +90,7 @@ class EscapeWatch:
 
     def after_forward(self) -> list[torch.Tensor]:
         """Tensors with a graph that were stashed or caught in the forward that just ended."""
-        if [len(d) for d in self._looked_at] != self._sizes:
+        if list(map(len, self._looked_at)) != self._sizes:
             self._find_places()
         found, self._caught = self._caught, []
         for attributes, name in self._places:

@@ -255,26 +255,34 @@ class UnitHooks:
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
         # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
-        to_self = weakref.ref(self)
+        to_self, to_unit = weakref.ref(self), weakref.ref(self.unit)
+        inbox = self.unit.handle.grads[group].inbox
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter: take it away."""
-            self = to_self()
-            assert self is not None
-            unit = self.unit
+            unit = to_unit()
+            assert unit is not None
             grad = param.grad
             param.grad = None
-            if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
-                self._refuse(group, index, grad)
             task = current_graph_task()
+            if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
+                self = to_self()
+                assert self is not None
+                self._refuse(group, index, grad)
+            if inbox.task == task and unit.pending > 1 and grad is not None:  # neither the first nor the last to come
+                unit.pending -= 1
+                inbox.put(index, grad)
+                return
             if task not in unit.counted_tasks:
                 unit.context.backward.begin(unit)
             if grad is not None:  # None: a custom function withheld it
-                unit.handle.receive(group, index, grad)
+                unit.handle.receive(group, index, grad, task)
             unit.pending -= 1
             if not unit.pending and unit.task == task:
                 unit.context.backward.complete(unit)
                 if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
+                    self = to_self()
+                    assert self is not None
                     self._free()
 
         return on_gradient

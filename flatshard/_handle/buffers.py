@@ -23,6 +23,8 @@ That check is then ours to make: see ``version``.
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,6 +37,12 @@ from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 
 # What every gloo and NCCL build can send as it is. Anything else travels as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
+
+
+# Read of every parameter in every step: the loops are left to C.
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_dtype = operator.attrgetter("dtype")
 
 
 class FlatBuffers:
@@ -140,18 +148,18 @@ class FlatBuffers:
 
     def version(self) -> int:
         """Grows with every in-place change that autograd knows of (``optimizer.step()``; not ``p.data.add_()``)."""
-        return sum([p._version for p in self.params])
+        return sum(map(_version, self.params))
 
     def changed_in_forward(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since they were last refilled."""
-        version = sum([c._version for c in self.computes])
+        version = sum(map(_version, self.computes))
         changed = version != self._compute_version
         self._compute_version = version
         return changed
 
     def sync_requires_grad(self) -> bool:
         """Give the compute parameters the ``requires_grad`` of the user's. Returns whether any requires grad."""
-        now = [p.requires_grad for p in self.params]
+        now = list(map(_requires_grad, self.params))
         if now != self.requires_grad:
             for param, compute in zip(self.params, self.computes, strict=True):
                 compute.requires_grad_(param.requires_grad)
@@ -161,9 +169,9 @@ class FlatBuffers:
 
     def moved(self) -> list[int]:
         """Parameters whose data is no longer their slice of the shard (``p.data = ...``, ``module.to(...)``)."""
-        addresses = [p.data_ptr() for p in self.params]
+        addresses = list(map(torch.Tensor.data_ptr, self.params))
         # Of an empty part the address says nothing, but all ranks must notice that the module was converted.
-        converted = any([p.dtype is not self.dtype for p in self._empty])
+        converted = any(map(operator.ne, map(_dtype, self._empty), itertools.repeat(self.dtype)))
         if addresses == self._addresses and not converted and self.params[0].device == self.device:
             return []
         return [

@@ -28,6 +28,30 @@ from flatshard._runtime import Pending, Runtime
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
 
+class Inbox:
+    """Gradients of a small flat parameter from one graph task, waiting to be copied together.
+
+    Autograd's hooks put them here themselves once it is open; so it refers to nothing but them.
+    """
+
+    __slots__ = ("_grads", "_indices", "task")
+
+    def __init__(self) -> None:
+        self.task = -1  # the graph task for which it is open
+        self._indices: list[int] = []
+        self._grads: list[torch.Tensor] = []
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        self._indices.append(index)
+        self._grads.append(grad)
+
+    def empty(self) -> tuple[list[int], list[torch.Tensor]]:
+        """Close it and take what is in it."""
+        contents = self._indices, self._grads
+        self.task, self._indices, self._grads = -1, [], []
+        return contents
+
+
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
 
@@ -38,7 +62,8 @@ class FlatGradients:
         self._local = buffers.is_alias and replicas == 1
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
-        self._held: list[tuple[int, torch.Tensor]] | None = None  # of a small flat parameter: (index, gradient)
+        self._batching = False  # a small flat parameter's gradients are held in the inbox, to be copied together
+        self.inbox = Inbox()
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
@@ -92,40 +117,47 @@ class FlatGradients:
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
-    def receive(self, index: int, grad: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index`` (its shape and dtype), adding where the slot already holds one."""
-        if self._held is not None and not self._filled[index]:  # first, as this is what small parameters do many times
-            self._filled[index] = True
-            self._held.append((index, grad))
-            return
+    def receive(self, index: int, grad: torch.Tensor, task: int) -> None:
+        """Take the gradient of parameter ``index`` (its shape and dtype), adding where the slot already holds one.
+
+        ``task``: the graph task (run of backward) that it comes from, which has one gradient for each parameter.
+        """
         if self._local and self.flat_param is None:
-            self.any_filled = True
-            param = self.buffers.params[index]
-            if not param.requires_grad:  # frozen since forward
-                return
-            if param.grad is None:
-                param.grad = grad
-            else:
-                param.grad.add_(grad)
+            self._hand_over(index, grad)
             return
         if not self.any_filled:
             self._begin()
+        if self._batching:
+            if self.inbox.task in (task, -1):
+                self.inbox.task = task
+                self.inbox.put(index, grad)
+                return
+            self._place_inbox()  # two graph tasks may have a gradient each for one parameter
         if self._filled[index]:
-            self._place_held()
             self._slots[index].add_(grad)
             return
         self._filled[index] = True
-        if self._held is not None:
-            self._held.append((index, grad))
-            return
         torch.add(grad, 0.0, out=self._slots[index])  # [Note: Negative zero marks an unused parameter]
 
-    def _place_held(self) -> None:
-        """Copy the gradients of a small flat parameter to their slots."""
-        held, self._held = self._held, None
-        if held:
-            torch._foreach_copy_([self._slots[i] for i, _ in held], [g for _, g in held])
+    def _hand_over(self, index: int, grad: torch.Tensor) -> None:
+        self.any_filled = True
+        param = self.buffers.params[index]
+        if not param.requires_grad:  # frozen since forward
+            return
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.add_(grad)
+
+    def _place_inbox(self) -> None:
+        """Copy the gradients of a small flat parameter to their slots, and take no more together."""
+        self._batching = False
+        indices, grads = self.inbox.empty()
+        if indices:
+            torch._foreach_copy_([self._slots[i] for i in indices], grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
+            for i in indices:
+                self._filled[i] = True
 
     def _begin(self) -> None:
         buffers = self.buffers
@@ -139,7 +171,7 @@ class FlatGradients:
         else:
             self._input.untyped_storage().resize_(self._nbytes)
         self.any_filled = True
-        self._held = [] if self._nbytes < _SMALL else None
+        self._batching = self._nbytes < _SMALL
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -151,7 +183,8 @@ class FlatGradients:
             return
         if not self.any_filled:
             self._begin()
-        self._place_held()
+        if self._batching:
+            self._place_inbox()
         if False in self._filled:
             unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
             for slot, filled in zip(self._slots, self._filled, strict=True):
@@ -182,7 +215,9 @@ class FlatGradients:
 
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
-        self._pending = self._output = self._held = None
+        self._pending = self._output = None
+        self._batching = False
+        self.inbox.empty()
         self._filled = [False] * len(self._filled)
         self.any_filled = False
         if self.buffers.is_alias:

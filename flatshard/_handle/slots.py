@@ -7,6 +7,7 @@ forward and backward a slot holds the user's (sharded) parameter; inside, the co
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import nn
 class Slots:
     """Every slot of one handle's parameters, and what is registered in them now."""
 
-    __slots__ = ("_dict_writes", "_entries", "_replaced", "_setattr_writes", "unsharded")
+    __slots__ = ("_compute", "_dicts", "_entries", "_names", "_replaced", "_setattr_writes", "_sharded", "unsharded")
 
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        # The same entries, split by how they are written.
-        self._dict_writes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        # The same entries, split by how they are written: into the module's dict of parameters (as columns), or by setattr.
+        self._dicts: list[dict[str, nn.Parameter | None]] = []
+        self._names: list[str] = []
+        self._sharded: list[nn.Parameter] = []
+        self._compute: list[nn.Parameter] = []
         self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._replaced: list[dict[int, nn.Parameter]] = []  # what each `register` under way took the place of
         self.unsharded = False  # whether the compute parameters are registered
@@ -51,7 +55,10 @@ class Slots:
     ) -> None:
         self._entries.append((module, name, sharded, compute))
         if type(module).__setattr__ is nn.Module.__setattr__:
-            self._dict_writes.append((parameters, name, sharded, compute))
+            self._dicts.append(parameters)
+            self._names.append(name)
+            self._sharded.append(sharded)
+            self._compute.append(compute)
         else:
             # The class keeps more than the dict up to date: nn.RNN's __setattr__ refreshes its _flat_weights.
             self._setattr_writes.append((module, name, sharded, compute))
@@ -67,10 +74,8 @@ class Slots:
         """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
         if self.unsharded:
             return []
-        if (
-            all([parameters.get(name) is p for parameters, name, p, _ in self._dict_writes])
-            and not self._setattr_writes
-        ):
+        # In C, as every forward asks.
+        if not self._setattr_writes and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
             return []
         return [
             (m, name, p, now)
@@ -93,7 +98,7 @@ class Slots:
         if self.unsharded:
             return
         self.unsharded = True
-        for parameters, name, _, compute in self._dict_writes:
+        for parameters, name, compute in zip(self._dicts, self._names, self._compute, strict=True):
             parameters[name] = compute
         for module, name, _, compute in self._setattr_writes:
             setattr(module, name, compute)
@@ -103,7 +108,7 @@ class Slots:
         if not self.unsharded:
             return
         self.unsharded = False
-        for parameters, name, sharded, _ in self._dict_writes:
+        for parameters, name, sharded in zip(self._dicts, self._names, self._sharded, strict=True):
             parameters[name] = sharded
         for module, name, sharded, _ in self._setattr_writes:
             setattr(module, name, sharded)
