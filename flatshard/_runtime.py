@@ -26,7 +26,7 @@ import torch.distributed as dist
 class Pending(Protocol):
     """A collective under way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> object: ...
 
 
 class Done:
@@ -166,17 +166,18 @@ class FakeCollectives(_GroupCollectives):
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         output.view(self.size, -1).copy_(shard)
-        return Works([self.group.broadcast(output, 0)])
+        return self.group.broadcast(output, 0)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        output.copy_(input.view(self.size, -1)[self.rank])
-        return Works([self.group.broadcast(output, 0)])
+        numel = output.numel()
+        output.copy_(input[self.rank * numel : (self.rank + 1) * numel])
+        return self.group.broadcast(output, 0)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return Works([self.group.broadcast(tensor, 0)])
+        return self.group.broadcast(tensor, 0)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return Works([self.group.broadcast(tensor, 0)])
+        return self.group.broadcast(tensor, 0)
 
 
 class DefaultCollectives(_GroupCollectives):
@@ -242,9 +243,6 @@ class _Streams:
             yield
 
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-
-
 class Runtime:
     """The collectives of one process group on one device, with their streams. One per group and device: see ``of``."""
 
@@ -268,13 +266,13 @@ class Runtime:
 
     # -- where collectives run ---------------------------------------------------------------------------------------
 
-    def gathering(self) -> AbstractContextManager[None]:
-        """Allocate the unsharded buffer and issue the all-gather inside."""
-        return _NOTHING if self._streams is None else self._streams.on_gather()
+    def gathering(self) -> AbstractContextManager[None] | None:
+        """Allocate the unsharded buffer and issue the all-gather inside. None: anywhere."""
+        return None if self._streams is None else self._streams.on_gather()
 
-    def reducing(self) -> AbstractContextManager[None]:
-        """Allocate the gradient shard and issue the reduction inside."""
-        return _NOTHING if self._streams is None else self._streams.on_reduce()
+    def reducing(self) -> AbstractContextManager[None] | None:
+        """Allocate the gradient shard and issue the reduction inside. None: anywhere."""
+        return None if self._streams is None else self._streams.on_reduce()
 
     def before_pass(self) -> None:
         """What the current stream did to the shards (the optimizer's step) comes before gathers from here on."""

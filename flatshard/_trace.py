@@ -41,11 +41,14 @@ def record_events() -> Iterator[list[str]]:
         _sinks.remove(sink)
 
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def label(what: str, unit: str) -> AbstractContextManager[object]:
-    """A profiler range ``flatshard::what (unit)`` while a profiler runs, nothing otherwise."""
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return torch.profiler.record_function(f"flatshard::{what} ({unit or '<root>'})")
-    return _NOTHING
+def labelled(
+    what: str, unit: str, where: AbstractContextManager[object] | None
+) -> AbstractContextManager[object] | None:
+    """``where``, within a profiler range ``flatshard::what (unit)`` while a profiler runs. None: nothing to enter."""
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return where
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.profiler.record_function(f"flatshard::{what} ({unit or '<root>'})"))
+    if where is not None:
+        stack.enter_context(where)
+    return stack

@@ -152,7 +152,7 @@ class FlatBuffers:
 
     def changed_in_forward(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since they were last refilled."""
-        version = sum(map(_version, self.computes))
+        version: int = sum(map(_version, self.computes))
         changed = version != self._compute_version
         self._compute_version = version
         return changed

@@ -107,9 +107,16 @@ class FlatParamHandle:
             return
         if self._gathered:
             _trace.event("all-gather", self.fqn)
-            with _trace.label("all_gather", self.fqn), self.runtime.gathering():
-                self._gathers = [self._gather(b) for b in self._gathered]
+            scope = _trace.labelled("all_gather", self.fqn, self.runtime.gathering())
+            if scope is None:
+                self._start_gathers()
+            else:
+                with scope:
+                    self._start_gathers()
         self.lifetime.move_params("unshard")
+
+    def _start_gathers(self) -> None:
+        self._gathers = [self._gather(b) for b in self._gathered]
 
     def _gather(self, buffers: FlatBuffers) -> Pending:
         buffers.allocate()
@@ -260,10 +267,17 @@ class FlatParamHandle:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
         _trace.event("reduce-scatter" if self._gathered else "all-reduce", self.fqn)
-        with _trace.label("reduce_scatter", self.fqn), self.runtime.reducing():
-            for buffers, grads in zip(self.buffers, self.grads, strict=True):
-                if True in buffers.requires_grad:
-                    grads.reduce(self.runtime)
+        scope = _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing())
+        if scope is None:
+            self._start_reductions()
+        else:
+            with scope:
+                self._start_reductions()
+
+    def _start_reductions(self) -> None:
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
+            if True in buffers.requires_grad:
+                grads.reduce(self.runtime)
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
