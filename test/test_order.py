@@ -240,9 +240,6 @@ def nest_by_hand(ctx):
     for block in model.blocks:
         fully_shard(block, process_group=ctx.group)
     fully_shard(model, process_group=ctx.group)
-    # A unit that was sharded on its own has its FQN from there: name it as a policy would have.
-    for unit in units_below(model):
-        unit.fqn = unit.handle.fqn = next(n for n, m in model.named_modules() if m is unit.module)
     return [train(model), train(model)]
 
 
