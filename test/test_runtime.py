@@ -65,7 +65,7 @@ class Case:
     train: Callable[[nn.Module, Any, float], Tensor] | None = None
     before_step: Callable[[nn.Module, int], None] | None = None
     shard: Callable[[nn.Module, Any, ShardingStrategy], None] | None = None
-    steps: int = 3
+    steps: int = 2
     strategies: tuple[ShardingStrategy, ...] = STRATEGIES
     set_to_none: bool = True
 
