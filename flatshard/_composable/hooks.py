@@ -126,6 +126,8 @@ class UnitHooks:
                 handle.check_parameters()
             handle.unshard()
         unit.gathered_in = context.pass_id
+        if unit.users == 1:
+            unit.gathered_version = handle.version()
         handle.wait()
         handle.slots.register_unsharded()
 
@@ -162,8 +164,9 @@ class UnitHooks:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
         unit = self.unit
         nodes = set()
-        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        for tensor in (*outputs, *self.watch.after_forward()):
+        escaped = self.watch.after_forward()
+        outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
+        for tensor in outputs + escaped if escaped else outputs:
             if tensor.requires_grad:
                 # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want.
                 source = tensor._base if tensor._is_view() and tensor._base is not None else tensor

@@ -43,7 +43,7 @@ class Step:
     def __init__(self, unit: Unit, previous: Step | None) -> None:
         self.unit = unit
         self.previous = previous
-        self.version = unit.handle.version()  # of the parameters in this forward
+        self.version = unit.gathered_version  # of the parameters in this forward
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
 
