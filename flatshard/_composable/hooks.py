@@ -259,27 +259,19 @@ class UnitHooks:
         # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
         # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
         to_self, to_unit = weakref.ref(self), weakref.ref(self.unit)
-        inbox = self.unit.handle.grads[group].inbox
+        batch = self.unit.handle.grads[group].batch
 
         def on_gradient(param: torch.Tensor) -> None:
-            """Autograd has accumulated the gradient of one compute parameter: take it away."""
+            """Autograd has accumulated the gradient of one compute parameter: have it taken away."""
             unit = to_unit()
             assert unit is not None
-            grad = param.grad
-            param.grad = None
             task = current_graph_task()
-            if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
-                self = to_self()
-                assert self is not None
-                self._refuse(group, index, grad)
-            if inbox.task == task and unit.pending > 1 and grad is not None:  # neither the first nor the last to come
+            if batch.task == task and unit.pending > 1:  # neither the first nor the last to come: stays where it is
                 unit.pending -= 1
-                inbox.put(index, grad)
                 return
             if task not in unit.counted_tasks:
                 unit.context.backward.begin(unit)
-            if grad is not None:  # None: a custom function withheld it
-                unit.handle.receive(group, index, grad, task)
+            unit.handle.receive(group, index, task)
             unit.pending -= 1
             if not unit.pending and unit.task == task:
                 unit.context.backward.complete(unit)
@@ -304,19 +296,6 @@ class UnitHooks:
             unit.free_if_unused()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
             self._prefetch_before(unit.last_step)
-
-    def _refuse(self, group: int, index: int, grad: torch.Tensor) -> None:
-        fqn = self.unit.handle.buffers[group].layout.params[index].fqn
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"the gradient of {fqn!r} has a graph of its own (backward(create_graph=True)), which its sharded .grad "
-                "cannot carry. For a gradient penalty take torch.autograd.grad(..., create_graph=True) with respect to "
-                "inputs, and call backward() on the penalty"
-            )
-        raise RuntimeError(
-            f"the gradient of {fqn!r} is sparse, which cannot be reduced into a flat gradient: build the module with "
-            "sparse=False"
-        )
 
 
 class _Leave(torch.autograd.Function):

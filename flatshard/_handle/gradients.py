@@ -4,7 +4,8 @@
 - ``input``, the reduction's input: 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. Each gradient is
   copied into its slot as soon as autograd has it, and dropped at once. A permanent tensor with permanent views, whose
   storage exists only from a backward's first gradient to the end of the reduction.
-  A small flat parameter's gradients are held and copied together, in one operation, when all have come.
+  A small flat parameter's gradients stay where autograd puts them, in the compute parameters' ``.grad``, until all have
+  come, and are copied together in one operation.
 - the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
   each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
 
@@ -19,6 +20,9 @@ keep signed zeros (a quantised one, say) makes such a gradient zero instead of N
 
 from __future__ import annotations
 
+import itertools
+import operator
+
 import torch
 from torch import nn
 
@@ -27,29 +31,23 @@ from flatshard._runtime import Pending, Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
+# Read of every parameter in every step: the loops are left to C.
+_grad = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
+_layout = operator.attrgetter("layout")
+_STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
 
-class Inbox:
-    """Gradients of a small flat parameter from one graph task, waiting to be copied together.
 
-    Autograd's hooks put them here themselves once it is open; so it refers to nothing but them.
+class Batch:
+    """The graph task whose gradients a small flat parameter leaves where they are, to be copied together.
+
+    Autograd's hooks, which cannot hold more than this, ask before they call anyone.
     """
 
-    __slots__ = ("_grads", "_indices", "task")
+    __slots__ = ("task",)
 
     def __init__(self) -> None:
-        self.task = -1  # the graph task for which it is open
-        self._indices: list[int] = []
-        self._grads: list[torch.Tensor] = []
-
-    def put(self, index: int, grad: torch.Tensor) -> None:
-        self._indices.append(index)
-        self._grads.append(grad)
-
-    def empty(self) -> tuple[list[int], list[torch.Tensor]]:
-        """Close it and take what is in it."""
-        contents = self._indices, self._grads
-        self.task, self._indices, self._grads = -1, [], []
-        return contents
+        self.task = -1
 
 
 class FlatGradients:
@@ -62,8 +60,8 @@ class FlatGradients:
         self._local = buffers.is_alias and replicas == 1
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
-        self._batching = False  # a small flat parameter's gradients are held in the inbox, to be copied together
-        self.inbox = Inbox()
+        self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
+        self.batch = Batch()
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
@@ -117,27 +115,49 @@ class FlatGradients:
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
-    def receive(self, index: int, grad: torch.Tensor, task: int) -> None:
-        """Take the gradient of parameter ``index`` (its shape and dtype), adding where the slot already holds one.
+    def receive(self, index: int, task: int) -> None:
+        """Take the gradient that autograd left in compute parameter ``index`` (None: a custom function withheld it).
 
-        ``task``: the graph task (run of backward) that it comes from, which has one gradient for each parameter.
+        ``task``: the graph task (run of backward) that it comes from.
+
+        Raises:
+            RuntimeError: the gradient is sparse, or has a graph of its own.
         """
+        compute = self.buffers.computes[index]
+        grad = compute.grad
+        if grad is None:
+            return
         if self._local and self.flat_param is None:
+            compute.grad = None
+            self._check(index, grad)
             self._hand_over(index, grad)
             return
         if not self.any_filled:
             self._begin()
-        if self._batching:
-            if self.inbox.task in (task, -1):
-                self.inbox.task = task
-                self.inbox.put(index, grad)
-                return
-            self._place_inbox()  # two graph tasks may have a gradient each for one parameter
+        if self._batching:  # autograd adds where a gradient is already
+            self.batch.task = task
+            return
+        compute.grad = None
+        self._check(index, grad)
         if self._filled[index]:
             self._slots[index].add_(grad)
             return
         self._filled[index] = True
         torch.add(grad, 0.0, out=self._slots[index])  # [Note: Negative zero marks an unused parameter]
+
+    def _check(self, index: int, grad: torch.Tensor) -> None:
+        """Refuse what cannot be reduced into a flat gradient."""
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {self.buffers.layout.params[index].fqn!r} has a graph of its own "
+                "(backward(create_graph=True)), which its sharded .grad cannot carry. For a gradient penalty take "
+                "torch.autograd.grad(..., create_graph=True) with respect to inputs, and call backward() on the penalty"
+            )
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self.buffers.layout.params[index].fqn!r} is sparse, which cannot be reduced into a flat "
+                "gradient: build the module with sparse=False"
+            )
 
     def _hand_over(self, index: int, grad: torch.Tensor) -> None:
         self.any_filled = True
@@ -149,15 +169,26 @@ class FlatGradients:
         else:
             param.grad.add_(grad)
 
-    def _place_inbox(self) -> None:
+    def _place_batch(self) -> None:
         """Copy the gradients of a small flat parameter to their slots, and take no more together."""
+        computes = self.buffers.computes
         self._batching = False
-        indices, grads = self.inbox.empty()
-        if indices:
-            torch._foreach_copy_([self._slots[i] for i in indices], grads)
+        self.batch.task = -1
+        grads = list(map(_grad, computes))
+        for compute in computes:
+            compute.grad = None
+        here = [i for i, grad in enumerate(grads) if grad is not None]
+        slots = self._slots
+        if len(here) < len(grads):
+            slots, grads = [slots[i] for i in here], [grads[i] for i in here]
+        if True in map(_requires_grad, grads) or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
+            for index, grad in zip(here, grads, strict=True):
+                self._check(index, grad)
+        if grads:
+            torch._foreach_copy_(slots, grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
-            for i in indices:
-                self._filled[i] = True
+            for index in here:
+                self._filled[index] = True
 
     def _begin(self) -> None:
         buffers = self.buffers
@@ -184,7 +215,7 @@ class FlatGradients:
         if not self.any_filled:
             self._begin()
         if self._batching:
-            self._place_inbox()
+            self._place_batch()
         if False in self._filled:
             unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
             for slot, filled in zip(self._slots, self._filled, strict=True):
@@ -216,8 +247,11 @@ class FlatGradients:
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
         self._pending = self._output = None
-        self._batching = False
-        self.inbox.empty()
+        if self._batching:
+            self._batching = False
+            self.batch.task = -1
+            for compute in self.buffers.computes:
+                compute.grad = None
         self._filled = [False] * len(self._filled)
         self.any_filled = False
         if self.buffers.is_alias:
@@ -230,8 +264,16 @@ class FlatGradients:
         held: list[torch.Tensor] = []
         new: list[torch.Tensor] = []
         buffers = self.buffers
-        parts = self._parts(output)
-        for param, grad, was_filled in zip(buffers.params, parts, filled, strict=True):
+        params, parts = buffers.params, self._parts(output)
+        if (
+            False not in filled
+            and all(map(_requires_grad, params))
+            and all(map(operator.is_, map(_grad, params), _NONE))
+        ):
+            for param, grad in zip(params, parts, strict=True):
+                param.grad = grad
+            return
+        for param, grad, was_filled in zip(params, parts, filled, strict=True):
             # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
             if not param.requires_grad or not (was_filled or _used_elsewhere(grad)):
                 continue

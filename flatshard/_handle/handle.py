@@ -246,13 +246,13 @@ class FlatParamHandle:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def receive(self, group: int, index: int, grad: torch.Tensor, task: int) -> None:
-        """Take one parameter's gradient, from one graph task: see ``FlatGradients.receive``."""
+    def receive(self, group: int, index: int, task: int) -> None:
+        """Take one parameter's gradient: see ``FlatGradients.receive``."""
         if self.lifetime.grads is not GradState.FILLING:
             if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
                 self.finish_reduce()
             self.lifetime.move_grads("receive")
-        self.grads[group].receive(index, grad, task)
+        self.grads[group].receive(index, task)
 
     def gradient_nodes(self) -> list[Node]:
         """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
