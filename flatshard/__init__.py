@@ -13,18 +13,26 @@ from flatshard._composable.policy import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from flatshard._config import BackwardPrefetch, ShardingStrategy
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import InternalError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
+from flatshard._grad_sync import (
+    no_sync,
+    set_gradient_divide_factor,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+)
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 
 __all__ = [
     "BackwardPrefetch",
+    "CPUOffload",
     "CustomPolicy",
     "Description",
     "FlatDescription",
     "InternalError",
+    "MixedPrecision",
     "ModuleWrapPolicy",
     "ShardedParameter",
     "ShardingStrategy",
@@ -35,8 +43,12 @@ __all__ = [
     "full_shape",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "no_sync",
     "recover",
     "reshard",
+    "set_gradient_divide_factor",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
     "size_based_auto_wrap_policy",
     "summon_full_params",
     "transformer_auto_wrap_policy",

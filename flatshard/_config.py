@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import enum
 import os
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import torch
+from torch import nn
 
 
 class ShardingStrategy(enum.Enum):
@@ -20,9 +24,9 @@ class ShardingStrategy(enum.Enum):
     NO_SHARD = "no_shard"
     """Every rank keeps everything; gradients are all-reduced, one collective a unit."""
     HYBRID_SHARD = "hybrid_shard"
-    """FULL_SHARD within a node, replicated across nodes. Not implemented yet: raises."""
+    """FULL_SHARD within a group, usually a node; replicated across groups, which average gradients shard by shard."""
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
-    """SHARD_GRAD_OP within a node, replicated across nodes. Not implemented yet: raises."""
+    """SHARD_GRAD_OP within a group, replicated across groups."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -38,6 +42,91 @@ class BackwardPrefetch(enum.Enum):
     """After the current unit's backward, when its parameters are freed: less overlap, less memory."""
 
 
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a unit's step. The master weights, ``.grad`` and the optimizer's state keep the parameters' own dtype.
+
+    The fields of FSDP1's ``MixedPrecision``, and ``output_dtype`` of FSDP2's policy; both are accepted in its place.
+    """
+
+    param_dtype: torch.dtype | None = None
+    """Of the unsharded floating-point parameters, in forward and backward. None: their own."""
+    reduce_dtype: torch.dtype | None = None
+    """Of the gradients' reduction, and of accumulation under ``no_sync``. None: ``param_dtype``."""
+    buffer_dtype: torch.dtype | None = None
+    """Floating-point buffers are cast to it once, by ``fully_shard``. None: left alone."""
+    keep_low_precision_grads: bool = False
+    """``.grad`` keeps ``reduce_dtype`` instead of being cast to the parameters' own dtype."""
+    cast_forward_inputs: bool = False
+    """Cast floating-point tensors in the arguments of every unit's forward to ``param_dtype``."""
+    cast_root_forward_inputs: bool = True
+    """The same for a unit that is called from outside of all others only."""
+    module_classes_to_ignore: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    """Modules of these classes keep their own dtype: their inputs are cast to it, and their outputs back."""
+    output_dtype: torch.dtype | None = None
+    """Cast floating-point tensors in the output of the unit's forward to it. None: left alone."""
+    full_precision_in_eval: bool = False
+    """A forward in ``eval()`` mode without gradients uses the parameters' own dtype, and casts nothing."""
+    keep_cast_shard: bool = False
+    """Keep this rank's cast shard from forward to backward: one cast instead of two, ``param_dtype`` bytes / N more memory.
+
+    Pays with CPU offload, where it halves what travels to the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"MixedPrecision({name}={dtype!r}): must be a floating-point torch.dtype or None")
+        object.__setattr__(self, "module_classes_to_ignore", tuple(self.module_classes_to_ignore))
+
+    @classmethod
+    def of(cls, value: Any) -> MixedPrecision:
+        """``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        names = cls.__dataclass_fields__
+        fields = {n: getattr(value, n) for n in getattr(value, "__dataclass_fields__", ()) if n in names}
+        kind = type(value).__name__
+        if kind == "MixedPrecision":
+            fields["module_classes_to_ignore"] = tuple(value._module_classes_to_ignore or ())
+        elif kind == "MixedPrecisionPolicy":  # it casts inputs everywhere, and knows no ignored classes
+            fields |= {"cast_root_forward_inputs": fields["cast_forward_inputs"], "module_classes_to_ignore": ()}
+        else:
+            raise TypeError(f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}")
+        return cls(**fields)
+
+    def ignores(self, module: nn.Module) -> bool:
+        """Whether ``module``'s own parameters and buffers keep their dtype."""
+        return isinstance(module, self.module_classes_to_ignore)
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Parameter shards, their gradients and so the optimizer's state on CPU; computation on the device.
+
+    FSDP1's ``CPUOffload`` and FSDP2's ``CPUOffloadPolicy`` are accepted in its place. Without an accelerator nothing moves.
+    """
+
+    offload_params: bool = True
+    pin_memory: bool = True
+    """Shards and gradients in page-locked memory, so that copies overlap with computation."""
+
+    @classmethod
+    def of(cls, value: Any) -> CPUOffload:
+        """``value`` as ours: None, True or False, ours, or FSDP's."""
+        if value is None or isinstance(value, bool):
+            return cls(offload_params=bool(value))
+        if isinstance(value, cls):
+            return value
+        kind = type(value).__name__
+        if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
+            offload = getattr(value, "offload_params", kind == "CPUOffloadPolicy")
+            return cls(bool(offload), bool(getattr(value, "pin_memory", True)))
+        raise TypeError(f"cpu_offload must be a flatshard.CPUOffload, a bool, or one of FSDP's, got {value!r}")
+
+
 E = TypeVar("E", bound=enum.Enum)
 
 
@@ -45,8 +134,10 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
     """``value`` as a member of ``kind``; members of an enum of the same name (FSDP1's) are taken by their names."""
     if isinstance(value, kind):
         return value
-    if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__ and value.name in kind.__members__:
-        return kind[value.name]
+    if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__:
+        name = value.name.lstrip("_")  # FSDP1 has a _HYBRID_SHARD_ZERO2
+        if name in kind.__members__:
+            return kind[name]
     members = ", ".join(f"{kind.__name__}.{name}" for name in kind.__members__)
     raise ValueError(f"{argument}={value!r} is not one of {members}")
 
@@ -56,3 +147,9 @@ REDUCTIONS_IN_FLIGHT = 2
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
 """``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger ``flatshard``, INFO)."""
+
+
+def local_world_size() -> int | None:
+    """Ranks on this node, as torchrun sets it."""
+    value = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(value) if value is not None else None

@@ -39,8 +39,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Inside, ``module``'s parameters are whole: ``nn.Parameter`` of original shape and dtype, under their own FQNs.
 
-    Every rank of the group must enter. Forwards without gradients may run inside. If the body raises, nothing is written
-    back.
+    Every rank of the group must enter. Forwards without gradients may run inside (with mixed precision: in full precision).
+    If the body raises, nothing is written back.
 
     Args:
         module: a sharded module, or one that holds sharded ones.
@@ -62,7 +62,7 @@ def summon_full_params(
     try:
         for unit in units:
             shown.append(_show(unit, with_grads, offload_to_cpu))
-            if rank0_only and unit.context.runtime.rank != 0:
+            if rank0_only and not unit.is_rank0:
                 _hide(shown.pop(), False)
         yield
         while shown:
@@ -82,6 +82,7 @@ class _Shown:
     # The values at entry, where what the body changes would stay without a write-back: the shard is the whole, or an
     # outer forward or `summon_full_params` shows the same memory.
     before: list[torch.Tensor] | None = None
+    shares_copies: bool = False  # with an outer `summon_full_params`
 
 
 def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
@@ -94,49 +95,75 @@ def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
         unit.context.runtime.before_pass()
         handle.sync_requires_grad()
         handle.check_parameters()
-    handle.unshard()
-    handle.wait()
-    unit.gathered_in = unit.context.pass_id
-    unit.gathered_version = handle.version()
-    handle.slots.register_unsharded()
     shown = _Shown(unit, with_grads and not unit.shows_gradients)
+    mixed = handle.is_mixed_precision  # then the unsharded parameters are not what the user calls the parameters
+    if unit.copies and not offload_to_cpu:
+        shown.copies, shown.shares_copies = unit.copies[-1], True
+        shown.before = [p.detach().clone() for p in shown.copies.values()]
+    else:
+        if not mixed or (not unit.copies and unit.users > 1):
+            handle.unshard()
+            handle.wait()
+            unit.gathered_in = unit.context.pass_id
+            unit.gathered_version = handle.version()
+        handle.slots.register_unsharded()
+        if offload_to_cpu or mixed:
+            shown.copies = handle.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
+        elif handle.is_alias or unit.users > 1:
+            shown.before = handle.copy_unsharded()
     if shown.grads:
-        handle.gather_gradients()
+        handle.gather_gradients(shown.copies)
         unit.shows_gradients = True
-    if offload_to_cpu:
-        shown.copies = handle.copy_computes(torch.device("cpu"))
-        handle.slots.register(shown.copies)
-        unit.shows_copies += 1
+    elif shown.copies is not None and unit.shows_gradients:
+        handle.copy_shown_gradients(shown.copies)
+    if shown.copies is not None:
+        if not shown.shares_copies:
+            handle.slots.register(shown.copies)
+        unit.copies.append(shown.copies)
         _release(unit)
-    elif handle.is_alias or unit.users > 1:
-        shown.before = handle.copy_unsharded()
     return shown
 
 
 def _hide(shown: _Shown, writeback: bool) -> None:
     unit, handle = shown.unit, shown.unit.handle
-    if writeback and shown.copies is not None:
-        handle.write_back_copies(shown.copies, unit.shows_gradients)
-        if unit.holds:  # an outer one shows the unsharded parameters: refill them
-            handle.reshard()
-            handle.unshard()
-            handle.wait()
+    if shown.copies is not None:
+        unit.copies.pop()
+        if writeback:
+            handle.write_back_copies(shown.copies, unit.shows_gradients)
+            _refresh(shown)
+        elif shown.before is not None:
+            with torch.no_grad():
+                torch._foreach_copy_([p.data for p in shown.copies.values()], shown.before)
     elif writeback:
         handle.write_back(unit.shows_gradients)
     elif shown.before is not None:
         handle.restore_unsharded(shown.before)
     if shown.grads:
         handle.drop_full_gradients()
+        for param in (shown.copies or {}).values():
+            param.grad = None
         unit.shows_gradients = False
-    if shown.copies is not None:
+    if shown.copies is not None and not shown.shares_copies:
         handle.slots.unregister()
-        unit.shows_copies -= 1
     unit.users -= 1
     if unit.users == 0:
         handle.write_back_if_changed(keep=False)
         handle.slots.register_sharded()
     if shown.copies is None:
         _release(unit)
+
+
+def _refresh(shown: _Shown) -> None:
+    """Have what shows the same parameters further out show the values that were just written back."""
+    unit, handle = shown.unit, shown.unit.handle
+    if unit.copies and not shown.shares_copies:
+        assert shown.copies is not None
+        for key, outer in unit.copies[-1].items():
+            outer.data.copy_(shown.copies[key].data)
+    if unit.holds:  # the unsharded parameters are in use: refill them
+        handle.reshard()
+        handle.unshard()
+        handle.wait()
 
 
 def _release(unit: Unit) -> None:

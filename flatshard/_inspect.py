@@ -16,7 +16,10 @@ class FlatDescription:
 
     fqns: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the user's parameters: the master weights
+    compute_dtype: torch.dtype  # of the unsharded parameters
+    grad_dtype: torch.dtype  # of the user's ``.grad``
+    reduce_dtype: torch.dtype  # of the gradients' reduction
     trainable: bool
     numel: int  # elements of the parameters
     padded_numel: int  # with padding, over all ranks
@@ -32,6 +35,7 @@ class UnitDescription:
     strategy: str
     state: str
     flats: tuple[FlatDescription, ...]
+    buffer_dtypes: tuple[torch.dtype, ...]  # of the floating-point buffers of its module and those in no unit below it
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Description:
                 rows.append(
                     (
                         *name,
-                        str(flat.dtype).removeprefix("torch."),
+                        _dtypes(unit, flat),
                         "yes" if flat.trainable else "no",
                         f"{len(flat.fqns):,}",
                         f"{flat.numel:,}",
@@ -86,7 +90,22 @@ class Description:
             f"{len(self.units)} units, {flats} flat parameters, {self.numel:,} elements over {self.world_size} ranks on "
             f"{self.device.type}; {self.shard_nbytes:,} bytes of parameters here between steps"
         )
+        if any("/" in row[4] for row in rows):
+            lines.append("dtypes: master/compute/gradient/reduce")
         return "\n".join(lines)
+
+
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
+    four = (flat.dtype, flat.compute_dtype, flat.grad_dtype, flat.reduce_dtype)
+    if len(set(four)) == 1:
+        return str(flat.dtype).removeprefix("torch.")
+    text = "/".join(_SHORT.get(d, str(d).removeprefix("torch.")) for d in four)
+    if unit.buffer_dtypes and flat is unit.flats[0]:
+        text += ", buffers " + "/".join(_SHORT.get(d, str(d)) for d in unit.buffer_dtypes)
+    return text
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
@@ -110,15 +129,25 @@ def _describe(unit: Unit) -> UnitDescription:
             tuple(info.fqn for info in b.layout.params),
             tuple(info.shape for info in b.layout.params),
             b.dtype,
+            b.compute_dtype,
+            g.dtype,
+            g.reduce_dtype,
             any(p.requires_grad for p in b.params),
             b.layout.numel,
             b.layout.padded_numel,
             b.layout.shard_numel,
         )
-        for b in unit.handle.buffers
+        for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)
+    )
+    below = {m for u in units_below(unit.module) if u is not unit for m in u.module.modules()}
+    own = [m for m in unit.module.modules() if m not in below]
+    buffers = dict.fromkeys(
+        b.dtype for m in own for b in m._buffers.values() if b is not None and b.is_floating_point()
     )
     state = unit.handle.lifetime.params.name.lower()
-    return UnitDescription(unit.fqn, type(unit.module).__name__, unit.config.strategy.name, state, flats)
+    return UnitDescription(
+        unit.fqn, type(unit.module).__name__, unit.config.strategy.name, state, flats, tuple(buffers)
+    )
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -53,6 +53,20 @@ class Works:
             self._then()
 
 
+class Then:
+    """A collective to be issued when another is over."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Pending, second: Callable[[], Pending]) -> None:
+        self._first = first
+        self._second = second
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._second().wait()
+
+
 class StreamEvent:
     """A collective on a side stream of an accelerator: waiting orders the current stream behind it."""
 
@@ -69,7 +83,7 @@ class StreamEvent:
 class Collectives(Protocol):
     """What a backend provides. All tensors are 1-D and contiguous; ``group`` has ``N`` ranks.
 
-    ``all_gather``: ``output`` (N * S elements) already holds this rank's ``shard`` (S elements) in its place.
+    ``all_gather``: ``output`` (N * S elements) already holds this rank's ``shard`` (S elements), which is its slice.
     ``reduce_scatter``: ``output`` (S elements) becomes this rank's part of the average of every rank's ``input`` (N * S).
     ``all_reduce``: ``tensor`` becomes the average. ``broadcast``: ``tensor`` becomes that of the group's rank 0.
     """
@@ -165,7 +179,11 @@ class FakeCollectives(_GroupCollectives):
     """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        output.view(self.size, -1).copy_(shard)
+        rows, rank = output.view(self.size, -1), self.rank  # `shard` is one of them
+        if rank > 0:
+            rows[:rank].copy_(shard)
+        if rank + 1 < self.size:
+            rows[rank + 1 :].copy_(shard)
         return self.group.broadcast(output, 0)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
@@ -287,13 +305,13 @@ class Runtime:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self._issued(self.collectives.all_gather(output, shard))
+        return self.issued(self.collectives.all_gather(output, shard))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        return self._issued(self.collectives.reduce_scatter(output, input))
+        return self.issued(self.collectives.reduce_scatter(output, input))
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._issued(self.collectives.all_reduce(tensor))
+        return self.issued(self.collectives.all_reduce(tensor))
 
     def broadcast_now(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""
@@ -303,7 +321,15 @@ class Runtime:
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
-    def _issued(self, pending: Pending) -> Pending:
+    def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
+        """``next_one`` after ``pending``: at once behind it on the stream, or when somebody waits for it (CPU)."""
+        if self._streams is None:
+            return Then(pending, next_one)
+        pending.wait()
+        return next_one()
+
+    def issued(self, pending: Pending) -> Pending:
+        """``pending`` as something that any stream can wait for."""
         if self._streams is None:
             return pending
         pending.wait()  # orders the side stream (the current one here) behind a backend's own streams

@@ -64,6 +64,8 @@ class Context:
     world_size: int
     group: Any
     """The process group of ranks ``0..world_size-1``; the default group always spans all ranks of the pool."""
+    alone: Any = None
+    """A process group of this rank only."""
     _send: Callable[[tuple[str, Any]], None] = dataclasses.field(repr=False, default=lambda message: None)
 
     @functools.cached_property
@@ -130,7 +132,7 @@ def _exit_with_parent() -> None:
 
 
 def _make_groups(rank: int, port: int, prefix: str) -> dict[int, Any]:
-    """The default group over all ranks, and for every world size k the group of ranks 0..k-1."""
+    """The default group over all ranks; for every world size k the group of ranks 0..k-1; under 0 that of this rank only."""
     import datetime
 
     import torch.distributed as dist
@@ -140,6 +142,7 @@ def _make_groups(rank: int, port: int, prefix: str) -> dict[int, Any]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=MAX_WORLD_SIZE, timeout=timeout)
     groups = {k: dist.new_group(list(range(k)), timeout=timeout) for k in range(1, MAX_WORLD_SIZE)}
     groups[MAX_WORLD_SIZE] = dist.group.WORLD
+    groups[0] = [dist.new_group([k], timeout=timeout) for k in range(MAX_WORLD_SIZE)][rank]
     return groups
 
 
@@ -189,7 +192,7 @@ def _rank_main(rank: int, port: int, conn: Connection, stacks: str) -> None:
             send(("ok", None))
         else:
             world_size, payload = argument
-            answer = _run_body(Context(rank, world_size, groups[world_size], send), payload)
+            answer = _run_body(Context(rank, world_size, groups[world_size], groups[0], send), payload)
             gc.collect()
             send(answer)
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from parity import check_parity
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -266,16 +265,18 @@ def test_what_is_no_group_or_mesh(fake_group, argument: str, value):
         ({"forward_prefetch": 1}, ValueError, "forward_prefetch must be True or False, got 1"),
         ({"limit_all_gathers": False}, ValueError, "limit_all_gathers=False has no meaning here: the host never waits"),
         ({"limit_all_gathers": 2}, ValueError, "limit_all_gathers"),
-        ({"mixed_precision": MixedPrecision()}, NotImplementedError, "mixed_precision"),
-        ({"cpu_offload": True}, NotImplementedError, "cpu_offload"),
-        ({"strategy": ShardingStrategy.HYBRID_SHARD}, NotImplementedError, "HYBRID_SHARD"),
-        ({"strategy": TorchStrategy.HYBRID_SHARD}, NotImplementedError, "HYBRID_SHARD"),
-        ({"strategy": TorchStrategy._HYBRID_SHARD_ZERO2}, ValueError, "is not one of ShardingStrategy.FULL_SHARD"),
         (
-            {"strategy": ShardingStrategy.HYBRID_SHARD_ZERO2},
-            NotImplementedError,
-            "hybrid sharding is not implemented yet",
+            {"mixed_precision": torch.bfloat16},
+            TypeError,
+            "mixed_precision must be a flatshard.MixedPrecision or one of",
         ),
+        ({"cpu_offload": "params"}, TypeError, "cpu_offload must be a flatshard.CPUOffload, a bool, or one of FSDP's"),
+        (
+            {"strategy": ShardingStrategy.HYBRID_SHARD},
+            ValueError,
+            "LOCAL_WORLD_SIZE=None does not divide the 4 ranks: launch with torchrun, or pass a 2-D device_mesh",
+        ),
+        ({"strategy": TorchStrategy._HYBRID_SHARD_ZERO2}, ValueError, "without device_mesh shards within a node"),
     ],
     ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "",
 )
@@ -288,13 +289,12 @@ def test_wrong_or_missing_choices(fake_group, arguments: dict[str, Any], kind: t
 @pytest.mark.parametrize(
     ("overrides", "kind", "message"),
     [
-        ({"mixed_precision": MixedPrecision()}, NotImplementedError, "mixed_precision"),
-        ({"cpu_offload": True}, NotImplementedError, "cpu_offload"),
-        ({"strategy": TorchStrategy.HYBRID_SHARD}, NotImplementedError, "ShardingStrategy.HYBRID_SHARD for a Block"),
+        ({"mixed_precision": 16}, TypeError, "the policy's mixed_precision must be"),
+        ({"cpu_offload": 1}, TypeError, "cpu_offload must be"),
         (
-            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD_ZERO2},
-            NotImplementedError,
-            "HYBRID_SHARD_ZERO2 for a Block",
+            {"sharding_strategy": TorchStrategy.HYBRID_SHARD},
+            ValueError,
+            "the policy chose ShardingStrategy.HYBRID_SHARD for a Block, in a call with ShardingStrategy.FULL_SHARD",
         ),
         ({"process_group": None}, ValueError, "the policy overrides 'process_group' for a Block; it can override ["),
         ({"ignored_states": []}, ValueError, "the policy overrides 'ignored_states' for a Block"),

@@ -252,7 +252,7 @@ def check_clean(model: nn.Module) -> None:
         assert handle.lifetime.grads is GradState.NONE, unit
         assert not handle.slots.unsharded, unit
         for buffers, grads in zip(handle.buffers, handle.grads, strict=True):
-            assert buffers.is_alias or buffers.unsharded.untyped_storage().nbytes() == 0, unit
+            assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0, unit
             assert grads._input.untyped_storage().nbytes() == 0, unit
             assert not grads.any_filled, unit
         assert (unit.users, unit.holds, unit.pending, unit.task) == (0, 0, 0, None), unit

@@ -105,8 +105,12 @@ def test_the_gradients_table():
         """\
 NONE       --receive--> FILLING
 FILLING    --receive--> FILLING
+FILLING    --hold--> HELD
+HELD       --receive--> FILLING
+HELD       --reduce--> REDUCING
 FILLING    --reduce--> REDUCING
 NONE       --reduce--> REDUCING
 REDUCING   --finish--> NONE
-FILLING    --discard--> NONE""",
+FILLING    --discard--> NONE
+HELD       --discard--> NONE""",
     )

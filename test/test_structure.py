@@ -29,6 +29,7 @@ LAYERS = [
     "_handle.lifetime",
     "_handle.slots",
     "_handle.sharded_parameter",
+    "_handle.unsharded",
     "_handle.buffers",
     "_handle.gradients",
     "_handle.handle",
@@ -38,6 +39,7 @@ LAYERS = [
     "_composable.backward",
     "_composable.context",
     "_composable.escapes",
+    "_composable.precision",
     "_composable.hooks",
     "_composable.partition",
     "_composable.policy",
@@ -45,6 +47,7 @@ LAYERS = [
     "_composable.validate",
     "_composable.fully_shard",
     "_full_params",
+    "_grad_sync",
     "_inspect",
     "_",
 ]
@@ -185,8 +188,8 @@ def test_only_lifetime_assigns_a_state():
             assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
 
 
-def test_only_buffers_and_gradients_resize_storages():
-    for name, node in outside("_handle.buffers", "_handle.gradients"):
+def test_only_unsharded_and_gradients_resize_storages():
+    for name, node in outside("_handle.unsharded", "_handle.gradients"):
         assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
 
 
@@ -212,7 +215,9 @@ DISTRIBUTED_QUERIES = {
     "GroupMember.NON_GROUP_MEMBER",
     "is_available",
     "is_initialized",
+    "get_process_group_ranks",
     "get_rank",
+    "get_world_size",
     "get_backend_config",
     "distributed_c10d._get_default_group",
 }
@@ -320,6 +325,7 @@ _composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node
 _composable.hooks: torch.utils._pytree.tree_flatten
 _composable.hooks: torch.utils._pytree.tree_unflatten
+_composable.precision: torch.utils._pytree.tree_map
 _composable.validate: dist.distributed_c10d._get_default_group
 _composable.validate: torch._C._disabled_torch_function_impl
 _handle.sharded_parameter: _torch_optimizer._foreach_supported_types.append

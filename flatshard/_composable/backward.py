@@ -118,8 +118,11 @@ class Backward:
         unit.pending = 0
         if unit.reduce_wanted:
             unit.reduce_wanted = False
-            self._ready.add(unit)
-            self._reduce_ready()
+            if unit.requires_gradient_sync:
+                self._ready.add(unit)
+                self._reduce_ready()
+            else:
+                unit.handle.hold_gradients()  # it stays open: whoever reduces keeps the order
         else:
             self._open.pop(unit.ref, None)
 
@@ -161,6 +164,8 @@ class Backward:
             self.complete(unit)
         if self._tasks:
             return
+        if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
+            self._ready.update(u for u in self._open_units() if u.handle.holds_gradients and u.requires_gradient_sync)
         self._reduce_ready(all_of_them=True)
         for ref in [ref for ref in self._open if ref() is None]:
             del self._open[ref]
@@ -191,19 +196,23 @@ class Backward:
     def recover(self) -> None:
         """After an exception in backward: drop its gradients, free everything.
 
-        Also of reductions under way: the user has called ``zero_grad`` by now, and they would come after it.
+        Also of reductions under way: the user has called ``zero_grad`` by now, and they would come after it. And those that
+        earlier backwards hold, as this one has added to some of them.
         """
+        died = bool(self._tasks)
         self._tasks.clear()
         self._ready.clear()
         self._keep = False
         self._reducing.clear()
         for unit in {*self._touched, *self._open_units()}:
+            if unit.handle.holds_gradients and not died:
+                continue
             unit.handle.discard_gradients()
             unit.task = None
             unit.counted_tasks.clear()
             unit.pending = 0
             unit.reduce_wanted = False
-        self._open.clear()
+            self._open.pop(unit.ref, None)
         self._release_touched()
 
     @property

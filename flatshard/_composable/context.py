@@ -69,6 +69,10 @@ class Context:
         """No forward is under way."""
         return not self._forwards
 
+    def is_outermost(self, unit: Unit) -> bool:
+        """Whether the forward of ``unit`` that is under way was called from outside of all others."""
+        return self._forwards[0][0] is unit and len(self._forwards) == 1
+
     @property
     def is_running(self) -> bool:
         """Whether the caller is inside a forward or a backward: an interrupted one does not count."""
@@ -102,7 +106,7 @@ class Context:
             if needed.handle.is_sharded:
                 if self._forwards:
                     needed.handle.check_parameters()
-                needed.handle.unshard()
+                needed.handle.unshard(again=not self._forwards)
                 needed.gathered_in = self.pass_id
                 self._prefetched[needed] = None
 
@@ -124,6 +128,9 @@ class Context:
         for unit, _ in self._forwards:
             for needed in unit.needs:
                 needed.users = needed.holds = 0
+                while needed.full_forwards:
+                    needed.full_forwards -= 1
+                    needed.handle.slots.unregister()
                 needed.handle.slots.register_sharded()
                 needed.handle.reshard()
         self._forwards.clear()

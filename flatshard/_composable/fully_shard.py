@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,9 +17,10 @@ from flatshard._composable.context import Context
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
+from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
-from flatshard._config import BackwardPrefetch, ShardingStrategy, as_enum
-from flatshard._errors import InternalError
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_enum
+from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle, ParamSlots
 from flatshard._runtime import Runtime
 
@@ -29,11 +31,11 @@ def fully_shard(
     module: M,
     *,
     policy: Policy = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-    mixed_precision: Any = None,
-    cpu_offload: Any = None,
+    mixed_precision: MixedPrecision | Any = None,
+    cpu_offload: CPUOffload | Any = None,
     ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
     device_id: int | torch.device | str | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -59,10 +61,12 @@ def fully_shard(
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
             the policies of ``torch.distributed.fsdp.wrap`` too. None: ``module`` is a single unit.
-        process_group: the ranks to shard over. Default: all.
-        device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``.
+        process_group: the ranks to shard over. Default: all. For the hybrid strategies: (ranks to shard over, ranks that
+            replicate this one's shard); default: shard within a node.
+        device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``. For the hybrid strategies: 2-D, (replicate, shard).
         strategy: see :class:`ShardingStrategy`.
-        mixed_precision, cpu_offload: not implemented yet; anything but None raises.
+        mixed_precision: see :class:`MixedPrecision`; FSDP1's and FSDP2's policies too.
+        cpu_offload: see :class:`CPUOffload`; True, FSDP1's and FSDP2's too.
         ignored_states: modules or parameters to leave alone. Their gradients are the caller's affair.
         device_id: move parameters and buffers to this device first, one unit at a time.
         param_init_fn: called with each module that has parameters or buffers of its own on the meta device, whose
@@ -77,15 +81,21 @@ def fully_shard(
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
-        NotImplementedError: ``mixed_precision``, ``cpu_offload``, a hybrid strategy, or a tensor-subclass parameter.
+        NotImplementedError: a tensor-subclass parameter.
         ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
-    config = _unit_config(strategy, backward_prefetch, forward_prefetch)
-    _refuse_what_is_missing(mixed_precision, cpu_offload, limit_all_gathers)
+    config = _unit_config(
+        strategy=strategy,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+        mixed_precision=mixed_precision,
+        cpu_offload=cpu_offload,
+    )
+    _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
-    group = validate.resolve_group(process_group, device_mesh, strategy)
+    group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
     validate.check_tree(module, ignored)
     overrides = choose_units(module, policy, ignored, ignored_params)
@@ -98,17 +108,21 @@ def fully_shard(
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
 
     context = Context.of(Runtime.of(group, device))
+    replicas = Runtime.of(replica_group, device) if replica_group is not None else None
+    is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
     was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
     with _changing(module):
         for unit, initialised in zip(planned, was_meta, strict=True):  # so that at most one is whole on the device
-            overwritten = sync_module_states and context.runtime.rank != 0
+            overwritten = sync_module_states and not is_rank0
             materialize.materialize(unit, names, device, param_init_fn, ignored_params, overwritten)
             materialize.move(unit, device, ignored_params)
             if sync_module_states or initialised:
                 materialize.broadcast(unit, context.runtime, ignored_params)
-            made[unit.module] = _make_unit(unit, context, configs.get(unit.module, config))
+                if replicas is not None:
+                    materialize.broadcast(unit, replicas, ignored_params)
+            made[unit.module] = _make_unit(unit, context, replicas, configs.get(unit.module, config))
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
@@ -129,20 +143,27 @@ def _changing(module: nn.Module) -> Iterator[None]:
 
 
 def _unit_config(
-    strategy: ShardingStrategy, backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool
+    *,
+    strategy: Any,
+    backward_prefetch: Any,
+    forward_prefetch: Any,
+    mixed_precision: Any,
+    cpu_offload: Any,
 ) -> UnitConfig:
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
     if not isinstance(forward_prefetch, bool):
         raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
-    return UnitConfig(strategy, backward_prefetch, forward_prefetch)
+    return UnitConfig(
+        as_enum(ShardingStrategy, strategy, "strategy"),
+        backward_prefetch,
+        forward_prefetch,
+        MixedPrecision.of(mixed_precision),
+        CPUOffload.of(cpu_offload),
+    )
 
 
-def _refuse_what_is_missing(mixed_precision: Any, cpu_offload: Any, limit_all_gathers: bool) -> None:
-    if mixed_precision is not None:
-        raise NotImplementedError("fully_shard(mixed_precision=...) is not implemented yet")
-    if cpu_offload is not None:
-        raise NotImplementedError("fully_shard(cpu_offload=...) is not implemented yet")
+def _refuse_what_has_no_meaning(limit_all_gathers: bool) -> None:
     if limit_all_gathers is not True:
         raise ValueError(
             "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and memory is bounded "
@@ -150,30 +171,24 @@ def _refuse_what_is_missing(mixed_precision: Any, cpu_offload: Any, limit_all_ga
         )
 
 
-_OVERRIDES = {"strategy", "sharding_strategy", "backward_prefetch", "forward_prefetch"}
-
-
 def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> UnitConfig:
     """``config`` with what a CustomPolicy said for one module."""
-    for key in given:
-        if key in ("mixed_precision", "cpu_offload"):
-            _refuse_what_is_missing(given.get("mixed_precision"), given.get("cpu_offload"), True)
-        elif key not in _OVERRIDES:
-            raise ValueError(
-                f"the policy overrides {key!r} for a {type(module).__name__}; it can override {sorted(_OVERRIDES)}"
-            )
-    strategy = as_enum(
-        ShardingStrategy,
-        given.get("strategy", given.get("sharding_strategy", config.strategy)),
-        "the policy's strategy",
-    )
-    if strategy.is_hybrid:
-        raise NotImplementedError(f"the policy chose {strategy} for a {type(module).__name__}: not implemented yet")
-    return _unit_config(
-        strategy,
-        given.get("backward_prefetch", config.backward_prefetch),
-        given.get("forward_prefetch", config.forward_prefetch),
-    )
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    given = {("strategy" if key == "sharding_strategy" else key): value for key, value in given.items()}
+    if unknown := [key for key in given if key not in fields]:
+        raise ValueError(
+            f"the policy overrides {name_list(unknown)} for a {type(module).__name__}; it can override {sorted(fields)}"
+        )
+    try:
+        result = _unit_config(**(fields | given))
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"the policy's {e} (for a {type(module).__name__})") from None
+    if result.strategy.is_hybrid != config.strategy.is_hybrid:
+        raise ValueError(
+            f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: hybrid and "
+            "other strategies take different process groups, so shard it by a call of its own"
+        )
+    return result
 
 
 def _as_device(device_id: int | torch.device | str | None) -> torch.device | None:
@@ -188,10 +203,18 @@ def _as_device(device_id: int | torch.device | str | None) -> torch.device | Non
     return device
 
 
-def _make_unit(planned: PlannedUnit, context: Context, config: UnitConfig) -> Unit:
-    params = [ParamSlots(o.fqn, o.param, tuple(o.slots)) for o in planned.owned]
-    shard = config.strategy is not ShardingStrategy.NO_SHARD
-    handle = FlatParamHandle(planned.fqn, params, context.runtime, shard)
+def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None, config: UnitConfig) -> Unit:
+    policy, offload = config.mixed_precision, config.cpu_offload
+    params = []
+    for owned in planned.owned:
+        modules = [m for m, _ in owned.slots]
+        options = flat_options(owned.param, modules, policy, offload.offload_params, offload.pin_memory)
+        params.append(ParamSlots(owned.fqn, owned.param, tuple(owned.slots), options))
+    cast_buffers(planned.modules, policy)
+    warn_about_low_precision_masters(owned.param for owned in planned.owned)
+    if config.strategy is ShardingStrategy.NO_SHARD:
+        replicas = context.runtime
+    handle = FlatParamHandle(planned.fqn, params, context.runtime, replicas)
     unit = Unit(planned.module, planned.fqn, handle, context, config)
     set_unit(planned.module, unit)
     return unit

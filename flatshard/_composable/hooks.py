@@ -29,7 +29,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import current_graph_task
 from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
+from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
 from flatshard._config import BackwardPrefetch
 
@@ -55,6 +56,12 @@ class UnitHooks:
         hooks = cls(unit, modules)
         unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
+        if unit.config.mixed_precision.param_dtype is not None:
+            for module in modules:
+                if unit.config.mixed_precision.ignores(module):
+                    full = FullPrecisionModule()
+                    module.register_forward_pre_hook(full.before, with_kwargs=True)
+                    module.register_forward_hook(full.after, with_kwargs=True, always_call=True)
 
     def _install_gradient_hooks(self) -> None:
         for group, buffers in enumerate(self.unit.handle.buffers):
@@ -88,26 +95,64 @@ class UnitHooks:
             needed.users += 1
             needed.holds += 1
         grad = torch.is_grad_enabled()
-        if grad and (unit.shows_gradients or unit.shows_copies):
-            inside, why = (
-                ("offload_to_cpu", "its gradients would be those of copies")
-                if unit.shows_copies
-                else ("with_grads", "its new gradients would mix with those shown")
-            )
-            raise RuntimeError(
-                f"unit {unit.fqn or '<root>'!r} runs forward with gradients inside summon_full_params({inside}=True): {why}. "
-                "Run it outside, or under torch.no_grad()"
-            )
-        for needed in unit.needs:
-            self._gather(needed, grad, in_backward)
+        if grad and (unit.shows_gradients or unit.copies):
+            self._refuse_gradients()
+        full = unit.casts and not grad and self._enter_full_precision()
+        if not full:
+            for needed in unit.needs:
+                if not needed.copies:
+                    self._gather(needed, grad, in_backward)
         if not in_backward:
-            if (following := context.next_forward(unit)) is not None and unit.config.forward_prefetch:
+            if (following := context.next_forward(unit)) is not None and unit.config.forward_prefetch and not full:
                 context.prefetch(following)
             if grad:
                 self.watch.before_forward(nn.Module.register_forward_hook)
+        cast = unit.casts and not unit.full_forwards and not unit.copies and self._cast_inputs(args, kwargs)
+        if cast:
+            args, kwargs = cast
         if grad and not unit.is_done_with_gradients and not unit.handle.is_alias:
-            return self._watch_inputs(args, kwargs)
-        return None
+            return self._watch_inputs(args, kwargs) or cast or None
+        return cast or None
+
+    def _refuse_gradients(self) -> NoReturn:
+        unit = self.unit
+        if not unit.copies:
+            inside, why = "with_grads=True", "its new gradients would mix with those shown"
+        elif unit.handle.is_mixed_precision:
+            inside, why = "...", "the parameters shown are full-precision copies, and would take its gradients"
+        else:
+            inside, why = "offload_to_cpu=True", "its gradients would be those of copies"
+        raise RuntimeError(
+            f"unit {unit.fqn or '<root>'!r} runs forward with gradients inside summon_full_params({inside}): {why}. Run it "
+            "outside, or under torch.no_grad()"
+        )
+
+    def _enter_full_precision(self) -> bool:
+        """Show the parameters in their own dtype, if this forward wants them so."""
+        unit = self.unit
+        wanted = unit.config.mixed_precision.full_precision_in_eval and not unit.module.training
+        if not wanted and not unit.full_forwards:  # a forward around this one may show them so already
+            return False
+        for needed in unit.needs:
+            unit.context.used(needed)
+            if not needed.copies:
+                if needed.users == 1:
+                    needed.handle.reshard()
+                    needed.handle.check_parameters()
+                needed.handle.slots.register(needed.handle.copy_full_precision())
+                needed.full_forwards += 1
+        return True
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        policy = self.unit.config.mixed_precision
+        outermost = self.unit.context.is_outermost(self.unit)
+        if policy.param_dtype is None or not (
+            policy.cast_root_forward_inputs if outermost else policy.cast_forward_inputs
+        ):
+            return None
+        return cast_floats(args, policy.param_dtype), cast_floats(kwargs, policy.param_dtype)
 
     @staticmethod
     def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
@@ -124,22 +169,25 @@ class UnitHooks:
         if handle.is_sharded:
             if unit.holds == 1 and not in_backward:
                 handle.check_parameters()
-            handle.unshard()
+            handle.unshard(in_backward)
         unit.gathered_in = context.pass_id
         if unit.users == 1:
             unit.gathered_version = handle.version()
         handle.wait()
         handle.slots.register_unsharded()
 
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Also called, with ``output`` None, when the forward raised."""
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Also called, with ``output`` None, when the forward raised. Returns an output to use instead, or None."""
         unit = self.unit
         context = unit.context
         if not context.exit_forward(unit):
-            return
+            return None
         in_backward = current_graph_task() != -1
         comes_back = leaks = False
+        cast = None
         try:
+            if unit.casts and output is not None and (dtype := unit.config.mixed_precision.output_dtype) is not None:
+                output = cast = cast_floats(output, dtype)
             if torch.is_grad_enabled():
                 # A list or dict among the inputs may have taken tensors out, too.
                 filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
@@ -150,6 +198,9 @@ class UnitHooks:
             for needed in unit.needs:
                 needed.users -= 1
                 needed.holds -= 1
+                if needed.full_forwards:
+                    needed.full_forwards -= 1
+                    needed.handle.slots.unregister()
                 if needed.users == 0:
                     needed.handle.write_back_if_changed()
                     if needed.task is None:  # else backward is at the unit, and this was a recomputation
@@ -157,8 +208,11 @@ class UnitHooks:
                 stays = comes_back and (outermost or not needed.config.reshard_after_forward)
                 if needed.holds == 0 and not (stays or leaks or in_backward):
                     needed.handle.reshard()
+                    if not comes_back:
+                        needed.handle.forget_cast()
             if outermost and not in_backward:
                 context.end_pass()
+        return cast
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
@@ -234,7 +288,7 @@ class UnitHooks:
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
-            needed.handle.unshard()
+            needed.handle.unshard(again=True)
             needed.handle.wait()
             needed.handle.slots.register_unsharded()
         if step.version != unit.handle.version():

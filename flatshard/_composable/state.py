@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from flatshard._composable.exec_order import ForwardOrder
-from flatshard._config import BackwardPrefetch, ShardingStrategy
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
 
 if TYPE_CHECKING:
@@ -26,10 +26,12 @@ class UnitConfig:
     strategy: ShardingStrategy
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
 
     @property
     def reshard_after_forward(self) -> bool:
-        return self.strategy is ShardingStrategy.FULL_SHARD
+        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 class Step:
@@ -69,6 +71,10 @@ class Unit:
         # them are unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
         self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
+        self.requires_gradient_sync = True  # False: `no_sync`
+        policy = config.mixed_precision
+        # Whether forward has anything to cast, as most have not.
+        self.casts = policy.param_dtype is not None or policy.output_dtype is not None
         self._reset()
         self._own_parameters()
 
@@ -84,7 +90,9 @@ class Unit:
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
         self.gathered_version = -1  # `handle.version()` then
         self.shows_gradients = False  # `summon_full_params(with_grads=True)` is under way
-        self.shows_copies = 0  # `summon_full_params(offload_to_cpu=True)` under way; they nest
+        # What `summon_full_params` shows in place of the unsharded parameters, by id of the user's; they nest.
+        self.copies: list[dict[int, nn.Parameter]] = []
+        self.full_forwards = 0  # forwards under way in full precision (`full_precision_in_eval`)
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
@@ -111,6 +119,12 @@ class Unit:
         """Name the unit and its parameters as seen from a module further out."""
         self.handle.rename(self.fqn, fqn)
         self.fqn = fqn
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is the first of all ranks that the unit is on."""
+        replicas = self.handle.replicas
+        return self.context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
 
     @property
     def is_done_with_gradients(self) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.partition import PlannedUnit, walk
 from flatshard._composable.state import owner_of, unit_of
-from flatshard._config import ShardingStrategy
+from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 
 # Classes of torch that manage the parameters below them, by name: importing FSDP costs time. "DDP" is what `replicate`
@@ -47,12 +48,10 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
-def resolve_group(
-    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
-) -> dist.ProcessGroup:
-    """The one process group to shard over."""
-    if strategy.is_hybrid:
-        raise NotImplementedError(f"strategy={strategy}: hybrid sharding is not implemented yet; use FULL_SHARD")
+def resolve_groups(
+    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The process group to shard over, and for hybrid strategies the group of this rank's replicas."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs a process group: call torch.distributed.init_process_group(...) first (under torchrun, "
@@ -60,26 +59,86 @@ def resolve_group(
         )
     if process_group is not None and device_mesh is not None:
         raise ValueError("fully_shard: pass process_group or device_mesh, not both")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}")
+    if device_mesh is not None and device_mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
+    if strategy.is_hybrid:
+        return _hybrid_groups(process_group, device_mesh, strategy)
     if device_mesh is not None:
-        if not isinstance(device_mesh, DeviceMesh):
-            raise TypeError(f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass the one to shard over, "
-                "such as mesh['dp']"
+                "such as mesh['dp'], or strategy=ShardingStrategy.HYBRID_SHARD to replicate over the first of two"
             )
-        if device_mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
-        return device_mesh.get_group()
+        return device_mesh.get_group(), None
     if process_group is None:
-        return dist.distributed_c10d._get_default_group()
-    if not isinstance(process_group, dist.ProcessGroup):
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
-        raise TypeError(f"process_group must be a ProcessGroup, got a {type(process_group).__name__}")
-    if dist.get_rank(process_group) < 0:
+        return dist.distributed_c10d._get_default_group(), None
+    if isinstance(process_group, tuple):
+        raise ValueError(
+            f"process_group is a tuple, which hybrid strategies take, but strategy is {strategy}: pass the group to shard "
+            "over, or strategy=ShardingStrategy.HYBRID_SHARD"
+        )
+    return _checked_group(process_group), None
+
+
+def _hybrid_groups(
+    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(group to shard over, group of replicas): never one of them alone, as that would be another strategy."""
+    wanted = f"strategy={strategy} shards over one group and replicates over another"
+    if process_group is not None:
+        if not isinstance(process_group, tuple) or len(process_group) != 2:
+            raise ValueError(
+                f"{wanted}: pass process_group=(group to shard over, group of replicas), a 2-D device_mesh, or neither for "
+                "one shard group a node"
+            )
+        shard, replicas = map(_checked_group, process_group)
+    else:
+        if device_mesh is None:
+            device_mesh = _node_mesh()
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"{wanted}: device_mesh needs 2 dimensions, (replicate, shard), and has {device_mesh.ndim}: "
+                f"{device_mesh.mesh_dim_names}"
+            )
+        replicas, shard = device_mesh.get_group(0), device_mesh.get_group(1)
+    common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicas))
+    if common != {dist.get_rank()}:
+        raise ValueError(
+            f"{wanted}: the two groups must have only this rank in common, and share ranks {sorted(common)}"
+        )
+    return shard, replicas
+
+
+_node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
+
+
+def _node_mesh() -> DeviceMesh:
+    """One row of ranks for each node. Made once for each default group: making groups communicates."""
+    world = dist.distributed_c10d._get_default_group()
+    found = _node_meshes.get(id(world))
+    if found is not None and found[0]() is world:
+        return found[1]
+    local = local_world_size()
+    if local is None or dist.get_world_size() % local:
+        raise ValueError(
+            f"a hybrid strategy without device_mesh shards within a node, but LOCAL_WORLD_SIZE={local} does not divide the "
+            f"{dist.get_world_size()} ranks: launch with torchrun, or pass a 2-D device_mesh"
+        )
+    mesh = init_device_mesh(default_device().type, (dist.get_world_size() // local, local))
+    _node_meshes[id(world)] = weakref.ref(world), mesh
+    return mesh
+
+
+def _checked_group(group: Any) -> dist.ProcessGroup:
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a ProcessGroup, got a {type(group).__name__}")
+    if outside or dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
-    return process_group
+    checked: dist.ProcessGroup = group
+    return checked
 
 
 def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tuple[set[nn.Module], set[nn.Parameter]]:

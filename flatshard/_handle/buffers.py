@@ -1,23 +1,21 @@
-"""The memory of one flat parameter's values: the local shard and the unsharded buffer. The only file that resizes a
-storage.
+"""One flat parameter: the local shard with the user's parameters on it, and what is gathered from it.
 
 [Note: The tensors of a unit]
-- ``shard``: this rank's part. 1-D, ``shard_numel`` elements. Lives as long as the unit.
+- ``shard``: this rank's part. 1-D, ``shard_numel`` elements in the master dtype. Lives as long as the unit.
 - ``params``: the user's own parameters, whose ``.data`` are slices of ``shard``.
-- ``unsharded``: all of it. 1-D, ``padded_numel`` elements. One permanent tensor whose *storage* is resized between zero
-  and full. It is the all-gather's output, and the parameters' memory at once: no copy-in, no copy-out.
-- ``computes``: one permanent leaf per parameter, in its original shape and stride, aliasing its range of ``unsharded``.
-  Autograd sees these.
+- ``unsharded``: all of it, gathered: see ``UnshardedBuffer``.
 
-With a single shard (``NO_SHARD``, world size 1) ``unsharded`` *is* ``shard``, and nothing is ever gathered or copied.
+With a single shard (``NO_SHARD``, world size 1) and a single dtype the unsharded buffer *is* ``shard``, and nothing is ever
+gathered or copied.
 
-[Note: .data does not share a version counter]
-``compute.data = view`` aliases memory without sharing the buffer's version counter, while ``nn.Parameter(view)`` would
-share it. So refilling the buffer for backward is invisible to autograd's check for in-place changes, as it must be; and
-the storage (not another one: autograd may have saved a view such as ``weight.t()``) is refilled with the same values.
+[Note: The cast is the copy]
+With mixed precision the unsharded buffer has the compute dtype. Putting the shard into its place there, which is a copy in
+any case, casts it; the all-gather runs in place and moves the smaller elements. ``keep_cast`` keeps the cast shard from
+the forward's gather to the backward's, which then copies instead of casting: worth its memory where the shard is on another
+device (CPU offload), as it travels once.
 
 [Note: Stepping between forward and backward]
-That check is then ours to make: see ``version``.
+Autograd's check for in-place changes doesn't see the shards' (see ``UnshardedBuffer``), so it is ours to make: ``version``.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import copy
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -34,10 +32,8 @@ from torch import nn
 from flatshard._errors import name_list
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
-
-# What every gloo and NCCL build can send as it is. Anything else travels as bytes.
-_WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
-
+from flatshard._handle.unsharded import UnshardedBuffer
+from flatshard._runtime import Done, Pending, Runtime
 
 # Read of every parameter in every step: the loops are left to C.
 _version = operator.attrgetter("_version")
@@ -45,22 +41,46 @@ _requires_grad = operator.attrgetter("requires_grad")
 _dtype = operator.attrgetter("dtype")
 
 
+@dataclass(frozen=True, slots=True)
+class FlatOptions:
+    """What a user chose for one flat parameter. None: the dtype of the parameters (of ``compute_dtype`` for gradients)."""
+
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None  # of the gradients' reduction
+    keep_low_precision_grads: bool = False  # ``.grad`` keeps the reduction's dtype
+    keep_cast: bool = False  # [Note: The cast is the copy]
+    offload: bool = False  # the shard and its gradient live on CPU
+    pin_memory: bool = True  # in page-locked memory
+
+
 class FlatBuffers:
     """The values of one flat parameter: parameters of one dtype and device, all trainable or all frozen at first."""
 
-    def __init__(self, layout: FlatLayout, originals: Sequence[nn.Parameter], rank: int) -> None:
-        """Shard ``originals`` in place: afterwards each holds its part of the new local shard, on the same device."""
+    def __init__(
+        self,
+        layout: FlatLayout,
+        originals: Sequence[nn.Parameter],
+        rank: int,
+        options: FlatOptions,
+    ) -> None:
+        """Shard ``originals`` in place: afterwards each holds its part of the new local shard."""
         self.layout = layout
-        self.is_alias = layout.world_size == 1  # the shard is the whole: nothing to gather, nothing to free
         self.rank = rank
-        self.dtype = originals[0].dtype
-        self.device = originals[0].device
+        self.options = options
+        self.dtype = originals[0].dtype  # of the shard
+        self.device = torch.device("cpu") if options.offload else originals[0].device  # of the shard
+        self._compute_device = originals[0].device
+        self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
+        self.is_whole = layout.world_size == 1  # nothing to gather
+        self.is_alias = self._can_alias()  # nothing to copy or free either
         self.slices = layout.shard_slices(rank)
-        self.shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=self.device)
+        pinned = options.pin_memory and self.device != self._compute_device
+        self.shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=pinned)
         self._fill_shard(originals)
-        self.computes = tuple(self._make_compute(p) for p in originals)
+        self.unsharded = UnshardedBuffer(layout, rank, originals)
+        self.computes = self.unsharded.computes
         self.params = tuple(originals)
-        self._allocate_views()
+        self._place()
         for index, param in enumerate(originals):
             self._adopt(index, param)
         self._note_addresses()
@@ -68,6 +88,14 @@ class FlatBuffers:
         self.requires_grad = [p.requires_grad for p in self.params]
         self.epoch = 0  # grows when the compute parameters change in a way that autograd's nodes depend on
         self._compute_version = 0
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameters."""
+        return self.options.compute_dtype or self.dtype
+
+    def _can_alias(self) -> bool:
+        return self.is_whole and self.compute_dtype is self.dtype and self._compute_device == self.device
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -77,32 +105,13 @@ class FlatBuffers:
                 whole = in_memory_order(param.detach(), info.stride)
                 self.shard[part.start : part.stop].copy_(whole[part.offset : part.offset + part.numel])
 
-    @staticmethod
-    def _make_compute(param: nn.Parameter) -> nn.Parameter:
-        compute = nn.Parameter(torch.empty(0, dtype=param.dtype, device=param.device), param.requires_grad)
-        compute.__dict__ = param.__dict__  # attributes set on the user's parameter are seen on both, now and later
-        return compute
-
-    def _allocate_views(self) -> None:
-        """Build every permanent view once; then free the unsharded buffer's storage."""
-        self.unsharded = (
-            self.shard if self.is_alias else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        )
-        for info, compute in zip(self.layout.params, self.computes, strict=True):
-            compute.data = self.unsharded.as_strided(info.shape, info.stride, info.start)
-        self._own = self.unsharded[self.rank * self.layout.shard_numel :][: self.layout.shard_numel]
-        as_wire = self.dtype not in _WIRE_DTYPES
-        self.unsharded_wire = self.unsharded.view(torch.uint8) if as_wire else self.unsharded
-        self.shard_wire = self.shard.view(torch.uint8) if as_wire else self.shard
-        self._storage = self.unsharded.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        if not self.is_alias:
-            self._storage.resize_(0)
+    def _place(self) -> None:
+        self.unsharded.place(self.compute_dtype, self._compute_device, self.shard if self.is_alias else None)
 
     def _part_view(self, index: int) -> torch.Tensor:
         """Parameter ``index``'s part of the local shard, in the shape that the user's parameter has."""
         info, part = self.layout.params[index], self.slices[index]
-        if self.is_alias:
+        if self.is_whole:
             return self.shard.as_strided(info.shape, info.stride, info.start)
         return self.shard[part.start : part.stop]
 
@@ -113,7 +122,7 @@ class FlatBuffers:
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             whole = in_memory_order(grad.detach(), info.stride)
             mine = whole[part.offset : part.offset + part.numel].clone()
-            param.grad = mine.as_strided(info.shape, info.stride) if self.is_alias else mine
+            param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
         ShardedParameter.adopt(
             param,
             ShardInfo(info.fqn, info.shape, info.stride, part.offset, part.offset + part.numel, self.layout.world_size),
@@ -123,9 +132,11 @@ class FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""
         result = copy.copy(self)
         result.shard = self.shard.clone()
-        result.computes = tuple(self._make_compute(p) for p in params)
+        result.unsharded = UnshardedBuffer(self.layout, self.rank, params)
+        result.computes = result.unsharded.computes
         result.params = tuple(params)
-        result._allocate_views()
+        result._cast = None
+        result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
         result._note_addresses()
@@ -220,34 +231,59 @@ class FlatBuffers:
         self.epoch += 1
         values = [p.data for p in self.params]
         self.dtype, self.device = dtype, device
+        if not self.options.offload:
+            self._compute_device = device
         self.shard = self.shard.to(device=device, dtype=dtype)
-        for compute in self.computes:
-            compute.data = torch.empty(0, dtype=dtype, device=device)
-        self._allocate_views()
+        self._cast = None
+        self.is_alias = self._can_alias()
+        self._place()
         for i, param in enumerate(self.params):
             self._part_view(i).copy_(values[i])
             param.data = self._part_view(i)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def allocate(self) -> None:
-        """Give the unsharded buffer storage, and put this rank's shard in its place there."""
-        self._storage.resize_(self._nbytes)
-        self._own.copy_(self.shard)
+    def gather(self, runtime: Runtime, again: bool) -> Pending:
+        """Fill the unsharded buffer from every rank's shard. ``again``: with the values of the last time."""
+        shard = self.shard
+        if self.options.keep_cast:
+            if self._cast is None or not again:
+                self._cast = shard.to(self.unsharded.flat, non_blocking=True)
+            shard = self._cast
+        return self._gather_into(self.unsharded, shard, runtime)
 
-    def free(self) -> None:
-        """Take the unsharded buffer's storage away. Views stay valid and empty until the next ``allocate``."""
-        if not self.is_alias:
-            self._storage.resize_(0)
+    def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:
+        target.allocate(shard)
+        if self.is_whole:
+            return runtime.issued(Done())
+        try:
+            return runtime.all_gather(target.wire, target.own_wire)
+        except BaseException:
+            target.free()
+            raise
 
-    def contains(self, address: int) -> bool:
-        """Whether ``address`` is in the unsharded buffer."""
-        return 0 <= address - self._storage.data_ptr() < self._storage.nbytes()
+    def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
+        """The unsharded values in the parameters' own dtype, in memory of their own."""
+        full = UnshardedBuffer(self.layout, self.rank, self.params)
+        full.place(self.dtype, self._compute_device, None)
+        self._gather_into(full, self.shard, runtime).wait()
+        return full
+
+    def forget_cast(self) -> None:
+        """The values are not needed again before they may change."""
+        self._cast = None
 
     def write_back(self) -> None:
-        """Copy this rank's part of the unsharded buffer into the shard."""
-        if not self.is_alias:
-            self.shard.copy_(self._own)
+        """Copy this rank's part of the unsharded buffer into the shard, where it is not just the shard's rounded value."""
+        if self.is_alias:
+            return
+        own = self.unsharded.own
+        if self.compute_dtype is self.dtype:
+            self.shard.copy_(own)
+        else:
+            cast = self.shard.to(own)
+            changed = (own != cast).to(self.shard.device)
+            self.shard.copy_(torch.where(changed, own.to(self.shard), self.shard))
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard."""
@@ -256,8 +292,7 @@ class FlatBuffers:
     @property
     def resident_nbytes(self) -> int:
         """Bytes of parameter storage held now: the shard, and the unsharded buffer where it has storage of its own."""
-        own = self.shard.untyped_storage().nbytes()
-        return own if self.is_alias else own + self._storage.nbytes()
+        return self.shard.untyped_storage().nbytes() + self.unsharded.nbytes
 
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -9,6 +9,14 @@
 - the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
   each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
 
+With mixed precision a gradient comes in the compute dtype, its slot and the reduction have the reduce dtype (the copy
+into the slot casts), and the gradient shard is cast to the parameters' own dtype, unless asked to be kept as it is.
+
+[Note: Accumulating without communication]
+``hold`` keeps the reduction's input from one backward to the next, which adds to it: in the reduce dtype, not in the
+compute dtype. With a second group of replicas the reduce-scatter's output may be held likewise (``_partial``), so that only
+the last microbatch all-reduces.
+
 [Note: Negative zero marks an unused parameter]
 A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would move
 it otherwise); a parameter that another rank used must get that rank's gradient here too. A rank learns which without
@@ -27,7 +35,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
-from flatshard._runtime import Pending, Runtime
+from flatshard._runtime import Done, Pending, Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
@@ -53,11 +61,15 @@ class Batch:
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: int) -> None:
+    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
         self.buffers = buffers
-        self.replicas = replicas  # ranks that hold the same shard
+        self.replicas = replicas  # the group of ranks that hold the same shard, if there are others
+        self._ranks = buffers.layout.world_size * (replicas.world_size if replicas is not None else 1)
         # Nothing to reduce: hand gradients over as they are ("world size 1 copies nothing").
-        self._local = buffers.is_alias and replicas == 1
+        self._local = self._ranks == 1
+        self.divide_factor: float | None = None  # divides the sum over the ranks; None: their number
+        self.reduces_replicas = True  # False: hold the reduce-scatter's output instead
+        self._partial: torch.Tensor | None = None  # [Note: Accumulating without communication]
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
         self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
@@ -66,20 +78,24 @@ class FlatGradients:
         self._output: torch.Tensor | None = None
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
         self._allocate_views()
+        if buffers.options.keep_low_precision_grads:
+            for param in buffers.params:
+                param.grad_dtype = self.dtype
 
     def _allocate_views(self) -> None:
         """Build the permanent reduction input and its views (none where a fresh one is needed for each backward)."""
         buffers, layout = self.buffers, self.buffers.layout
-        self._made_for = (buffers.dtype, buffers.device)
+        device = buffers.unsharded.flat.device
+        self._made_for = (buffers.dtype, device)
         trainable = buffers.dtype.is_floating_point or buffers.dtype.is_complex
-        self._input = torch.empty(0, dtype=buffers.dtype, device=buffers.device)
-        if trainable and not buffers.is_alias:
-            self._input = torch.empty(layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
+        self._input = self._no_input = torch.empty(0, dtype=self.reduce_dtype, device=device)
+        if trainable and not buffers.is_whole:
+            self._input = torch.empty(layout.padded_numel, dtype=self.reduce_dtype, device=device)
             self._slots, self._gaps = self._views_of(self._input)
             self._input.untyped_storage().resize_(0)
-        self._nbytes = layout.padded_numel * buffers.dtype.itemsize
+        self._nbytes = layout.padded_numel * self.reduce_dtype.itemsize
         # How to cut a gradient shard into the parameters' parts: sizes with the padding between, and where each is.
-        self._empty = torch.empty(0, dtype=buffers.dtype, device=buffers.device)
+        self._empty = torch.empty(0, dtype=self.dtype, device=buffers.device)
         self._sizes: list[int] = []
         self._piece_of: list[int] = []
         end = 0
@@ -93,6 +109,16 @@ class FlatGradients:
         if layout.shard_numel > end:
             self._sizes.append(layout.shard_numel - end)
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the reduction's input and output."""
+        return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the user's ``.grad``."""
+        return self.reduce_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
+
     def _views_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         layout = self.buffers.layout
         slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
@@ -102,6 +128,8 @@ class FlatGradients:
         """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
         if self.flat_param is None:
             self.flat_param = nn.Parameter(self.buffers.shard)
+            if self.buffers.options.keep_low_precision_grads:
+                self.flat_param.grad_dtype = self.dtype
             for param in self.buffers.params:
                 param.grad = None
         return self.flat_param
@@ -139,6 +167,9 @@ class FlatGradients:
             return
         compute.grad = None
         self._check(index, grad)
+        self._put(index, grad)
+
+    def _put(self, index: int, grad: torch.Tensor) -> None:
         if self._filled[index]:
             self._slots[index].add_(grad)
             return
@@ -161,6 +192,10 @@ class FlatGradients:
 
     def _hand_over(self, index: int, grad: torch.Tensor) -> None:
         self.any_filled = True
+        if grad.dtype is not self.dtype or grad.device != self.buffers.device:
+            grad = grad.to(self.buffers.device, self.dtype)
+        if self.divide_factor is not None:
+            grad = grad / self.divide_factor
         param = self.buffers.params[index]
         if not param.requires_grad:  # frozen since forward
             return
@@ -184,20 +219,26 @@ class FlatGradients:
         if True in map(_requires_grad, grads) or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
             for index, grad in zip(here, grads, strict=True):
                 self._check(index, grad)
-        if grads:
+        if True in self._filled:  # held from an earlier backward
+            self._add_batch(here, grads)
+        elif grads:
             torch._foreach_copy_(slots, grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
             for index in here:
                 self._filled[index] = True
 
+    def _add_batch(self, here: list[int], grads: list[torch.Tensor]) -> None:
+        for index, grad in zip(here, grads, strict=True):
+            self._put(index, grad)
+
     def _begin(self) -> None:
         buffers = self.buffers
-        if self._made_for != (buffers.dtype, buffers.device):
+        if self._made_for != (buffers.dtype, buffers.unsharded.flat.device):
             self._allocate_views()
             if self.flat_param is not None:
                 self.flat_param.data = buffers.shard
-        if buffers.is_alias:  # all-reduced in place, it becomes the gradients themselves: a new one each time
-            self._input = torch.empty(buffers.layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
+        if buffers.is_whole:  # all-reduced in place, it becomes the gradients themselves: a new one each time
+            self._input = torch.empty(buffers.layout.padded_numel, dtype=self._input.dtype, device=self._input.device)
             self._slots, self._gaps = self._views_of(self._input)
         else:
             self._input.untyped_storage().resize_(self._nbytes)
@@ -205,6 +246,11 @@ class FlatGradients:
         self._batching = self._nbytes < _SMALL
         if self._gaps:
             torch._foreach_zero_(self._gaps)
+
+    def hold(self) -> None:
+        """A backward is over, and another will add to its gradients before they are reduced."""
+        if self._batching:
+            self._place_batch()
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -221,21 +267,43 @@ class FlatGradients:
             for slot, filled in zip(self._slots, self._filled, strict=True):
                 if not filled:
                     slot.fill_(unused)
-        if self.buffers.is_alias:
+        if self.buffers.is_whole:
             self._output = self._input
-            self._pending = runtime.all_reduce(self._output) if self.replicas > 1 else None
-        else:
-            self._output = torch.empty_like(self.buffers.shard)
-            self._pending = runtime.reduce_scatter(self._output, self._input)
+            self._pending = self._reduce_replicas(runtime)
+            return
+        self._output = torch.empty(self.buffers.layout.shard_numel, dtype=self.reduce_dtype, device=self._input.device)
+        self._pending = runtime.reduce_scatter(self._output, self._input)
+        if self.replicas is not None:
+            self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
+
+    def _reduce_replicas(self, runtime: Runtime) -> Pending:
+        """Average the output over the replicas, or hold it for the next backward to add to."""
+        output = self._output
+        assert output is not None
+        if self._partial is not None:
+            output.add_(self._partial)
+            self._partial = None
+        if self.replicas is None:
+            return runtime.issued(Done())
+        if self.reduces_replicas:
+            return self.replicas.all_reduce(output)
+        self._partial, self._output = output, None
+        return runtime.issued(Done())
 
     def finish(self, assign: bool = True) -> None:
         """Wait for the reduction, free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
         if self._pending is not None:
             self._pending.wait()
         output, filled = (self._output if assign else None), self._filled
+        partial = self._partial
         self.discard()
         if output is None:
+            self._partial = partial if assign else None
             return
+        if self.divide_factor is not None:
+            output.mul_(self._ranks / self.divide_factor)
+        if output.dtype is not self.dtype or self.buffers.options.offload:
+            output = output.to(self.buffers.device, self.dtype)
         if self.flat_param is not None:
             if self.flat_param.grad is None:
                 self.flat_param.grad = output
@@ -246,7 +314,7 @@ class FlatGradients:
 
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
-        self._pending = self._output = None
+        self._pending = self._output = self._partial = None
         if self._batching:
             self._batching = False
             self.batch.task = -1
@@ -254,8 +322,8 @@ class FlatGradients:
                 compute.grad = None
         self._filled = [False] * len(self._filled)
         self.any_filled = False
-        if self.buffers.is_alias:
-            self._input = self._empty
+        if self.buffers.is_whole:
+            self._input = self._no_input
             self._slots, self._gaps = [], []
         else:
             self._input.untyped_storage().resize_(0)
@@ -290,8 +358,9 @@ class FlatGradients:
     def gather(self, runtime: Runtime) -> list[torch.Tensor | None]:
         """Whole gradients in the parameters' shapes; None for a parameter that has none on any rank."""
         buffers, layout = self.buffers, self.buffers.layout
-        whole = torch.zeros(layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
-        present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=buffers.device)
+        device = buffers.unsharded.flat.device
+        whole = torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
+        present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=device)
         shard, here = whole.view(layout.world_size, -1)[buffers.rank], present[buffers.rank]
         if self.flat_param is not None:
             if self.flat_param.grad is not None:
@@ -312,7 +381,7 @@ class FlatGradients:
         """Keep this rank's part of whole gradients: the inverse of ``gather``."""
         buffers = self.buffers
         if self.flat_param is not None and any(g is not None for g in whole) and self.flat_param.grad is None:
-            self.flat_param.grad = torch.zeros_like(buffers.shard)
+            self.flat_param.grad = torch.zeros_like(buffers.shard, dtype=self.dtype)
         flat = None if self.flat_param is None else self.flat_param.grad
         parts = None if flat is None else self._parts(flat)
         for index, (param, grad) in enumerate(zip(buffers.params, whole, strict=True)):
@@ -321,7 +390,7 @@ class FlatGradients:
                 param.grad = None
                 continue
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : part.offset + part.numel]
-            mine = mine.as_strided(info.shape, info.stride) if buffers.is_alias else mine
+            mine = mine.as_strided(info.shape, info.stride) if buffers.is_whole else mine
             if parts is not None:
                 parts[index].copy_(mine)
             elif param.grad is None:
@@ -331,7 +400,7 @@ class FlatGradients:
 
     def _parts(self, output: torch.Tensor) -> list[torch.Tensor]:
         """The gradient shard cut into the parameters' parts, each in the shape of the user's parameter."""
-        if self.buffers.is_alias:
+        if self.buffers.is_whole:
             return [output.as_strided(info.shape, info.stride, info.start) for info in self.buffers.layout.params]
         pieces = output.split_with_sizes(self._sizes)
         return [self._empty if piece < 0 else pieces[piece] for piece in self._piece_of]

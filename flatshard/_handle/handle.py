@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
 from flatshard._errors import InternalError
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.buffers import FlatBuffers, FlatOptions
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
@@ -33,34 +33,39 @@ class ParamSlots:
     fqn: str
     param: nn.Parameter
     slots: tuple[tuple[nn.Module, str], ...]
+    options: FlatOptions
 
 
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
-    def __init__(self, fqn: str, params: Sequence[ParamSlots], runtime: Runtime, shard: bool) -> None:
+    def __init__(
+        self, fqn: str, params: Sequence[ParamSlots], runtime: Runtime, replicas: Runtime | None = None
+    ) -> None:
         """Flatten and shard ``params`` in place.
 
         Args:
             fqn: the unit's FQN, for errors and traces.
             params: what the unit owns, in module order.
-            runtime: the process group's collectives.
-            shard: False keeps every parameter whole on every rank (``NO_SHARD``).
+            runtime: the collectives of the group to shard over.
+            replicas: those of the group of ranks that hold the same shard, if there are others. ``runtime`` itself keeps
+                every parameter whole on every rank (``NO_SHARD``).
         """
         self.fqn = fqn
         self.runtime = runtime
         self.lifetime = Lifetime(fqn)
         self.slots = Slots()
-        world, rank = (runtime.world_size, runtime.rank) if shard else (1, 0)
-        replicas = 1 if shard else runtime.world_size
+        self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        world, rank = (1, 0) if replicas is runtime else (runtime.world_size, runtime.rank)
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
         for group in _group_by_kind(params):
+            options = group[0].options
             sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
-            layout = plan_layout(sizes, group[0].param.dtype.itemsize, world)
-            buffers = FlatBuffers(layout, [p.param for p in group], rank)
+            itemsize = min((options.compute_dtype or group[0].param.dtype).itemsize, group[0].param.dtype.itemsize)
+            buffers = FlatBuffers(plan_layout(sizes, itemsize, world), [p.param for p in group], rank, options)
             self.buffers.append(buffers)
-            self.grads.append(FlatGradients(buffers, replicas))
+            self.grads.append(FlatGradients(buffers, self.replicas))
             for owned, compute in zip(group, buffers.computes, strict=True):
                 for module, name in owned.slots:
                     self.slots.add(module, name, owned.param, compute)
@@ -70,6 +75,7 @@ class FlatParamHandle:
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
     def __repr__(self) -> str:
@@ -101,30 +107,25 @@ class FlatParamHandle:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
-        """Start gathering, unless that was done. ``wait`` before anyone reads the parameters."""
+    def unshard(self, again: bool = False) -> None:
+        """Start gathering, unless that was done. ``wait`` before anyone reads the parameters.
+
+        ``again``: for a backward, which needs the values that its forward had.
+        """
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
-            _trace.event("all-gather", self.fqn)
+            _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
             scope = _trace.labelled("all_gather", self.fqn, self.runtime.gathering())
             if scope is None:
-                self._start_gathers()
+                self._start_gathers(again)
             else:
                 with scope:
-                    self._start_gathers()
+                    self._start_gathers(again)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self) -> None:
-        self._gathers = [self._gather(b) for b in self._gathered]
-
-    def _gather(self, buffers: FlatBuffers) -> Pending:
-        buffers.allocate()
-        try:
-            return self.runtime.all_gather(buffers.unsharded_wire, buffers.shard_wire)
-        except BaseException:
-            buffers.free()
-            raise
+    def _start_gathers(self, again: bool) -> None:
+        self._gathers = [b.gather(self.runtime, again) for b in self._gathered]
 
     def wait(self) -> None:
         """Make the unsharded parameters readable by what the caller does next."""
@@ -146,13 +147,18 @@ class FlatParamHandle:
             _trace.event("reshard", self.fqn)
             self.runtime.before_free()
             for buffers in self._gathered:
-                buffers.free()
+                buffers.unsharded.free()
         self.lifetime.move_params("reshard")
+
+    def forget_cast(self) -> None:
+        """No backward will need the values that a forward had: see ``FlatOptions.keep_cast``."""
+        for buffers in self._gathered:
+            buffers.forget_cast()
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
         address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        return any([b.contains(address) for b in self._gathered])
+        return any([b.unsharded.contains(address) for b in self._gathered])
 
     def check_parameters(self) -> None:
         """Take over whatever the user replaced since the last time, or raise.
@@ -193,28 +199,42 @@ class FlatParamHandle:
 
     # -- whole parameters for the user -------------------------------------------------------------------------------
 
-    def copy_computes(self, device: torch.device | None) -> dict[int, nn.Parameter]:
-        """Copies of the unsharded parameters and of their gradients on ``device``, by ``id`` of the sharded ones."""
+    @property
+    def is_mixed_precision(self) -> bool:
+        """Whether the unsharded parameters differ from the user's in dtype."""
+        return any([b.compute_dtype is not b.dtype for b in self.buffers])
+
+    def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
+        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones, on ``device`` (default: where they are).
+
+        Communicates where there is mixed precision; else the parameters must be unsharded.
+        """
         copies = {}
         for buffers in self.buffers:
-            for param, compute in zip(buffers.params, buffers.computes, strict=True):
-                value = torch.empty_strided(
-                    compute.shape, compute.stride(), dtype=compute.dtype, device=device or compute.device
-                )
-                copied = nn.Parameter(value.copy_(compute.detach()), compute.requires_grad)
-                if compute.grad is not None:
-                    copied.grad = compute.grad.to(value.device, copy=True)
-                copies[id(param)] = copied
+            if buffers.compute_dtype is not buffers.dtype:
+                whole = buffers.gather_full_precision(self.runtime).computes
+            else:
+                whole = tuple([_copy(c, device or c.device) for c in buffers.computes])
+            for param, value in zip(buffers.params, whole, strict=True):
+                value.requires_grad_(param.requires_grad)
+                copies[id(param)] = value if device in (None, value.device) else _copy(value, device)
         return copies
+
+    def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
+        """Give ``copies`` the whole gradients of what is registered now."""
+        for sharded, shown in self.slots.shown():
+            target = copies[id(sharded)]
+            if shown is not None and shown.grad is not None and target.grad is None:
+                target.grad = shown.grad.to(target.device, copy=True)
 
     def copy_unsharded(self) -> list[torch.Tensor]:
         """Copies of the unsharded buffers, for ``restore_unsharded``."""
-        return [b.unsharded.clone() for b in self.buffers]
+        return [b.unsharded.flat.clone() for b in self.buffers]
 
     def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
         """Undo changes of the unsharded parameters."""
         for buffers, values in zip(self.buffers, before, strict=True):
-            buffers.unsharded.copy_(values)
+            buffers.unsharded.flat.copy_(values)
 
     def write_back(self, with_grads: bool) -> None:
         """Keep this rank's part of the unsharded parameters, and of the gradients shown on them."""
@@ -231,12 +251,17 @@ class FlatParamHandle:
             if with_grads:
                 grads.write_back([v.grad for v in values])
 
-    def gather_gradients(self) -> None:
-        """Give the unsharded parameters whole gradients, where there are any. Communicates."""
+    def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
+        """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if True in buffers.requires_grad:
-                for compute, grad in zip(buffers.computes, grads.gather(self.runtime), strict=True):
-                    compute.grad = grad
+                for param, compute, grad in zip(
+                    buffers.params, buffers.computes, grads.gather(self.runtime), strict=True
+                ):
+                    target = compute if copies is None else copies[id(param)]
+                    if grad is not None and grad.dtype is not target.dtype:
+                        target.grad_dtype = grad.dtype  # keep_low_precision_grads
+                    target.grad = None if grad is None else grad.to(target.device)
 
     def drop_full_gradients(self) -> None:
         """Undo ``gather_gradients``."""
@@ -266,7 +291,7 @@ class FlatParamHandle:
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
-        _trace.event("reduce-scatter" if self._gathered else "all-reduce", self.fqn)
+        _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
         scope = _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing())
         if scope is None:
             self._start_reductions()
@@ -278,6 +303,19 @@ class FlatParamHandle:
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if True in buffers.requires_grad:
                 grads.reduce(self.runtime)
+            buffers.forget_cast()
+
+    def hold_gradients(self) -> None:
+        """A backward without reduction is over: keep its gradients for the next one to add to."""
+        if self.lifetime.grads is GradState.FILLING:
+            for grads in self.grads:
+                grads.hold()
+            self.lifetime.move_grads("hold")
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced."""
+        return self.lifetime.grads is GradState.HELD
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
@@ -292,9 +330,9 @@ class FlatParamHandle:
     def discard_gradients(self) -> None:
         """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
         self.finish_reduce(assign=False)
-        if self.lifetime.grads is GradState.FILLING:
-            for grads in self.grads:
-                grads.discard()
+        for grads in self.grads:
+            grads.discard()
+        if self.lifetime.grads is not GradState.NONE:
             self.lifetime.move_grads("discard")
 
     # -- copies ------------------------------------------------------------------------------------------------------
@@ -326,9 +364,14 @@ class FlatParamHandle:
         return result
 
 
+def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    value = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+    return nn.Parameter(value.copy_(param.detach()), param.requires_grad)
+
+
 def _group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:
-    """Parameters of one flat parameter each: equal in dtype and in being trainable. Order within a group is kept."""
-    groups: dict[tuple[torch.dtype, bool], list[ParamSlots]] = {}
+    """Parameters of one flat parameter each: equal in dtypes and in being trainable. Order within a group is kept."""
+    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[ParamSlots]] = {}
     for owned in params:
-        groups.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
+        groups.setdefault((owned.param.dtype, owned.param.requires_grad, owned.options), []).append(owned)
     return list(groups.values())

@@ -10,6 +10,7 @@ Gradients between a unit's first gradient and the end of its reduction:
 
 - NONE         no reduction input exists. (The reduced gradients, if any, are the parameters' ``.grad``.)
 - FILLING      the reduction input exists and takes gradients as autograd produces them.
+- HELD         the same between two backwards: the last one was told not to reduce (``no_sync``).
 - REDUCING     the collective reads the reduction input: nobody may write to it.
 
 What the user can change behind our back (``.grad``, ``requires_grad``, ``p.data``) is read when needed, never mirrored
@@ -32,6 +33,7 @@ class ParamState(enum.IntEnum):  # int: looked up many times a step, and hashing
 class GradState(enum.IntEnum):
     NONE = enum.auto()
     FILLING = enum.auto()
+    HELD = enum.auto()
     REDUCING = enum.auto()
 
 
@@ -45,10 +47,14 @@ PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
 GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.NONE, "receive"): GradState.FILLING,
     (GradState.FILLING, "receive"): GradState.FILLING,
+    (GradState.FILLING, "hold"): GradState.HELD,
+    (GradState.HELD, "receive"): GradState.FILLING,
+    (GradState.HELD, "reduce"): GradState.REDUCING,  # nothing new came in the last backward
     (GradState.FILLING, "reduce"): GradState.REDUCING,
     (GradState.NONE, "reduce"): GradState.REDUCING,  # nothing came on this rank; the others may have something
     (GradState.REDUCING, "finish"): GradState.NONE,
     (GradState.FILLING, "discard"): GradState.NONE,  # an exception in backward
+    (GradState.HELD, "discard"): GradState.NONE,
 }
 
 

@@ -72,7 +72,7 @@ class Slots:
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
         """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
-        if self.unsharded:
+        if self.unsharded or self._replaced:
             return []
         # In C, as every forward asks.
         if not self._setattr_writes and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
@@ -87,6 +87,10 @@ class Slots:
     def restore(self, module: nn.Module, name: str, sharded: nn.Parameter) -> None:
         """Register the sharded parameter again in one such slot."""
         self._write(module, name, sharded)
+
+    def shown(self) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
+        """(sharded parameter, what is registered in its place now), once for each slot."""
+        return [(sharded, module._parameters[name]) for module, name, sharded, _ in self._entries]
 
     @property
     def entries(self) -> Sequence[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:

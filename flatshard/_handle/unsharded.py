@@ -1,0 +1,76 @@
+"""All values of one flat parameter, while they are gathered: the buffer, and the parameters that modules compute with.
+
+- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. One tensor whose *storage* is resized between zero and
+  full. It is the all-gather's output, and the parameters' memory at once: no copy-in, no copy-out.
+- ``computes``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees these.
+
+[Note: .data does not share a version counter]
+``compute.data = view`` aliases memory without sharing the buffer's version counter, while ``nn.Parameter(view)`` would
+share it. So refilling the buffer for backward is invisible to autograd's check for in-place changes, as it must be; and
+the storage (not another one: autograd may have saved a view such as ``weight.t()``) is refilled with the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from flatshard._handle.layout import FlatLayout
+
+# What every gloo and NCCL build can send as it is. Anything else travels as bytes.
+_WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
+
+
+class UnshardedBuffer:
+    """The unsharded values of one flat parameter. Without storage between ``free`` and ``allocate``."""
+
+    def __init__(self, layout: FlatLayout, rank: int, originals: Sequence[nn.Parameter]) -> None:
+        """``place`` comes next. ``originals``: the user's parameters, whose attributes the compute parameters share."""
+        self.layout = layout
+        self.rank = rank
+        self.computes = tuple(map(self._make_compute, originals))
+
+    @staticmethod
+    def _make_compute(param: nn.Parameter) -> nn.Parameter:
+        compute = nn.Parameter(torch.empty(0, dtype=param.dtype, device=param.device), param.requires_grad)
+        compute.__dict__ = param.__dict__  # attributes set on the user's parameter are seen on both, now and later
+        return compute
+
+    def place(self, dtype: torch.dtype, device: torch.device, alias: torch.Tensor | None) -> None:
+        """Build every view once, then free the storage. ``alias``: the local shard, where that is the whole."""
+        layout = self.layout
+        self.is_alias = alias is not None
+        self.flat = alias if alias is not None else torch.empty(layout.padded_numel, dtype=dtype, device=device)
+        for info, compute in zip(layout.params, self.computes, strict=True):
+            if compute.dtype is not dtype or compute.device != device:
+                compute.data = torch.empty(0, dtype=dtype, device=device)
+            compute.data = self.flat.as_strided(info.shape, info.stride, info.start)
+        self.own = self.flat[self.rank * layout.shard_numel :][: layout.shard_numel]
+        as_wire = dtype not in _WIRE_DTYPES
+        self.wire, self.own_wire = (
+            (self.flat.view(torch.uint8), self.own.view(torch.uint8)) if as_wire else (self.flat, self.own)
+        )
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.free()
+
+    def allocate(self, shard: torch.Tensor) -> None:
+        """Take storage, and put this rank's ``shard`` in its place there, cast and moved as need be."""
+        self._storage.resize_(self._nbytes)
+        self.own.copy_(shard, non_blocking=True)
+
+    def free(self) -> None:
+        """Give the storage back. Views stay valid and empty until the next ``allocate``."""
+        if not self.is_alias:
+            self._storage.resize_(0)
+
+    def contains(self, address: int) -> bool:
+        """Whether ``address`` is in the storage."""
+        return 0 <= address - self._storage.data_ptr() < self._storage.nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage that it has now, and shares with nobody."""
+        return 0 if self.is_alias else self._storage.nbytes()
