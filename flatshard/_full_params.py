@@ -231,7 +231,7 @@ def recover(module: nn.Module) -> None:
     """Free everything that an interrupted step left behind in ``module``'s process group. No communication starts.
 
     The next forward does this by itself. Call it to have the memory back at once, after an out-of-memory error, say.
-    ``.grad`` keeps what had been reduced by then: call ``zero_grad()`` as usual.
+    ``.grad`` keeps what had been reduced by then: call ``zero_grad()`` as usual. What ``no_sync`` holds is dropped.
 
     Raises:
         RuntimeError: called inside a forward or a backward, where nothing can be freed.
@@ -241,6 +241,6 @@ def recover(module: nn.Module) -> None:
     if any(context.is_running for context in contexts):
         raise RuntimeError("recover: called inside a forward or a backward. Call it where the exception is caught")
     for context in contexts:
-        context.recover()
+        context.recover(drop_held=True)
     for unit in units:  # those that a forward left whole for a backward that did not come
         unit.free_if_unused()

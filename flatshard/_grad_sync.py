@@ -17,9 +17,9 @@ from flatshard._composable.state import Unit, units_below
 def _units(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
     units = units_below(module, recurse)
     if not units:
-        raise ValueError(
-            f"{verb}: {'nothing in ' if recurse else ''}this {type(module).__name__} is no unit; call fully_shard first"
-        )
+        kind = type(module).__name__
+        what = f"nothing in this {kind} is sharded" if recurse else f"this {kind} is no unit"
+        raise ValueError(f"{verb}: {what}; call fully_shard first")
     return units
 
 

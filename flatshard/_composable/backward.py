@@ -193,19 +193,19 @@ class Backward:
             for unit in self._touched:
                 unit.show_sharded_if_unused()
 
-    def recover(self) -> None:
+    def recover(self, drop_held: bool = False) -> None:
         """After an exception in backward: drop its gradients, free everything.
 
         Also of reductions under way: the user has called ``zero_grad`` by now, and they would come after it. And those that
         earlier backwards hold, as this one has added to some of them.
         """
-        died = bool(self._tasks)
+        drop_held |= bool(self._tasks)
         self._tasks.clear()
         self._ready.clear()
         self._keep = False
         self._reducing.clear()
         for unit in {*self._touched, *self._open_units()}:
-            if unit.handle.holds_gradients and not died:
+            if unit.handle.holds_gradients and not drop_held:
                 continue
             unit.handle.discard_gradients()
             unit.task = None

@@ -123,8 +123,11 @@ class Context:
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
-    def recover(self) -> None:
-        """After an exception that skipped hooks (an interrupt, a failed backward): be as between two steps."""
+    def recover(self, drop_held: bool = False) -> None:
+        """After an exception that skipped hooks (an interrupt, a failed backward): be as between two steps.
+
+        ``drop_held``: gradients that earlier backwards hold (``no_sync``), too.
+        """
         for unit, _ in self._forwards:
             for needed in unit.needs:
                 needed.users = needed.holds = 0
@@ -134,7 +137,7 @@ class Context:
                 needed.handle.slots.register_sharded()
                 needed.handle.reshard()
         self._forwards.clear()
-        self.backward.recover()
+        self.backward.recover(drop_held)
         self.free_unused()
 
 

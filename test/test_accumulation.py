@@ -1,0 +1,244 @@
+"""Gradient accumulation: by default into ``.grad``, under ``no_sync`` on each rank; against one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+from flatshard._trace import record_events
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width + 3)
+        self.outer = nn.Linear(width + 3, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Net(nn.Module):
+    """``width`` 200: flat parameters too large for their gradients to be copied together. ``skip``: leaves a block out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 2)
+        self.sometimes = nn.Linear(width, 2)
+        self.never = nn.Linear(width, 2)
+        self.head.bias.requires_grad_(False)
+        self.skip = -1
+        self.use_sometimes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != self.skip:
+                x = block(x)
+        return self.head(x) + (self.sometimes(x) if self.use_sometimes else 0)
+
+
+def check_gradients(model: nn.Module, reference: nn.Module, rtol: float = 1e-9) -> None:
+    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+        for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            assert (p.grad is None) == (q[1].grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    p.grad, q[1].grad, rtol=rtol, atol=rtol * 1e-2, msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+SYNCS = [(True, True, True), (False, False, True), (False, True, False, True), (True, False, True)]
+
+
+def accumulate(ctx, strategy: ShardingStrategy, width: int) -> None:
+    """Every mix of microbatches with and without synchronisation, of units and parameters used in some of them only."""
+    for units, syncs, varying in itertools.product(({Block}, None), SYNCS, (False, True)):
+        ctx.note(f"{units}, {syncs}, {'varying' if varying else 'fixed'}")
+        torch.manual_seed(0)
+        reference = Net(width).double()
+        model = copy.deepcopy(reference)
+        fully_shard(model, policy=units, process_group=ctx.group, strategy=strategy)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (reference, model)]
+        for _ in range(2):
+            for i, sync in enumerate(syncs):
+                if varying:
+                    for m in (reference, model):
+                        m.skip = 1 if i == len(syncs) - 1 else -1  # the reduction comes in a backward without it
+                        m.use_sometimes = i == 0
+                x = torch.randn(2 * ctx.world_size, width).double()
+                reference(x).square().mean().backward()
+                flatshard.set_requires_gradient_sync(model, sync)
+                model(x.chunk(ctx.world_size)[ctx.rank]).square().mean().backward()
+            check_gradients(model, reference)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for unit in units_below(model):
+            assert not unit.handle.holds_gradients
+            assert all(g._input.untyped_storage().nbytes() == 0 for g in unit.handle.grads)
+
+
+@pytest.mark.parametrize("width", [5, 200])
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+def test_accumulation(pool, strategy: ShardingStrategy, width: int):
+    for world_size in (1, 3) if strategy is FULL else (2,):
+        pool.run(accumulate, strategy, width, world_size=world_size)
+
+
+def mixed(ctx) -> None:
+    """Under no_sync gradients add up in the reduce dtype: many small ones are not lost in bf16."""
+    for width in (6, 200):
+        policy = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        model = nn.Linear(width, 1, bias=False)
+        fully_shard(model, process_group=ctx.group, mixed_precision=policy)
+        x = torch.ones(1, width)
+        with flatshard.no_sync(model):
+            model(x).sum().backward()
+            for _ in range(300):
+                (model(x) * 2**-9).sum().backward()
+            assert model.weight.grad is None
+        (model(x) * 0).sum().backward()
+        expected = 1 + 300 * 2**-9  # in bf16 it would still be 1
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype is torch.float32
+        torch.testing.assert_close(model.weight.grad, torch.full_like(model.weight.grad, expected), rtol=1e-6, atol=0)
+
+
+def test_accumulation_in_the_reduce_dtype(pool):
+    pool.run(mixed)
+
+
+def collectives(ctx) -> list[str]:
+    torch.manual_seed(0)
+    model = fully_shard(Net(4), policy={Block}, process_group=ctx.group, strategy=GRAD_OP)
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    model.zero_grad()
+    with record_events() as events:
+        with flatshard.no_sync(model):
+            assert not any(u.requires_gradient_sync for u in units_below(model))
+            model(x).sum().backward()
+        assert all(u.requires_gradient_sync for u in units_below(model))
+        assert [e for e in events if e.startswith("reduce-")] == []
+        assert all(p.grad is None for p in model.parameters())
+        model(x).sum().backward()
+    return [e for e in events if e.startswith("reduce-")]
+
+
+def test_no_sync_communicates_no_gradient(pool):
+    expected = [
+        "reduce-scatter blocks.2",
+        "reduce-scatter blocks.1",
+        "reduce-scatter blocks.0",
+        "reduce-scatter <root>",
+    ]
+    assert pool.run(collectives) == [expected] * 2
+
+
+def partly(ctx) -> None:
+    """no_sync on a part of the model, and recurse=False."""
+    torch.manual_seed(0)
+    reference = Net(4).double()
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+    for i in range(2):
+        x = torch.randn(2 * ctx.world_size, 4).double()
+        reference(x).square().mean().backward()
+        flatshard.set_requires_gradient_sync(model, i == 1, recurse=False)
+        flatshard.set_requires_gradient_sync(model.blocks[0], i == 1)
+        model(x.chunk(ctx.world_size)[ctx.rank]).square().mean().backward()
+        if i == 0:
+            assert model.head.weight.grad is None
+            assert model.blocks[0].inner.weight.grad is None
+            assert model.blocks[1].inner.weight.grad is not None
+    check_gradients(model, reference)
+
+
+def test_a_part_of_the_model(pool):
+    pool.run(partly)
+
+
+def failing(ctx) -> None:
+    """An exception in a backward drops what was held, as parts of it are mixed with the failed microbatch's."""
+    for width in (4, 200):
+        torch.manual_seed(0)
+        reference = Net(width).double()
+        model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+        x = torch.randn(2 * ctx.world_size, width).double()
+        mine = x.chunk(ctx.world_size)[ctx.rank]
+        with flatshard.no_sync(model):
+            model(mine).square().mean().backward()
+            handle = model.blocks[1].register_forward_hook(lambda *a: 1 / 0)
+            with pytest.raises(ZeroDivisionError):  # in forward: what is held stays
+                model(mine)
+            handle.remove()
+            model(mine).square().mean().backward()
+        model(mine).square().mean().backward()
+        for _ in range(3):
+            reference(x).square().mean().backward()
+        check_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+        with flatshard.no_sync(model):
+            model(mine).square().mean().backward()
+            out = model(mine)
+            out.register_hook(lambda g: g)
+            middle = model.blocks[1](mine)
+            middle.register_hook(lambda g: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                (out.square().mean() + model.blocks[0](middle).sum()).backward()
+        model(mine).square().mean().backward()
+        reference(x).square().mean().backward()
+        check_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+        with flatshard.no_sync(model):
+            model(mine).square().mean().backward()
+        flatshard.recover(model)  # as no_sync says: this drops it
+        model(mine).square().mean().backward()
+        reference(x).square().mean().backward()
+        check_gradients(model, reference)
+
+
+def test_exceptions(pool):
+    pool.run(failing)
+
+
+def factor(ctx) -> None:
+    for strategy, width in itertools.product((FULL, NO_SHARD), (4, 200)):
+        for group, world in ((ctx.group, ctx.world_size), (ctx.alone, 1)):
+            torch.manual_seed(0)
+            reference = Net(width).double()
+            model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=group, strategy=strategy)
+            for divisor in (1.0, 10, None):
+                reference.zero_grad()
+                model.zero_grad()
+                x = torch.randn(2 * world, width).double()
+                scale = 1.0 if divisor is None else world / divisor
+                (reference(x).square().mean() * scale).backward()
+                flatshard.set_gradient_divide_factor(model, divisor)
+                model(x.chunk(world)[ctx.rank % world]).square().mean().backward()
+                check_gradients(model, reference)
+    with pytest.raises(ValueError, match="factor must be positive or None, got 0"):
+        flatshard.set_gradient_divide_factor(model, 0)
+
+
+def test_gradient_divide_factor(pool):
+    pool.run(factor)
+
+
+def test_misuse():
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no_sync: nothing in this Linear is sharded; call"), flatshard.no_sync(plain):
+        pass
+    with pytest.raises(ValueError, match="set_requires_gradient_sync: this Linear is no unit"):
+        flatshard.set_requires_gradient_sync(plain, True, recurse=False)
