@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from corpus import VOCABULARY, Corpus, even_windows, load_corpus, random_windows
 from gpt import GPT, Block, GPTConfig
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision  # a plain record of dtypes
 
 import flatshard
 
@@ -152,7 +151,7 @@ def build_sharded_model(options: Options, ranks: Ranks) -> GPT:
     """The same model, sharded in place: one unit for each ``Block``, and one for what is left."""
     mixed_precision = None
     if options.precision == "bf16":
-        mixed_precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed_precision = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return flatshard.fully_shard(
         build_model(options, ranks),
         policy={Block},
