@@ -54,17 +54,27 @@ class Works:
 
 
 class Then:
-    """A collective to be issued when another is over."""
+    """A collective to be issued when another is over: by ``advance``, or by who waits."""
 
-    __slots__ = ("_first", "_second")
+    __slots__ = ("_first", "_next", "_second")
 
-    def __init__(self, first: Pending, second: Callable[[], Pending]) -> None:
+    def __init__(self, first: Pending, next_one: Callable[[], Pending]) -> None:
         self._first = first
-        self._second = second
+        self._next = next_one
+        self._second: Pending | None = None
+
+    def advance(self) -> None:
+        """Wait for the first and issue the second. Idempotent."""
+        if self._second is None:
+            if isinstance(self._first, Then):
+                self._first.advance()
+            self._first.wait()
+            self._second = self._next()
 
     def wait(self) -> None:
-        self._first.wait()
-        self._second().wait()
+        self.advance()
+        assert self._second is not None
+        self._second.wait()
 
 
 class StreamEvent:
@@ -78,6 +88,17 @@ class StreamEvent:
 
     def wait(self) -> None:
         self._device.current_stream().wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+
+def wait_on_host(pending: Pending) -> None:
+    """Wait as code on the CPU must, which nothing orders behind a stream."""
+    if isinstance(pending, StreamEvent):
+        pending.wait_on_host()
+    else:
+        pending.wait()
 
 
 class Collectives(Protocol):

@@ -200,6 +200,40 @@ def test_local_bytes_of_a_step(world, size, strategy, width):
         assert cost.bytes <= 8 * numel * (1 + 3 / size)
 
 
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+@pytest.mark.parametrize("width", [WIDTH, SMALL_WIDTH])
+def test_local_bytes_of_a_step_in_mixed_precision(world, strategy, width):
+    """fp32 masters, bf16 compute, fp32 reduction, over a plain bf16 model: 6 P + 12 P / N, every cast being a copy."""
+    world(8)
+
+    def step_bf16(model: nn.Module) -> None:
+        model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+        model.zero_grad()
+
+    policy = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(width=width, strategy=strategy, mixed_precision=policy)
+    wire = put_on_wire(model)
+    cost = extra(model, Net(width=width).bfloat16(), step_bf16)
+    expected = numel = 0
+    for unit in units_below(model):
+        for buffers in unit.handle.buffers:
+            layout = buffers.layout
+            numel += layout.numel
+            expected += 6 * layout.numel + 4 * (layout.padded_numel - layout.numel)  # bf16 read, fp32 written
+            if 4 * layout.padded_numel < _SMALL:
+                expected += 8 * layout.padded_numel
+            gathers = 2 if strategy is FULL and unit.fqn else 1
+            expected += gathers * 6 * layout.shard_numel  # fp32 read, bf16 written into its place
+    assert cost.bytes == expected, sorted(cost.largest)[-10:]
+    if strategy is FULL and width == WIDTH:
+        assert cost.bytes <= (6 + 12 / 8) * numel * 1.05
+    del wire.sent[:]
+    step_bf16(model)
+    halves = {n for kind, n in wire.sent if kind == "all-gather"}
+    wholes = {n for kind, n in wire.sent if kind != "all-gather"}
+    assert halves == (set() if strategy is NO_SHARD else {n // 2 for n in wholes})
+
+
 def test_local_bytes_of_an_evaluation(world):
     world(8)
 

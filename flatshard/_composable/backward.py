@@ -148,6 +148,8 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         while len(self._reducing) >= _config.REDUCTIONS_IN_FLIGHT:
             self._reducing.popleft().handle.finish_reduce()
+        for earlier in self._reducing:
+            earlier.handle.advance_reduce()
         unit.handle.reduce()
         self._reducing.append(unit)
 

@@ -245,12 +245,17 @@ class FlatBuffers:
 
     def gather(self, runtime: Runtime, again: bool) -> Pending:
         """Fill the unsharded buffer from every rank's shard. ``again``: with the values of the last time."""
-        shard = self.shard
-        if self.options.keep_cast:
-            if self._cast is None or not again:
-                self._cast = shard.to(self.unsharded.flat, non_blocking=True)
-            shard = self._cast
-        return self._gather_into(self.unsharded, shard, runtime)
+        if not self.options.keep_cast:
+            return self._gather_into(self.unsharded, self._on_compute_device(), runtime)
+        if self._cast is None or not again:
+            self._cast = self._on_compute_device().to(self.compute_dtype)
+        return self._gather_into(self.unsharded, self._cast, runtime)
+
+    def _on_compute_device(self) -> torch.Tensor:
+        """The shard where it is computed with. It travels as it is: a cast on CPU first would wait, in pageable memory."""
+        if self._compute_device == self.device:
+            return self.shard
+        return self.shard.to(self._compute_device, non_blocking=True)
 
     def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:
         target.allocate(shard)
@@ -266,7 +271,7 @@ class FlatBuffers:
         """The unsharded values in the parameters' own dtype, in memory of their own."""
         full = UnshardedBuffer(self.layout, self.rank, self.params)
         full.place(self.dtype, self._compute_device, None)
-        self._gather_into(full, self.shard, runtime).wait()
+        self._gather_into(full, self._on_compute_device(), runtime).wait()
         return full
 
     def forget_cast(self) -> None:

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
-from flatshard._runtime import Done, Pending, Runtime
+from flatshard._runtime import Done, Pending, Runtime, Then, wait_on_host
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
@@ -270,11 +270,32 @@ class FlatGradients:
         if self.buffers.is_whole:
             self._output = self._input
             self._pending = self._reduce_replicas(runtime)
+            if self._offloads:
+                self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
             return
         self._output = torch.empty(self.buffers.layout.shard_numel, dtype=self.reduce_dtype, device=self._input.device)
         self._pending = runtime.reduce_scatter(self._output, self._input)
         if self.replicas is not None:
             self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
+        if self._offloads:
+            self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
+
+    def advance(self) -> None:
+        """Start the second part of a reduction that has two."""
+        if isinstance(self._pending, Then):
+            self._pending.advance()
+
+    @property
+    def _offloads(self) -> bool:
+        return self.buffers.device != self._input.device
+
+    def _copy_to_host(self, runtime: Runtime) -> Pending:
+        """Have the reduced gradients travel behind the reduction. ``finish`` has the host wait for them."""
+        if self._output is not None:
+            pin = self.buffers.options.pin_memory
+            host = torch.empty(self._output.shape, dtype=self.dtype, pin_memory=pin)
+            self._output = host.copy_(self._output.to(self.dtype), non_blocking=pin)
+        return runtime.issued(Done())
 
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
@@ -292,7 +313,9 @@ class FlatGradients:
 
     def finish(self, assign: bool = True) -> None:
         """Wait for the reduction, free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
-        if self._pending is not None:
+        if self._pending is not None and self._offloads:
+            wait_on_host(self._pending)
+        elif self._pending is not None:
             self._pending.wait()
         output, filled = (self._output if assign else None), self._filled
         partial = self._partial
@@ -302,8 +325,7 @@ class FlatGradients:
             return
         if self.divide_factor is not None:
             output.mul_(self._ranks / self.divide_factor)
-        if output.dtype is not self.dtype or self.buffers.options.offload:
-            output = output.to(self.buffers.device, self.dtype)
+        output = output.to(self.dtype) if output.dtype is not self.dtype else output
         if self.flat_param is not None:
             if self.flat_param.grad is None:
                 self.flat_param.grad = output

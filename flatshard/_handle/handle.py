@@ -305,6 +305,12 @@ class FlatParamHandle:
                 grads.reduce(self.runtime)
             buffers.forget_cast()
 
+    def advance_reduce(self) -> None:
+        """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
+        if self.replicas is not None:
+            for grads in self.grads:
+                grads.advance()
+
     def hold_gradients(self) -> None:
         """A backward without reduction is over: keep its gradients for the next one to add to."""
         if self.lifetime.grads is GradState.FILLING:

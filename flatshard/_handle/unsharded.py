@@ -57,9 +57,9 @@ class UnshardedBuffer:
         self.free()
 
     def allocate(self, shard: torch.Tensor) -> None:
-        """Take storage, and put this rank's ``shard`` in its place there, cast and moved as need be."""
+        """Take storage, and put this rank's ``shard`` in its place there, cast as need be."""
         self._storage.resize_(self._nbytes)
-        self.own.copy_(shard, non_blocking=True)
+        self.own.copy_(shard)
 
     def free(self) -> None:
         """Give the storage back. Views stay valid and empty until the next ``allocate``."""
