@@ -200,11 +200,11 @@ class FakeCollectives(_GroupCollectives):
     """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        rows, rank = output.view(self.size, -1), self.rank  # `shard` is one of them
-        if rank > 0:
-            rows[:rank].copy_(shard)
-        if rank + 1 < self.size:
-            rows[rank + 1 :].copy_(shard)
+        numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1  # `shard` is the row between them
+        if before:
+            output.as_strided((before, numel), (numel, 1), 0).copy_(shard)
+        if after:
+            output.as_strided((after, numel), (numel, 1), (before + 1) * numel).copy_(shard)
         return self.group.broadcast(output, 0)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:

@@ -478,14 +478,14 @@ def test_host_work_per_unit_does_not_grow_with_ranks(world):
 @pytest.mark.parametrize(
     ("width", "expected"),
     [
-        (WIDTH, {"FULL_SHARD": 22, "SHARD_GRAD_OP": 17, "NO_SHARD": 20}),
-        (SMALL_WIDTH, {"FULL_SHARD": 18, "SHARD_GRAD_OP": 13, "NO_SHARD": 18}),
+        (WIDTH, {"FULL_SHARD": 20, "SHARD_GRAD_OP": 16, "NO_SHARD": 20}),
+        (SMALL_WIDTH, {"FULL_SHARD": 16, "SHARD_GRAD_OP": 12, "NO_SHARD": 18}),
     ],
 )
 def test_operations_per_unit(world, width, expected):
     """The number itself, of units with six parameters: a change of it is a change of the host path, wanted or not.
 
-    It includes the fake group's collectives: four operations for a gather, three for a reduce-scatter, one for an all-reduce.
+    It includes the fake group's collectives: three operations for a gather or a reduce-scatter, one for an all-reduce.
     """
     world(8)
     operations = {}

@@ -245,16 +245,17 @@ class FlatBuffers:
 
     def gather(self, runtime: Runtime, again: bool) -> Pending:
         """Fill the unsharded buffer from every rank's shard. ``again``: with the values of the last time."""
-        if not self.options.keep_cast:
-            return self._gather_into(self.unsharded, self._on_compute_device(), runtime)
-        if self._cast is None or not again:
-            self._cast = self._on_compute_device().to(self.compute_dtype)
-        return self._gather_into(self.unsharded, self._cast, runtime)
+        shard = self.shard
+        if self.options.keep_cast:
+            if self._cast is None or not again:
+                self._cast = self._on_compute_device().to(self.compute_dtype)
+            shard = self._cast
+        elif self.options.offload:
+            shard = self._on_compute_device()
+        return self._gather_into(self.unsharded, shard, runtime)
 
     def _on_compute_device(self) -> torch.Tensor:
         """The shard where it is computed with. It travels as it is: a cast on CPU first would wait, in pageable memory."""
-        if self._compute_device == self.device:
-            return self.shard
         return self.shard.to(self._compute_device, non_blocking=True)
 
     def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:

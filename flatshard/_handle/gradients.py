@@ -87,6 +87,7 @@ class FlatGradients:
         buffers, layout = self.buffers, self.buffers.layout
         device = buffers.unsharded.flat.device
         self._made_for = (buffers.dtype, device)
+        self._offloads = buffers.device != device
         trainable = buffers.dtype.is_floating_point or buffers.dtype.is_complex
         self._input = self._no_input = torch.empty(0, dtype=self.reduce_dtype, device=device)
         if trainable and not buffers.is_whole:
@@ -212,24 +213,21 @@ class FlatGradients:
         grads = list(map(_grad, computes))
         for compute in computes:
             compute.grad = None
-        here = [i for i, grad in enumerate(grads) if grad is not None]
-        slots = self._slots
-        if len(here) < len(grads):
+        slots, here = self._slots, list(range(len(grads)))
+        if not all(map(operator.is_not, grads, _NONE)):
+            here = [i for i, grad in enumerate(grads) if grad is not None]
             slots, grads = [slots[i] for i in here], [grads[i] for i in here]
-        if True in map(_requires_grad, grads) or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
+        if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
             for index, grad in zip(here, grads, strict=True):
                 self._check(index, grad)
         if True in self._filled:  # held from an earlier backward
-            self._add_batch(here, grads)
+            for index, grad in zip(here, grads, strict=True):
+                self._put(index, grad)
         elif grads:
             torch._foreach_copy_(slots, grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
             for index in here:
                 self._filled[index] = True
-
-    def _add_batch(self, here: list[int], grads: list[torch.Tensor]) -> None:
-        for index, grad in zip(here, grads, strict=True):
-            self._put(index, grad)
 
     def _begin(self) -> None:
         buffers = self.buffers
@@ -285,10 +283,6 @@ class FlatGradients:
         if isinstance(self._pending, Then):
             self._pending.advance()
 
-    @property
-    def _offloads(self) -> bool:
-        return self.buffers.device != self._input.device
-
     def _copy_to_host(self, runtime: Runtime) -> Pending:
         """Have the reduced gradients travel behind the reduction. ``finish`` has the host wait for them."""
         if self._output is not None:
@@ -325,7 +319,8 @@ class FlatGradients:
             return
         if self.divide_factor is not None:
             output.mul_(self._ranks / self.divide_factor)
-        output = output.to(self.dtype) if output.dtype is not self.dtype else output
+        if output.dtype is not self._empty.dtype:
+            output = output.to(self._empty.dtype)
         if self.flat_param is not None:
             if self.flat_param.grad is None:
                 self.flat_param.grad = output
