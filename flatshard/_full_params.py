@@ -93,7 +93,6 @@ def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
         if not handle.is_sharded:  # left by an earlier forward: the shards may have changed since
             handle.reshard()
         unit.context.runtime.before_pass()
-        handle.sync_requires_grad()
         handle.check_parameters()
     shown = _Shown(unit, with_grads and not unit.shows_gradients)
     mixed = handle.is_mixed_precision  # then the unsharded parameters are not what the user calls the parameters

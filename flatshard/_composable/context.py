@@ -107,6 +107,7 @@ class Context:
                 if self._forwards:
                     needed.handle.check_parameters()
                 needed.handle.unshard(again=not self._forwards)
+                needed.gathered_version = needed.handle.version()
                 needed.gathered_in = self.pass_id
                 self._prefetched[needed] = None
 

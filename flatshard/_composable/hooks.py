@@ -158,10 +158,7 @@ class UnitHooks:
     def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
         context.used(unit)
-        if unit.users == 1:
-            trainable = handle.sync_requires_grad()
-            if grad and trainable:
-                context.backward.expect(unit)
+        first = unit.users == 1
         if in_backward:
             context.backward.touch(unit)
         elif unit.holds == 1 and not handle.is_sharded and unit.is_outdated(context.pass_id):
@@ -170,9 +167,13 @@ class UnitHooks:
             if unit.holds == 1 and not in_backward:
                 handle.check_parameters()
             handle.unshard(in_backward)
-        unit.gathered_in = context.pass_id
-        if unit.users == 1:
             unit.gathered_version = handle.version()
+        elif first and (unit.gathered_in != context.pass_id or handle.is_alias):  # else it was prefetched in this pass
+            handle.sync_requires_grad()
+            unit.gathered_version = handle.version()
+        if first and grad and handle.any_trainable:
+            context.backward.expect(unit)
+        unit.gathered_in = context.pass_id
         handle.wait()
         handle.slots.register_unsharded()
 

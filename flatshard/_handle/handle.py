@@ -161,7 +161,7 @@ class FlatParamHandle:
         return any([b.unsharded.contains(address) for b in self._gathered])
 
     def check_parameters(self) -> None:
-        """Take over whatever the user replaced since the last time, or raise.
+        """Take over whatever the user replaced, froze or unfroze since the last time, or raise.
 
         ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
         """
@@ -177,16 +177,16 @@ class FlatParamHandle:
         for buffers in self.buffers:
             if moved := buffers.moved():
                 buffers.readopt(moved)
+        self.sync_requires_grad()
 
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
         return sum([b.version() for b in self.buffers])
 
-    def sync_requires_grad(self) -> bool:
-        """Follow what the user froze or unfroze. Returns whether anything here is trainable now."""
+    def sync_requires_grad(self) -> None:
+        """Follow what the user froze or unfroze."""
         self.any_trainable = any([b.sync_requires_grad() for b in self.buffers])
-        self.all_trainable = all([all(b.requires_grad) for b in self.buffers])
-        return self.any_trainable
+        self.all_trainable = all([False not in b.requires_grad for b in self.buffers])
 
     def write_back_if_changed(self, keep: bool = True) -> None:
         """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad).
