@@ -24,6 +24,7 @@ from flatshard._grad_sync import (
 )
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._skip import skip
 
 __all__ = [
     "BackwardPrefetch",
@@ -50,6 +51,7 @@ __all__ = [
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "size_based_auto_wrap_policy",
+    "skip",
     "summon_full_params",
     "transformer_auto_wrap_policy",
     "unshard",

@@ -149,6 +149,29 @@ TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
 """``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger ``flatshard``, INFO)."""
 
 
+WATCH_SECONDS = float(os.environ.get("FLATSHARD_WATCH_SECONDS", "10"))
+"""``FLATSHARD_WATCH_SECONDS``: how long a rank may wait, over gloo, before it asks whether ranks wait for each other; 0: it
+never asks. Being slow is no error, however long."""
+
+ORDER_CHECK = os.environ.get("FLATSHARD_ORDER_CHECK", "first")
+"""``FLATSHARD_ORDER_CHECK``: when ranks compare which units they run: in the ``first`` passes, ``always`` or never
+(``off``). The same on all ranks."""
+
+CHECKED_PASSES = 2
+"""Passes from each outermost unit, with their backwards, in which the order is checked: the second one prefetches."""
+
+
+def order_check() -> str:
+    """``ORDER_CHECK``.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    if ORDER_CHECK not in ("first", "always", "off"):
+        raise ValueError(f"FLATSHARD_ORDER_CHECK={ORDER_CHECK!r}: must be first, always or off")
+    return ORDER_CHECK
+
+
 def local_world_size() -> int | None:
     """Ranks on this node, as torchrun sets it."""
     value = os.environ.get("LOCAL_WORLD_SIZE")

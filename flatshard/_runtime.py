@@ -14,6 +14,7 @@ belong to the compute stream; a record keeps each until the compute stream has w
 from __future__ import annotations
 
 import contextlib
+import datetime
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,19 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+
+from flatshard import _watch
+from flatshard._progress import (
+    CHECK_LABELS,
+    GATHER,
+    INTERRUPT_TAG,
+    REDUCE,
+    Comparison,
+    Issued,
+    Progress,
+    here,
+    mixed_all_reduce,
+)
 
 
 class Pending(Protocol):
@@ -101,6 +115,31 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait()
 
 
+class Awaited:
+    """A collective that blocks the host while it is waited for: the watch knows. [Note: Slow or stuck]"""
+
+    __slots__ = ("_check", "_issued", "_pending", "_runtime")
+
+    def __init__(self, pending: Pending, runtime: Runtime, issued: Issued, check: Comparison | None) -> None:
+        self._pending = pending
+        self._runtime = runtime
+        self._issued = issued
+        self._check = check  # that all ranks have issued the same: first, as else the data never come
+
+    def wait(self) -> None:
+        here.waiting = self._issued
+        try:
+            if self._check is not None:
+                self._check.wait()
+            self._pending.wait()
+        except RuntimeError as e:
+            if (text := _watch.verdict(self._runtime)) is not None:
+                raise RuntimeError(text) from e
+            raise
+        finally:
+            here.waiting = None
+
+
 class Collectives(Protocol):
     """What a backend provides. All tensors are 1-D and contiguous; ``group`` has ``N`` ranks.
 
@@ -144,33 +183,32 @@ class GlooCollectives(_GroupCollectives):
     the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5. Sends and receives between
     two ranks match in the order of issue, so any number may be under way. Gathers and reductions have a tag each: ranks
     that take different paths through a unit complete it at different times, so only each kind has one order on all ranks.
+    And so have units: [Note: Data of different units never mix].
     """
 
-    GATHER, REDUCE = 0, 1
-
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        group, rows = self.group, output.view(self.size, -1)
+        group, rows, tag = self.group, output.view(self.size, -1), here.label.tag + GATHER
         works = []
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
-            works.append(group.recv([rows[source]], source, self.GATHER))
+            works.append(group.recv([rows[source]], source, tag))
         for step in range(1, self.size):
-            works.append(group.send([rows[self.rank]], (self.rank + step) % self.size, self.GATHER))
+            works.append(group.send([rows[self.rank]], (self.rank + step) % self.size, tag))
         return Works(works)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         output, input = _as_real(output).view(-1), _as_real(input).view(-1)
-        group, rows = self.group, input.view(self.size, -1)
+        group, rows, tag = self.group, input.view(self.size, -1), here.label.tag + REDUCE
         # Row k holds what rank k sends, so the sum below runs in rank order whatever arrives first.
         others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
         received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
         works = []
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
-            works.append(group.recv([received[source]], source, self.REDUCE))
+            works.append(group.recv([received[source]], source, tag))
         for step in range(1, self.size):
             dest = (self.rank + step) % self.size
-            works.append(group.send([rows[dest]], dest, self.REDUCE))
+            works.append(group.send([rows[dest]], dest, tag))
 
         def average() -> None:
             torch.add(received[0], received[1], out=output)
@@ -182,11 +220,23 @@ class GlooCollectives(_GroupCollectives):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         tensor = _as_real(tensor)
+        tags = torch.tensor([here.label.tag, -here.label.tag])  # their maxima: the largest and minus the smallest
 
         def average() -> None:
+            largest, smallest = tags.tolist()
+            if largest != -smallest:
+                raise mixed_all_reduce((-smallest, largest))
             tensor.div_(self.size)
 
-        return Works([self.group.allreduce([tensor])], average)
+        maximum = dist.AllreduceOptions()
+        maximum.reduceOp = dist.ReduceOp.MAX
+        return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
+
+    def interrupt(self) -> None:
+        """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
+        never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.size, INTERRUPT_TAG)
+        with contextlib.suppress(RuntimeError):  # that it timed out
+            never.wait(datetime.timedelta(milliseconds=1))
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         return Works([self.group.broadcast(_as_real(tensor), 0)])
@@ -288,12 +338,20 @@ class Runtime:
     # By id of the group; another group may have the id after that one's end.
     _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
 
+    # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
+    _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = weakref.ref(group)
         self.device = device
         self.rank, self.world_size = group.rank(), group.size()
         self.collectives = _collectives_for(group, device)
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
+        self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
+        if self.world_size > 1 and not isinstance(self.collectives, FakeCollectives):
+            self.progress = self._progress.setdefault(group, Progress())
+            if isinstance(self.collectives, GlooCollectives):
+                _watch.start(self)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
@@ -326,13 +384,46 @@ class Runtime:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self.issued(self.collectives.all_gather(output, shard))
+        return self._issue("all-gather", GATHER, self.collectives.all_gather, output, shard)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        return self.issued(self.collectives.reduce_scatter(output, input))
+        return self._issue("reduce-scatter", REDUCE, self.collectives.reduce_scatter, output, input)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self.issued(self.collectives.all_reduce(tensor))
+        return self._issue("all-reduce", REDUCE, self.collectives.all_reduce, tensor)
+
+    def _issue(self, verb: str, kind: int, start: Callable[..., Pending], *tensors: torch.Tensor) -> Pending:
+        """Issue a collective by ``start``, known to the order check and the watch."""
+        progress = self.progress
+        if progress is None:
+            return self.issued(start(*tensors))
+        issued = progress.issue(verb, kind)
+        check = None if progress.check is None else progress.check.announce(issued, kind)
+        if self._streams is not None:
+            if check is not None:
+                check.wait()
+            return self.issued(start(*tensors))
+        if check is not None and len(tensors) == 1:  # an all-reduce has no tag that keeps another unit's data out
+            return Awaited(Then(check, lambda: start(*tensors)), self, issued, None)
+        return Awaited(start(*tensors), self, issued, check)
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, kind: int) -> Pending:
+        """All-gather a message about collectives of a kind, by the backend's own means. As in ``Collectives``."""
+        here.label, label = CHECK_LABELS[kind], here.label
+        try:
+            return self.collectives.all_gather(output, message)
+        finally:
+            here.label = label
+
+    def store(self) -> Any:
+        """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
+        group = self._group()
+        return None if group is None else group.get_group_store()
+
+    def interrupt(self) -> None:
+        """See ``GlooCollectives.interrupt``."""
+        if isinstance(self.collectives, GlooCollectives):
+            self.collectives.interrupt()
 
     def broadcast_now(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from flatshard import _order_check
 from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
@@ -35,6 +36,8 @@ class Context:
         self._forwards: list[tuple[Unit, FrameType]] = []
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._prefetched: dict[Unit, None] = {}  # gathered ahead and not used yet
+        self._runtimes: list[Runtime] = []  # this one, and those of replicas
+        self.follow(runtime)
 
     @classmethod
     def of(cls, runtime: Runtime) -> Context:
@@ -42,6 +45,16 @@ class Context:
         if found is None:
             found = cls._instances[id(runtime)] = cls(runtime)
         return found
+
+    def follow(self, runtime: Runtime) -> None:
+        """Have the order check and the watch on ``runtime`` know how far this rank is."""
+        if runtime.progress is not None and runtime not in self._runtimes:
+            self._runtimes.append(runtime)
+            to_self = weakref.ref(self)
+            runtime.progress.place = lambda: None if (context := to_self()) is None else context._place()
+
+    def _place(self) -> tuple[int, bool, int, bool]:
+        return self.pass_id, bool(self._forwards), self.backward.count, not self.backward.is_idle
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -86,6 +99,9 @@ class Context:
         self.last_step = None
         self._order = unit.order
         self._order.start()
+        unit.passes += 1
+        for runtime in self._runtimes:
+            _order_check.begin_pass(runtime, unit.fqn, unit.passes)
         self.runtime.before_pass()
 
     def end_pass(self) -> None:
@@ -99,6 +115,10 @@ class Context:
     def next_forward(self, unit: Unit) -> Unit | None:
         """Note that ``unit`` runs; the unit that is likely to run after it."""
         return self._order.advance(unit)
+
+    def ran_since(self, unit: Unit) -> list[Unit]:
+        """What has run since ``unit`` did, in this pass: inside it, where its forward has just ended."""
+        return self._order.since(unit)
 
     def prefetch(self, unit: Unit) -> None:
         """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used."""

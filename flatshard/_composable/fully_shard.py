@@ -109,6 +109,8 @@ def fully_shard(
 
     context = Context.of(Runtime.of(group, device))
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
+    if replicas is not None:
+        context.follow(replicas)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.

@@ -63,6 +63,17 @@ class UnitHooks:
                     module.register_forward_pre_hook(full.before, with_kwargs=True)
                     module.register_forward_hook(full.after, with_kwargs=True, always_call=True)
 
+    @classmethod
+    def of(cls, unit: Unit) -> UnitHooks:
+        """The hooks that were installed on ``unit``."""
+        for hook in unit.module._forward_pre_hooks.values():
+            if isinstance(owner := getattr(hook, "__self__", None), cls):
+                return owner
+        raise RuntimeError(
+            f"flatshard's forward hooks are no longer on the module of unit {unit.fqn or '<root>'!r}: something removed or "
+            "replaced them"
+        )
+
     def _install_gradient_hooks(self) -> None:
         for group, buffers in enumerate(self.unit.handle.buffers):
             if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
@@ -195,25 +206,39 @@ class UnitHooks:
                 comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
             leaks = self._shows_parameters(output)
         finally:
-            outermost = context.is_idle
-            for needed in unit.needs:
-                needed.users -= 1
-                needed.holds -= 1
-                if needed.full_forwards:
-                    needed.full_forwards -= 1
-                    needed.handle.slots.unregister()
-                if needed.users == 0:
-                    needed.handle.write_back_if_changed()
-                    if needed.task is None:  # else backward is at the unit, and this was a recomputation
-                        needed.handle.slots.register_sharded()
-                stays = comes_back and (outermost or not needed.config.reshard_after_forward)
-                if needed.holds == 0 and not (stays or leaks or in_backward):
-                    needed.handle.reshard()
-                    if not comes_back:
-                        needed.handle.forget_cast()
-            if outermost and not in_backward:
-                context.end_pass()
+            self.end_forward(comes_back, leaks, in_backward)
         return cast
+
+    def end_forward(self, comes_back: bool, leaks: bool, in_backward: bool) -> None:
+        """Let go of the parameters. ``comes_back``: backward may need them; ``leaks``: the output shows them."""
+        context = self.unit.context
+        outermost = context.is_idle
+        if not in_backward:
+            self.unit.ran_inside = context.ran_since(self.unit)
+        for needed in self.unit.needs:
+            needed.users -= 1
+            needed.holds -= 1
+            if needed.full_forwards:
+                needed.full_forwards -= 1
+                needed.handle.slots.unregister()
+            if needed.users == 0:
+                needed.handle.write_back_if_changed()
+                if needed.task is None:  # else backward is at the unit, and this was a recomputation
+                    needed.handle.slots.register_sharded()
+            stays = comes_back and (outermost or not needed.config.reshard_after_forward)
+            if needed.holds == 0 and not (stays or leaks or in_backward):
+                needed.handle.reshard()
+                if not comes_back:
+                    needed.handle.forget_cast()
+        if outermost and not in_backward:
+            context.end_pass()
+
+    def make_step(self, in_backward: bool) -> Step:
+        context = self.unit.context
+        step = Step(self.unit, None if in_backward else context.last_step)
+        if not in_backward:
+            context.last_step = step
+        return step
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
@@ -229,9 +254,7 @@ class UnitHooks:
                     nodes.add(node)
         if not nodes:
             return self._may_hide_tensors(output)
-        step = Step(unit, None if in_backward else unit.context.last_step)
-        if not in_backward:
-            unit.context.last_step = step
+        step = self.make_step(in_backward)
         hook = functools.partial(self.pre_backward, step)
         for node in nodes:
             node.register_prehook(hook)
@@ -329,13 +352,18 @@ class UnitHooks:
             unit.handle.receive(group, index, task)
             unit.pending -= 1
             if not unit.pending and unit.task == task:
-                unit.context.backward.complete(unit)
-                if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
-                    self = to_self()
-                    assert self is not None
-                    self._free()
+                self = to_self()
+                assert self is not None
+                self.complete()
 
         return on_gradient
+
+    def complete(self) -> None:
+        """All gradients of the unit have come."""
+        unit = self.unit
+        unit.context.backward.complete(unit)
+        if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
+            self._free()
 
     def leave(self) -> None:
         """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""

@@ -7,7 +7,9 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -85,6 +87,7 @@ class Unit:
     def _reset(self) -> None:
         self.ref = weakref.ref(self)
         # Forward; written by hooks.py and full_params.py.
+        self.passes = 0  # in which this unit was outermost
         self.users = 0  # forwards under way that need the compute parameters registered; they nest
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
@@ -93,6 +96,10 @@ class Unit:
         # What `summon_full_params` shows in place of the unsharded parameters, by id of the user's; they nest.
         self.copies: list[dict[int, nn.Parameter]] = []
         self.full_forwards = 0  # forwards under way in full precision (`full_precision_in_eval`)
+        # What a forward that passes by the unit uses in place of its parameters. [Note: Taking part without running]
+        self.anchor: torch.Tensor | None = None
+        self.anchor_node: Node | None = None
+        self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: it never ran
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`

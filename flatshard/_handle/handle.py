@@ -23,6 +23,7 @@ from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.slots import Slots
+from flatshard._progress import Label, digest, here
 from flatshard._runtime import Pending, Runtime
 
 
@@ -56,6 +57,7 @@ class FlatParamHandle:
         self.lifetime = Lifetime(fqn)
         self.slots = Slots()
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.label = self._make_label(digest([(p.fqn, tuple(p.param.shape)) for p in params]))
         world, rank = (1, 0) if replicas is runtime else (runtime.world_size, runtime.rank)
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
@@ -85,9 +87,13 @@ class FlatParamHandle:
             f"{self.lifetime.params.name})"
         )
 
+    def _make_label(self, identity: str) -> Label:
+        progress = self.runtime.progress or (self.replicas and self.replicas.progress)
+        return progress.make_label(self.fqn, identity) if progress else Label(self.fqn, identity=identity)
+
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every name."""
-        self.fqn = new
+        self.fqn = self.label.unit = new
         self.lifetime.rename(new)
         for buffers in self.buffers:
             buffers.rename(old, new)
@@ -116,6 +122,7 @@ class FlatParamHandle:
             return
         if self._gathered:
             _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
+            here.label, here.again = self.label, again
             scope = _trace.labelled("all_gather", self.fqn, self.runtime.gathering())
             if scope is None:
                 self._start_gathers(again)
@@ -210,6 +217,7 @@ class FlatParamHandle:
         Communicates where there is mixed precision; else the parameters must be unsharded.
         """
         copies = {}
+        here.label, here.again = self.label, False
         for buffers in self.buffers:
             if buffers.compute_dtype is not buffers.dtype:
                 whole = buffers.gather_full_precision(self.runtime).computes
@@ -253,6 +261,7 @@ class FlatParamHandle:
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
+        here.label, here.again = self.label, False
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if True in buffers.requires_grad:
                 for param, compute, grad in zip(
@@ -292,6 +301,7 @@ class FlatParamHandle:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
         _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
+        here.label, here.again = self.label, False
         scope = _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing())
         if scope is None:
             self._start_reductions()
@@ -308,6 +318,7 @@ class FlatParamHandle:
     def advance_reduce(self) -> None:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
         if self.replicas is not None:
+            here.label, here.again = self.label, False
             for grads in self.grads:
                 grads.advance()
 
@@ -327,6 +338,7 @@ class FlatParamHandle:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
         if self.lifetime.grads is not GradState.REDUCING:
             return
+        here.label, here.again = self.label, False
         with torch.no_grad():
             for grads in self.grads:
                 if grads.any_filled:
@@ -355,6 +367,7 @@ class FlatParamHandle:
             owned.setdefault(id(sharded), []).append((module, name))
         result = copy.copy(self)
         memo[id(self)] = result
+        result.label = self._make_label(self.label.identity)
         result.lifetime = Lifetime(self.fqn)
         result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
