@@ -12,6 +12,7 @@ from types import FrameType
 from typing import ClassVar
 
 from torch import nn
+from torch.autograd.graph import Node
 
 from flatshard import _order_check
 from flatshard._composable.backward import Backward, current_graph_task
@@ -32,6 +33,7 @@ class Context:
         self.backward = Backward()
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # of the current pass
+        self.last_nodes: set[Node] = set()  # of the current pass: where backward will come to the last unit that has run
         # Forwards under way, outermost first, each with the frame that its module's __call__ runs in.
         self._forwards: list[tuple[Unit, FrameType]] = []
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -78,6 +80,11 @@ class Context:
         return True
 
     @property
+    def under_way(self) -> list[Unit]:
+        """The units whose forwards are under way, outermost first."""
+        return [unit for unit, _ in self._forwards]
+
+    @property
     def is_idle(self) -> bool:
         """No forward is under way."""
         return not self._forwards
@@ -97,6 +104,7 @@ class Context:
             self.backward.recover()
         self.pass_id += 1
         self.last_step = None
+        self.last_nodes = set()
         self._order = unit.order
         self._order.start()
         unit.passes += 1
@@ -108,6 +116,7 @@ class Context:
         """The outermost unit's forward is over. Keep nothing of it: the model may be dropped before the next pass."""
         self.free_unused()
         self.last_step = None
+        self.last_nodes = set()
         self._order = ForwardOrder()
 
     # -- prefetching ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import current_graph_task
@@ -113,6 +114,8 @@ class UnitHooks:
             for needed in unit.needs:
                 if not needed.copies:
                     self._gather(needed, grad, in_backward)
+        if in_backward and unit.last_step is not None:
+            self._gather_last_inside(unit.last_step)
         if not in_backward:
             if (following := context.next_forward(unit)) is not None and unit.config.forward_prefetch and not full:
                 context.prefetch(following)
@@ -122,7 +125,7 @@ class UnitHooks:
         if cast:
             args, kwargs = cast
         if grad and not unit.is_done_with_gradients and not unit.handle.is_alias:
-            return self._watch_inputs(args, kwargs) or cast or None
+            return self.watch_inputs(args, kwargs) or cast or None
         return cast or None
 
     def _refuse_gradients(self) -> NoReturn:
@@ -235,7 +238,7 @@ class UnitHooks:
 
     def make_step(self, in_backward: bool) -> Step:
         context = self.unit.context
-        step = Step(self.unit, None if in_backward else context.last_step)
+        step = Step(self.unit, None if in_backward else context.last_step, context.under_way)
         if not in_backward:
             context.last_step = step
         return step
@@ -248,12 +251,17 @@ class UnitHooks:
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
         for tensor in outputs + escaped if escaped else outputs:
             if tensor.requires_grad:
-                # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want.
-                source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+                # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want. Not so
+                # where a custom function handed out its input: that view cannot be changed in place.
+                is_view = tensor._is_view() and not isinstance(tensor.grad_fn, BackwardCFunction)
+                source = tensor._base if is_view and tensor._base is not None else tensor
                 if (node := source.grad_fn or tensor.grad_fn) is not None:
                     nodes.add(node)
         if not nodes:
             return self._may_hide_tensors(output)
+        if not in_backward:
+            unit.ends_inside = not nodes.isdisjoint(unit.context.last_nodes)
+            unit.context.last_nodes = nodes
         step = self.make_step(in_backward)
         hook = functools.partial(self.pre_backward, step)
         for node in nodes:
@@ -280,7 +288,7 @@ class UnitHooks:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _watch_inputs(
+    def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Notice when backward leaves through the inputs. [Note: Freeing in backward]"""
@@ -306,6 +314,8 @@ class UnitHooks:
         unit.active_steps += 1
         unit.has_left = False
         unit.last_step = step
+        for outer in step.outer:
+            self._gather_for_backward(outer, task)
         for needed in unit.needs:
             context.used(needed)
             if needed.finished_task == task:  # it has all its gradients; only its values are needed once more
@@ -323,6 +333,27 @@ class UnitHooks:
             )
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_before(step)
+
+    # Backward comes to a unit and to the last one inside it at one node, where the one returned what the other did, else
+    # one after the other, and perhaps with a recomputation in between. That may depend on the data, and a rank that passes
+    # by a unit cannot see it. So these two give all cases one order of gathers.
+
+    @staticmethod
+    def _gather_for_backward(unit: Unit, task: int) -> None:
+        if unit.handle.is_sharded and unit.finished_task != task:
+            for needed in unit.needs:
+                unit.context.backward.touch(needed)
+                needed.handle.unshard(again=True)
+
+    def _gather_last_inside(self, step: Step) -> None:
+        """Backward has come to the unit by ``step``, and it is recomputed: gather what comes next, not what ran first."""
+        last, task = step, current_graph_task()
+        while last.previous is not None and last.unit in last.previous.outer:
+            last = last.previous
+            self._gather_for_backward(last.unit, task)
+        ahead = last.unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        if last is not step and ahead and last.previous is not None:
+            self._gather_for_backward(last.previous.unit, task)
 
     @staticmethod
     def _prefetch_before(step: Step) -> None:

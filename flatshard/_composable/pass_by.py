@@ -38,24 +38,45 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
     comes_back = False
     try:
         hooks.pre_forward(unit.module, (), {})
-        tensors = inside(tensors)
         if torch.is_grad_enabled():
-            tensors = _mark(hooks, tensors, in_backward)
+            tensors = _come_by(hooks, tensors, inside, in_backward)
             comes_back = any([t.requires_grad for t in tensors])
+        else:
+            tensors = inside(tensors)
     finally:
         if unit.context.exit_forward(unit):
             hooks.end_forward(comes_back, False, in_backward)
     return tensors
 
 
-def _mark(hooks: UnitHooks, tensors: Tensors, in_backward: bool) -> Tensors:
-    anchors = [_anchor(needed) for needed in hooks.unit.needs if needed.handle.any_trainable]
+def _come_by(hooks: UnitHooks, tensors: Tensors, inside: Callable[[Tensors], Tensors], in_backward: bool) -> Tensors:
+    """``inside`` with marks by which backward enters and leaves the unit."""
+    unit = hooks.unit
+    if not unit.is_done_with_gradients and not unit.handle.is_alias:
+        watched = hooks.watch_inputs(tensors, {})
+        tensors = tensors if watched is None else watched[0]
+    # Backward comes to some units by their last inner unit's output: then their own parameters are used before that.
+    if unit.ends_inside:
+        tensors = _mark(unit, tensors)
+        tensors = inside(tensors)
+    else:
+        tensors = inside(tensors)
+        tensors = _mark(unit, tensors)
+    nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
+    if nodes:
+        step = hooks.make_step(in_backward)
+        for node in nodes:
+            node.register_prehook(functools.partial(hooks.pre_backward, step))
+    if not in_backward:
+        unit.context.last_nodes = nodes
+    return tensors
+
+
+def _mark(unit: Unit, tensors: Tensors) -> Tensors:
+    anchors = [_anchor(needed) for needed in unit.needs if needed.handle.any_trainable]
     if not anchors and not any([t.requires_grad for t in tensors]):
         return tensors
-    step = hooks.make_step(in_backward)
-    marked: Tensors = _Mark.apply(hooks, len(anchors), *anchors, *tensors)  # type: ignore[no-untyped-call]
-    node = next(t.grad_fn for t in marked if t.grad_fn is not None)
-    node.register_prehook(functools.partial(hooks.pre_backward, step))
+    marked: Tensors = _Mark.apply(len(anchors), *anchors, *tensors)  # type: ignore[no-untyped-call]
     return marked
 
 
@@ -89,8 +110,7 @@ class _Mark(torch.autograd.Function):
     """The identity on what passes by a unit."""
 
     @staticmethod
-    def forward(ctx: Any, hooks: UnitHooks, anchors: int, *tensors: torch.Tensor) -> Tensors:
-        ctx.hooks = hooks
+    def forward(ctx: Any, anchors: int, *tensors: torch.Tensor) -> Tensors:
         ctx.none = [t.new_empty(0) for t in tensors[:anchors]]
         ctx.save_for_backward(tensors[0][:0])  # as the unit would: checkpointing recomputes when saved tensors are wanted
         return tensors[anchors:]
@@ -98,7 +118,4 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
-        hooks = ctx.hooks
-        if not hooks.unit.is_done_with_gradients and not hooks.unit.handle.is_alias:
-            hooks.leave()
-        return None, None, *ctx.none, *grads
+        return None, *ctx.none, *grads

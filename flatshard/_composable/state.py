@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,11 +43,12 @@ class Step:
     ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
     """
 
-    __slots__ = ("opened_in", "previous", "unit", "version")
+    __slots__ = ("opened_in", "outer", "previous", "unit", "version")
 
-    def __init__(self, unit: Unit, previous: Step | None) -> None:
+    def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.previous = previous
+        self.outer = outer  # the units whose forwards were around this one, outermost first
         self.version = unit.gathered_version  # of the parameters in this forward
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
@@ -100,6 +102,7 @@ class Unit:
         self.anchor: torch.Tensor | None = None
         self.anchor_node: Node | None = None
         self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: it never ran
+        self.ends_inside = False  # what its last forward returned was what the last of them had returned
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
