@@ -34,6 +34,7 @@ from torch import nn
 from flatshard._errors import name_list
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._runtime import Runtime
 
 # What every gloo and NCCL build can send as it is. Anything else travels as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
@@ -48,10 +49,13 @@ _dtype = operator.attrgetter("dtype")
 class FlatBuffers:
     """The values of one flat parameter: parameters of one dtype and device, all trainable or all frozen at first."""
 
-    def __init__(self, layout: FlatLayout, originals: Sequence[nn.Parameter], rank: int) -> None:
+    def __init__(
+        self, layout: FlatLayout, originals: Sequence[nn.Parameter], rank: int, runtime: Runtime | None = None
+    ) -> None:
         """Shard ``originals`` in place: afterwards each holds its part of the new local shard, on the same device."""
         self.layout = layout
         self.is_alias = layout.world_size == 1  # the shard is the whole: nothing to gather, nothing to free
+        self._runtime = None if self.is_alias else runtime  # for norms of gradients: see `ShardInfo`
         self.rank = rank
         self.dtype = originals[0].dtype
         self.device = originals[0].device
@@ -110,14 +114,14 @@ class FlatBuffers:
         info, part = self.layout.params[index], self.slices[index]
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
-        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
-            whole = in_memory_order(grad.detach(), info.stride)
-            mine = whole[part.offset : part.offset + part.numel].clone()
-            param.grad = mine.as_strided(info.shape, info.stride) if self.is_alias else mine
+        end = part.offset + part.numel
         ShardedParameter.adopt(
             param,
-            ShardInfo(info.fqn, info.shape, info.stride, part.offset, part.offset + part.numel, self.layout.world_size),
+            ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, self.layout.world_size, self._runtime),
         )
+        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
+            mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
+            param.grad = mine.as_strided(info.shape, info.stride) if self.is_alias else mine
 
     def copy_with(self, params: Sequence[nn.Parameter]) -> FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""

@@ -26,15 +26,19 @@ import operator
 import torch
 from torch import nn
 
+from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
+from flatshard._handle.sharded_gradient import plain_grad, set_gradients
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._runtime import Pending, Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
 # Read of every parameter in every step: the loops are left to C.
-_grad = operator.attrgetter("grad")
+_grad = plain_grad.__get__
 _requires_grad = operator.attrgetter("requires_grad")
 _layout = operator.attrgetter("layout")
+_info = operator.attrgetter("_flatshard_info")
 _STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
 
 
@@ -80,6 +84,7 @@ class FlatGradients:
         self._nbytes = layout.padded_numel * buffers.dtype.itemsize
         # How to cut a gradient shard into the parameters' parts: sizes with the padding between, and where each is.
         self._empty = torch.empty(0, dtype=buffers.dtype, device=buffers.device)
+        self._empties = [self._empty if part.numel else self._empty.detach() for part in buffers.slices]
         self._sizes: list[int] = []
         self._piece_of: list[int] = []
         end = 0
@@ -101,10 +106,19 @@ class FlatGradients:
     def use_flat_param(self) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
         if self.flat_param is None:
-            self.flat_param = nn.Parameter(self.buffers.shard)
+            self.flat_param = self._make_flat_param()
             for param in self.buffers.params:
                 param.grad = None
         return self.flat_param
+
+    def _make_flat_param(self) -> nn.Parameter:
+        buffers, layout = self.buffers, self.buffers.layout
+        fqn = f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}"
+        start = buffers.rank * layout.shard_numel
+        runtime = buffers.params[0]._flatshard_info.runtime  # type: ignore[attr-defined]
+        shape, stop = (layout.padded_numel,), start + layout.shard_numel
+        info = ShardInfo(fqn, shape, (1,), start, stop, layout.world_size, runtime)
+        return ShardedParameter.adopt(nn.Parameter(buffers.shard), info)
 
     def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
         """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
@@ -270,8 +284,7 @@ class FlatGradients:
             and all(map(_requires_grad, params))
             and all(map(operator.is_, map(_grad, params), _NONE))
         ):
-            for param, grad in zip(params, parts, strict=True):
-                param.grad = grad
+            set_gradients(params, parts, map(_info, params))
             return
         for param, grad, was_filled in zip(params, parts, filled, strict=True):
             # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
@@ -284,6 +297,18 @@ class FlatGradients:
                 new.append(grad)
         if held:
             torch._foreach_add_(held, new)
+            if not buffers.is_alias and torch.Tensor in set(
+                map(type, held)
+            ):  # autograd's, of a loss on the shard itself
+                for param in params:
+                    param.grad = param.grad
+
+    def local(self) -> list[torch.Tensor | None]:
+        """This rank's part of each parameter's gradient, wherever the user finds it; None where there is none."""
+        if self.flat_param is None:
+            return list(map(_grad, self.buffers.params))
+        flat = self.flat_param.grad
+        return [None] * len(self.buffers.params) if flat is None else list(self._parts(flat))
 
     # -- whole gradients for the user --------------------------------------------------------------------------------
 
@@ -334,7 +359,9 @@ class FlatGradients:
         if self.buffers.is_alias:
             return [output.as_strided(info.shape, info.stride, info.start) for info in self.buffers.layout.params]
         pieces = output.split_with_sizes(self._sizes)
-        return [self._empty if piece < 0 else pieces[piece] for piece in self._piece_of]
+        return [
+            empty if piece < 0 else pieces[piece] for piece, empty in zip(self._piece_of, self._empties, strict=True)
+        ]
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:

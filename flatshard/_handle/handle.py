@@ -58,7 +58,7 @@ class FlatParamHandle:
         for group in _group_by_kind(params):
             sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
             layout = plan_layout(sizes, group[0].param.dtype.itemsize, world)
-            buffers = FlatBuffers(layout, [p.param for p in group], rank)
+            buffers = FlatBuffers(layout, [p.param for p in group], rank, runtime)
             self.buffers.append(buffers)
             self.grads.append(FlatGradients(buffers, replicas))
             for owned, compute in zip(group, buffers.computes, strict=True):
