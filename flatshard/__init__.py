@@ -16,12 +16,14 @@ from flatshard._composable.policy import (
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import InternalError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
+from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard._grad_sync import (
     no_sync,
     set_gradient_divide_factor,
     set_requires_all_reduce,
     set_requires_gradient_sync,
 )
+from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 
@@ -31,17 +33,22 @@ __all__ = [
     "CustomPolicy",
     "Description",
     "FlatDescription",
+    "GradientStatistics",
     "InternalError",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "ShardedGradient",
     "ShardedParameter",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",
+    "clip_grad_norm_",
     "describe",
     "flat_parameters",
     "full_shape",
     "fully_shard",
+    "get_total_norm",
+    "gradient_statistics",
     "lambda_auto_wrap_policy",
     "no_sync",
     "recover",

@@ -14,10 +14,11 @@ belong to the compute stream; a record keeps each until the compute stream has w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,9 @@ class Collectives(Protocol):
     def broadcast(self, tensor: torch.Tensor) -> Pending: ...
 
 
+_DESTROYED = "the process group that this module was sharded over has been destroyed"
+
+
 class _GroupCollectives:
     """The process group, held weakly: ``destroy_process_group`` must really end it.
 
@@ -133,7 +137,7 @@ class _GroupCollectives:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise RuntimeError("the process group that this module was sharded over has been destroyed")
+            raise RuntimeError(_DESTROYED)
         return group
 
 
@@ -288,11 +292,17 @@ class Runtime:
     # By id of the group; another group may have the id after that one's end.
     _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = weakref.ref(group)
+        self.number = next(
+            self._numbers
+        )  # orders groups alike on all ranks, as they are first sharded over in one order
         self.device = device
         self.rank, self.world_size = group.rank(), group.size()
         self.collectives = _collectives_for(group, device)
+        self._is_fake = dist.get_backend(group) == "fake"
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
 
     @classmethod
@@ -341,6 +351,15 @@ class Runtime:
             self.collectives.broadcast(dense.view(-1).view(torch.uint8)).wait()  # bytes: no backend knows every dtype
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Make ``tensor`` (a few numbers, dense) the sum or the maximum over the ranks, on the current stream."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+        if op == "sum" and self._is_fake:  # where every rank has this rank's values
+            tensor.mul_(self.world_size)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """``next_one`` after ``pending``: at once behind it on the stream, or when somebody waits for it (CPU)."""

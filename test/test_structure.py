@@ -28,9 +28,12 @@ LAYERS = [
     "_handle.layout",
     "_handle.lifetime",
     "_handle.slots",
+    "_handle.partial",
+    "_handle.sharded_gradient",
     "_handle.sharded_parameter",
     "_handle.unsharded",
     "_handle.buffers",
+    "_handle.reduction",
     "_handle.gradients",
     "_handle.handle",
     "_composable",
@@ -48,6 +51,7 @@ LAYERS = [
     "_composable.fully_shard",
     "_full_params",
     "_grad_sync",
+    "_grad_norm",
     "_inspect",
     "_",
 ]
@@ -235,7 +239,7 @@ def test_only_runtime_communicates():
             assert node.module in ("torch.distributed.device_mesh", "torch.distributed.tensor"), show(name, node)
 
 
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast_now"}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now"}
 
 
 def test_only_handles_start_collectives_and_construction_broadcasts():
@@ -328,6 +332,9 @@ _composable.hooks: torch.utils._pytree.tree_unflatten
 _composable.precision: torch.utils._pytree.tree_map
 _composable.validate: dist.distributed_c10d._get_default_group
 _composable.validate: torch._C._disabled_torch_function_impl
+_handle.partial: torch._amp_foreach_non_finite_check_and_unscale_
+_handle.sharded_gradient: _foreach_utils._foreach_supported_types.append
+_handle.sharded_gradient: torch.utils._foreach_utils
 _handle.sharded_parameter: _torch_optimizer._foreach_supported_types.append
 _trace: torch.autograd._profiler_enabled""",
     )

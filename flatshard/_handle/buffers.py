@@ -62,9 +62,14 @@ class FlatBuffers:
         originals: Sequence[nn.Parameter],
         rank: int,
         options: FlatOptions,
+        runtime: Runtime | None = None,
     ) -> None:
-        """Shard ``originals`` in place: afterwards each holds its part of the new local shard."""
+        """Shard ``originals`` in place: afterwards each holds its part of the new local shard.
+
+        ``runtime``: of the ranks that hold the shards, whom norms of gradients ask.
+        """
         self.layout = layout
+        self._runtime = None if layout.world_size == 1 else runtime  # for norms of gradients: see `ShardInfo`
         self.rank = rank
         self.options = options
         self.dtype = originals[0].dtype  # of the shard
@@ -94,6 +99,11 @@ class FlatBuffers:
         """The dtype of the unsharded parameters."""
         return self.options.compute_dtype or self.dtype
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard is on another device than where it is computed with."""
+        return self.options.offload and self._compute_device != self.device
+
     def _can_alias(self) -> bool:
         return self.is_whole and self.compute_dtype is self.dtype and self._compute_device == self.device
 
@@ -119,14 +129,14 @@ class FlatBuffers:
         info, part = self.layout.params[index], self.slices[index]
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
-        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
-            whole = in_memory_order(grad.detach(), info.stride)
-            mine = whole[part.offset : part.offset + part.numel].clone()
-            param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+        end = part.offset + part.numel
         ShardedParameter.adopt(
             param,
-            ShardInfo(info.fqn, info.shape, info.stride, part.offset, part.offset + part.numel, self.layout.world_size),
+            ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, self.layout.world_size, self._runtime),
         )
+        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
+            mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
+            param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
 
     def copy_with(self, params: Sequence[nn.Parameter]) -> FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""

@@ -63,7 +63,8 @@ class FlatParamHandle:
             options = group[0].options
             sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
             itemsize = min((options.compute_dtype or group[0].param.dtype).itemsize, group[0].param.dtype.itemsize)
-            buffers = FlatBuffers(plan_layout(sizes, itemsize, world), [p.param for p in group], rank, options)
+            layout = plan_layout(sizes, itemsize, world)
+            buffers = FlatBuffers(layout, [p.param for p in group], rank, options, runtime)
             self.buffers.append(buffers)
             self.grads.append(FlatGradients(buffers, self.replicas))
             for owned, compute in zip(group, buffers.computes, strict=True):
@@ -309,7 +310,7 @@ class FlatParamHandle:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
         if self.replicas is not None:
             for grads in self.grads:
-                grads.advance()
+                grads.reduction.advance()
 
     def hold_gradients(self) -> None:
         """A backward without reduction is over: keep its gradients for the next one to add to."""

@@ -5,17 +5,21 @@ An optimizer, an EMA or a weight-decay rule may have been built from ``model.par
 original ``nn.Parameter`` objects are kept for life: their ``.data`` is pointed once at a slice of the local shard, and
 their ``__class__`` becomes :class:`ShardedParameter` (as torch's own lazy parameters change class when they
 materialise). The class adds no ``__torch_function__``: every operation on it costs what it costs on a plain parameter.
+What is assigned to ``.grad`` becomes a :class:`ShardedGradient`, which has one.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.optim import optimizer as _torch_optimizer
+
+from flatshard._handle.sharded_gradient import plain_grad, set_gradient
+from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,11 @@ class ShardInfo:
     start: int  # this rank's elements, half-open, in memory order
     stop: int
     shard_world_size: int
+    # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
+    runtime: Runtime | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardInfo, (self.fqn, self.shape, self.stride, self.start, self.stop, self.shard_world_size)
 
 
 class ShardedParameter(nn.Parameter):
@@ -37,6 +46,12 @@ class ShardedParameter(nn.Parameter):
     """
 
     _flatshard_info: ShardInfo
+
+    def _set_grad(self, grad: torch.Tensor | None) -> None:
+        set_gradient(self, grad, self._flatshard_info)
+
+    # A property of C functions where it is read, in every step of an optimizer.
+    grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
