@@ -5,6 +5,16 @@
 Same object, same class, same names; each parameter a slice of a flat shard. See README.md.
 """
 
+from flatshard._ablation import NoCommunication
+from flatshard._backends import DefaultCollectives, GlooCollectives, builtin_collectives
+from flatshard._collectives import Collectives, Pending
+from flatshard._comm_hooks import (
+    CommHookHandle,
+    CommHookState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    register_comm_hook,
+)
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.policy import (
     CustomPolicy,
@@ -14,28 +24,42 @@ from flatshard._composable.policy import (
     transformer_auto_wrap_policy,
 )
 from flatshard._config import BackwardPrefetch, ShardingStrategy
-from flatshard._errors import InternalError
+from flatshard._errors import CollectiveError, InternalError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._quantized import QuantizedCollectives
 
 __all__ = [
     "BackwardPrefetch",
+    "CollectiveError",
+    "Collectives",
+    "CommHookHandle",
+    "CommHookState",
     "CustomPolicy",
+    "DefaultCollectives",
     "Description",
     "FlatDescription",
+    "GlooCollectives",
     "InternalError",
     "ModuleWrapPolicy",
+    "NoCommunication",
+    "Pending",
+    "QuantizedCollectives",
     "ShardedParameter",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",
+    "bf16_compress_hook",
+    "builtin_collectives",
     "describe",
     "flat_parameters",
+    "fp16_compress_hook",
     "full_shape",
     "fully_shard",
     "lambda_auto_wrap_policy",
     "recover",
+    "register_comm_hook",
     "reshard",
     "size_based_auto_wrap_policy",
     "summon_full_params",

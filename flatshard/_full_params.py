@@ -39,8 +39,9 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Inside, ``module``'s parameters are whole: ``nn.Parameter`` of original shape and dtype, under their own FQNs.
 
-    Every rank of the group must enter. Forwards without gradients may run inside. If the body raises, nothing is written
-    back.
+    Every rank of the group must enter. Values are exact, also where ``fully_shard(collectives=...)`` gathers approximations
+    for training; inside a forward, they are those that it computes with. Forwards without gradients may run inside. If the
+    body raises, nothing is written back.
 
     Args:
         module: a sharded module, or one that holds sharded ones.
@@ -94,7 +95,7 @@ def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
         unit.context.runtime.before_pass()
         handle.sync_requires_grad()
         handle.check_parameters()
-    handle.unshard()
+    handle.unshard(exactly=True)
     handle.wait()
     unit.gathered_in = unit.context.pass_id
     unit.gathered_version = handle.version()
@@ -119,7 +120,7 @@ def _hide(shown: _Shown, writeback: bool) -> None:
         handle.write_back_copies(shown.copies, unit.shows_gradients)
         if unit.holds:  # an outer one shows the unsharded parameters: refill them
             handle.reshard()
-            handle.unshard()
+            handle.unshard(exactly=handle.is_exact)
             handle.wait()
     elif writeback:
         handle.write_back(unit.shows_gradients)

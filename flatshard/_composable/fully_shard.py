@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._collectives import CollectivesFactory, check_factory
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
 from flatshard._composable.hooks import UnitHooks
@@ -41,6 +42,7 @@ def fully_shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = True,
     limit_all_gathers: bool = True,
+    collectives: CollectivesFactory | None = None,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
@@ -72,6 +74,9 @@ def fully_shard(
         backward_prefetch: when to gather the next unit in backward; None: not ahead.
         forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
         limit_all_gathers: must be True; see Raises.
+        collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
+            backend's own: :class:`QuantizedCollectives`, :class:`NoCommunication`, or a class that you write after
+            :class:`Collectives`. A :class:`CustomPolicy` may override it per unit.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
@@ -82,7 +87,7 @@ def fully_shard(
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
-    config = _unit_config(strategy, backward_prefetch, forward_prefetch)
+    config = _unit_config(strategy, backward_prefetch, forward_prefetch, collectives)
     _refuse_what_is_missing(mixed_precision, cpu_offload, limit_all_gathers)
     validate.check_module(module)
     group = validate.resolve_group(process_group, device_mesh, strategy)
@@ -98,6 +103,8 @@ def fully_shard(
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
 
     context = Context.of(Runtime.of(group, device))
+    for unit in planned:
+        context.runtime.using(configs.get(unit.module, config).collectives)  # what it makes is seen to be usable
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
     was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
@@ -129,13 +136,18 @@ def _changing(module: nn.Module) -> Iterator[None]:
 
 
 def _unit_config(
-    strategy: ShardingStrategy, backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool
+    strategy: ShardingStrategy,
+    backward_prefetch: BackwardPrefetch | None,
+    forward_prefetch: bool,
+    collectives: CollectivesFactory | None,
 ) -> UnitConfig:
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
     if not isinstance(forward_prefetch, bool):
         raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
-    return UnitConfig(strategy, backward_prefetch, forward_prefetch)
+    if collectives is not None:
+        check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
+    return UnitConfig(strategy, backward_prefetch, forward_prefetch, collectives)
 
 
 def _refuse_what_is_missing(mixed_precision: Any, cpu_offload: Any, limit_all_gathers: bool) -> None:
@@ -150,7 +162,7 @@ def _refuse_what_is_missing(mixed_precision: Any, cpu_offload: Any, limit_all_ga
         )
 
 
-_OVERRIDES = {"strategy", "sharding_strategy", "backward_prefetch", "forward_prefetch"}
+_OVERRIDES = {"strategy", "sharding_strategy", "backward_prefetch", "forward_prefetch", "collectives"}
 
 
 def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> UnitConfig:
@@ -173,6 +185,7 @@ def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> U
         strategy,
         given.get("backward_prefetch", config.backward_prefetch),
         given.get("forward_prefetch", config.forward_prefetch),
+        given.get("collectives", config.collectives),
     )
 
 
@@ -191,7 +204,7 @@ def _as_device(device_id: int | torch.device | str | None) -> torch.device | Non
 def _make_unit(planned: PlannedUnit, context: Context, config: UnitConfig) -> Unit:
     params = [ParamSlots(o.fqn, o.param, tuple(o.slots)) for o in planned.owned]
     shard = config.strategy is not ShardingStrategy.NO_SHARD
-    handle = FlatParamHandle(planned.fqn, params, context.runtime, shard)
+    handle = FlatParamHandle(planned.fqn, params, context.runtime.using(config.collectives), shard)
     unit = Unit(planned.module, planned.fqn, handle, context, config)
     set_unit(planned.module, unit)
     return unit

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
+from flatshard._collectives import CollectivesFactory
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
@@ -26,6 +27,7 @@ class UnitConfig:
     strategy: ShardingStrategy
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
+    collectives: CollectivesFactory | None = None  # None: the backend's own
 
     @property
     def reshard_after_forward(self) -> bool:

@@ -66,6 +66,8 @@ class FlatBuffers:
         self._note_addresses()
         # ``requires_grad`` as last brought in line between a parameter and its compute parameter.
         self.requires_grad = [p.requires_grad for p in self.params]
+        # This rank's part of the unsharded buffer as gathered, where that is not exactly the shard: see `keep_gathered`.
+        self._gathered: torch.Tensor | None = None
         self.epoch = 0  # grows when the compute parameters change in a way that autograd's nodes depend on
         self._compute_version = 0
 
@@ -123,6 +125,7 @@ class FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""
         result = copy.copy(self)
         result.shard = self.shard.clone()
+        result._gathered = None
         result.computes = tuple(self._make_compute(p) for p in params)
         result.params = tuple(params)
         result._allocate_views()
@@ -235,8 +238,13 @@ class FlatBuffers:
         self._storage.resize_(self._nbytes)
         self._own.copy_(self.shard)
 
+    def keep_gathered(self) -> None:
+        """The all-gather that just ended approximates: until ``free``, what it brought is not a change to write back."""
+        self._gathered = self._own.clone()
+
     def free(self) -> None:
         """Take the unsharded buffer's storage away. Views stay valid and empty until the next ``allocate``."""
+        self._gathered = None
         if not self.is_alias:
             self._storage.resize_(0)
 
@@ -247,11 +255,25 @@ class FlatBuffers:
     def write_back(self) -> None:
         """Copy this rank's part of the unsharded buffer into the shard."""
         if not self.is_alias:
+            before = self._before_write_back()
             self.shard.copy_(self._own)
+            self._keep_unchanged(before)
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard."""
+        before = self._before_write_back()
         self._fill_shard(whole)
+        self._keep_unchanged(before)
+
+    def _before_write_back(self) -> torch.Tensor | None:
+        return None if self._gathered is None else self.shard.clone()
+
+    def _keep_unchanged(self, before: torch.Tensor | None) -> None:
+        """Undo the write-back where it brought only what an approximate all-gather had made of the shard."""
+        if before is not None:
+            assert self._gathered is not None
+            same = (self.shard == self._gathered) | (self.shard.isnan() & self._gathered.isnan())
+            self.shard.copy_(torch.where(same, before, self.shard))
 
     @property
     def resident_nbytes(self) -> int:

@@ -26,8 +26,9 @@ import operator
 import torch
 from torch import nn
 
+from flatshard._collectives import Pending
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
-from flatshard._runtime import Pending, Runtime
+from flatshard._runtime import Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
@@ -208,8 +209,14 @@ class FlatGradients:
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, runtime: Runtime) -> None:
-        """Start averaging over the ranks. Slots that took no gradient count as unused."""
+    @property
+    def is_reduced(self) -> bool:
+        """Whether there is anything to reduce, once a parameter requires grad."""
+        trainable = self.buffers.dtype.is_floating_point or self.buffers.dtype.is_complex
+        return trainable and not self._local and self.buffers.layout.padded_numel > 0
+
+    def reduce(self, runtime: Runtime, unit: str) -> None:
+        """Start averaging over the ranks. Slots that took no gradient count as unused. ``unit``: whose they are."""
         if self._local and self.flat_param is None:
             return
         if not self.any_filled:
@@ -221,17 +228,34 @@ class FlatGradients:
             for slot, filled in zip(self._slots, self._filled, strict=True):
                 if not filled:
                     slot.fill_(unused)
-        if self.buffers.is_alias:
-            self._output = self._input
-            self._pending = runtime.all_reduce(self._output) if self.replicas > 1 else None
-        else:
-            self._output = torch.empty_like(self.buffers.shard)
-            self._pending = runtime.reduce_scatter(self._output, self._input)
+        is_alias = self.buffers.is_alias
+        self._output = self._input if is_alias else torch.empty_like(self.buffers.shard)
+        if is_alias and self.replicas == 1:
+            return
+        try:
+            if is_alias:
+                self._pending = runtime.all_reduce(self._output)
+            else:
+                self._pending = runtime.reduce_scatter(self._output, self._input)
+        except Exception as e:
+            runtime.fail(self._phase, unit, e)
+
+    @property
+    def _phase(self) -> str:
+        return "all-reduce" if self.buffers.is_alias else "reduce-scatter"
+
+    def wait(self, runtime: Runtime, unit: str) -> None:
+        """Wait for the reduction, if one is under way. ``unit``: whose it is."""
+        if self._pending is None:
+            return
+        try:
+            self._pending.wait()
+        except Exception as e:
+            runtime.fail(self._phase, unit, e)
+        self._pending = None
 
     def finish(self, assign: bool = True) -> None:
-        """Wait for the reduction, free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
-        if self._pending is not None:
-            self._pending.wait()
+        """After ``wait``: free the reduction's input, and (``assign``) set or add to the ``.grad`` of every parameter."""
         output, filled = (self._output if assign else None), self._filled
         self.discard()
         if output is None:
@@ -287,7 +311,7 @@ class FlatGradients:
 
     # -- whole gradients for the user --------------------------------------------------------------------------------
 
-    def gather(self, runtime: Runtime) -> list[torch.Tensor | None]:
+    def gather(self, runtime: Runtime, unit: str) -> list[torch.Tensor | None]:
         """Whole gradients in the parameters' shapes; None for a parameter that has none on any rank."""
         buffers, layout = self.buffers, self.buffers.layout
         whole = torch.zeros(layout.padded_numel, dtype=buffers.dtype, device=buffers.device)
@@ -303,8 +327,11 @@ class FlatGradients:
                     part.copy_(param.grad)
                     here[index] = 1
         if layout.world_size > 1:
-            runtime.all_gather(whole, shard).wait()
-            runtime.all_gather(present.view(-1), here).wait()
+            try:
+                runtime.all_gather(whole, shard).wait()
+                runtime.all_gather(present.view(-1), here).wait()
+            except Exception as e:
+                runtime.fail("all-gather", unit, e)
         slots, _ = self._views_of(whole)
         return [slot if seen else None for slot, seen in zip(slots, present.amax(0).tolist(), strict=True)]
 

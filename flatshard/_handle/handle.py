@@ -17,13 +17,14 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
-from flatshard._errors import InternalError
+from flatshard._collectives import Pending
+from flatshard._errors import CollectiveError, InternalError
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.slots import Slots
-from flatshard._runtime import Pending, Runtime
+from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class FlatParamHandle:
         self._nodes: list[Node] = []  # see `gradient_nodes`
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
+        self.is_exact = True  # whether the last gather brought the shards bit for bit
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
@@ -101,39 +103,60 @@ class FlatParamHandle:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
-        """Start gathering, unless that was done. ``wait`` before anyone reads the parameters."""
+    def unshard(self, exactly: bool = False) -> None:
+        """Start gathering, unless that was done. ``wait`` before anyone reads the parameters.
+
+        ``exactly``: the shards bit for bit, whatever collectives the user chose.
+        """
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
             _trace.event("all-gather", self.fqn)
-            scope = _trace.labelled("all_gather", self.fqn, self.runtime.gathering())
+            runtime = self.runtime.exact if exactly else self.runtime
+            scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
             if scope is None:
-                self._start_gathers()
+                self._start_gathers(runtime)
             else:
                 with scope:
-                    self._start_gathers()
+                    self._start_gathers(runtime)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self) -> None:
-        self._gathers = [self._gather(b) for b in self._gathered]
-
-    def _gather(self, buffers: FlatBuffers) -> Pending:
-        buffers.allocate()
+    def _start_gathers(self, runtime: Runtime) -> None:
+        self.is_exact = runtime is runtime.exact
         try:
-            return self.runtime.all_gather(buffers.unsharded_wire, buffers.shard_wire)
+            self._gathers = [self._gather(b, runtime) for b in self._gathered]
         except BaseException:
-            buffers.free()
+            for buffers in self._gathered:
+                buffers.free()
             raise
 
+    def _gather(self, buffers: FlatBuffers, runtime: Runtime) -> Pending:
+        buffers.allocate()
+        try:
+            return runtime.all_gather(buffers.unsharded_wire, buffers.shard_wire)
+        except Exception as e:
+            runtime.fail("all-gather", self.fqn, e)
+
     def wait(self) -> None:
-        """Make the unsharded parameters readable by what the caller does next."""
+        """Make the unsharded parameters readable by what the caller does next.
+
+        Raises:
+            CollectiveError: the all-gather failed. Then they are sharded.
+        """
         if self.lifetime.params is not ParamState.UNSHARDING:
             return
         gathers, self._gathers = self._gathers, []
-        for gather in gathers:
-            gather.wait()
+        try:
+            for gather in gathers:
+                gather.wait()
+        except Exception as e:
+            gathers.clear()  # before the memory goes that the others still write to
+            self._free()
+            self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
+        if not self.is_exact:
+            for buffers in self._gathered:
+                buffers.keep_gathered()
 
     def reshard(self) -> None:
         """Free the unsharded parameters. One that is still being gathered is waited for first."""
@@ -141,7 +164,14 @@ class FlatParamHandle:
         if state is ParamState.SHARDED:
             return
         if state is ParamState.UNSHARDING:
-            self.wait()
+            try:
+                self.wait()
+            except CollectiveError as e:  # nobody reads what it would have brought
+                _trace.logger.warning("%s (gathered ahead of need, and dropped)", e)
+                return
+        self._free()
+
+    def _free(self) -> None:
         if self._gathered:
             _trace.event("reshard", self.fqn)
             self.runtime.before_free()
@@ -235,7 +265,7 @@ class FlatParamHandle:
         """Give the unsharded parameters whole gradients, where there are any. Communicates."""
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if True in buffers.requires_grad:
-                for compute, grad in zip(buffers.computes, grads.gather(self.runtime), strict=True):
+                for compute, grad in zip(buffers.computes, grads.gather(self.runtime.exact, self.fqn), strict=True):
                     compute.grad = grad
 
     def drop_full_gradients(self) -> None:
@@ -275,14 +305,28 @@ class FlatParamHandle:
                 self._start_reductions()
 
     def _start_reductions(self) -> None:
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            if True in buffers.requires_grad:
-                grads.reduce(self.runtime)
+        try:
+            for buffers, grads in zip(self.buffers, self.grads, strict=True):
+                if True in buffers.requires_grad:
+                    grads.reduce(self.runtime, self.fqn)
+        except CollectiveError:
+            self._drop_gradients("finish")
+            raise
 
     def finish_reduce(self, assign: bool = True) -> None:
-        """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
+        """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.
+
+        Raises:
+            CollectiveError: the reduction failed. Then all of the unit's gradients of this backward are dropped.
+        """
         if self.lifetime.grads is not GradState.REDUCING:
             return
+        try:
+            for grads in self.grads:
+                grads.wait(self.runtime, self.fqn)
+        except CollectiveError:
+            self._drop_gradients("finish")
+            raise
         with torch.no_grad():
             for grads in self.grads:
                 if grads.any_filled:
@@ -291,11 +335,22 @@ class FlatParamHandle:
 
     def discard_gradients(self) -> None:
         """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
-        self.finish_reduce(assign=False)
+        try:
+            self.finish_reduce(assign=False)
+        except CollectiveError as e:
+            _trace.logger.warning("%s (of a backward that had failed already)", e)
         if self.lifetime.grads is GradState.FILLING:
-            for grads in self.grads:
-                grads.discard()
-            self.lifetime.move_grads("discard")
+            self._drop_gradients("discard")
+
+    def _drop_gradients(self, verb: str) -> None:
+        for grads in self.grads:
+            grads.discard()
+        self.lifetime.move_grads(verb)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients are reduced here, once a parameter requires grad."""
+        return any([g.is_reduced for g in self.grads])
 
     # -- copies ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,455 @@
+"""What carries the bytes: other collectives in the place of the built-in ones, quantised ones, none at all, failing ones.
+
+The oracle for collectives that claim to be exact is the run without them; for quantised ones, a bound on the error that
+follows from the format; for failures, the error itself: it must name the unit and the phase on every rank that lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import gc
+import functools
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import check_parity, full_params
+from pool import RankFailure
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import flatshard
+from flatshard import (
+    CollectiveError,
+    CustomPolicy,
+    DefaultCollectives,
+    NoCommunication,
+    QuantizedCollectives,
+    ShardingStrategy,
+    builtin_collectives,
+    fully_shard,
+    summon_full_params,
+)
+from flatshard._backends import GlooCollectives
+from flatshard._collectives import Works
+from flatshard._composable.state import unit_of, units_below
+from flatshard._handle.lifetime import GradState
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+WIDTH = 24
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 2, width: int = WIDTH) -> None:
+        super().__init__()
+        self.front = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_input(step: int, n: int) -> Tensor:
+    return torch.randn(n, 8)
+
+
+class Recording:
+    """The built-in collectives, which note what they are asked for."""
+
+    exact = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.inner = builtin_collectives(group, device)
+        self.calls: list[str] = []
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        assert output.dim() == shard.dim() == 1
+        assert output.numel() == self.inner.size * shard.numel()
+        assert torch.equal(output.view(self.inner.size, -1)[self.inner.rank], shard)
+        self.calls.append("all_gather")
+        return self.inner.all_gather(output, shard)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        assert output.dim() == input.dim() == 1
+        assert input.numel() == self.inner.size * output.numel()
+        self.calls.append("reduce_scatter")
+        return self.inner.reduce_scatter(output, input)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        assert tensor.dim() == 1
+        self.calls.append("all_reduce")
+        return self.inner.all_reduce(tensor)
+
+
+class OtherRecording(Recording):
+    pass
+
+
+def collectives_of(module: nn.Module) -> Any:
+    return unit_of(module).handle.runtime.collectives
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def sent_bytes() -> Iterator[list[int]]:
+    """Bytes of the messages that this rank gives to gloo."""
+    sent: list[int] = []
+    send = vars(dist.ProcessGroup)["send"]  # what binds, for later
+
+    def counted(group: Any, tensors: list[Tensor], to: int, tag: int) -> Any:
+        sent.append(sum(t.nbytes for t in tensors))
+        return send.__get__(group)(tensors, to, tag)
+
+    dist.ProcessGroup.send = counted
+    try:
+        yield sent
+    finally:
+        dist.ProcessGroup.send = send
+
+
+def same_everywhere(group: Any, tensor: Tensor) -> bool:
+    size = dist.get_world_size(group)
+    everywhere = tensor.new_empty(size * tensor.numel(), dtype=torch.float64)
+    dist.all_gather_into_tensor(everywhere, tensor.double(), group=group)
+    return all(torch.equal(tensor.double(), other) for other in everywhere.view(size, -1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replacing them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parity_with_others(ctx, strategy: ShardingStrategy) -> list[str]:
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={Block}, process_group=group, strategy=strategy, collectives=Recording)
+        collectives_of(model).calls.clear()
+
+    run = check_parity(ctx, Net, make_input, steps=2, shard=shard)
+    return collectives_of(run.sharded).calls
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_other_collectives_do_all_the_work_of_a_step(pool, world_size):
+    calls = pool.run(parity_with_others, FULL, world_size=world_size)[0]
+    per_step = 1 + 2 * 2  # the root once, every block in forward and in backward
+    summoned = len(calls) - 2 * per_step - 2 * 3  # check_parity looks at whole parameters and gradients
+    assert calls.count("reduce_scatter") == 2 * 3
+    assert calls.count("all_gather") == 2 * per_step + summoned
+    assert "all_reduce" not in calls
+    assert set(pool.run(parity_with_others, NO_SHARD, world_size=world_size)[0]) == {"all_reduce"}
+
+
+def shared_runtime(ctx) -> None:
+    made = []
+
+    def factory(group: dist.ProcessGroup, device: torch.device) -> Recording:
+        made.append((group, device))
+        return Recording(group, device)
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        return isinstance(module, Block) and ({"collectives": OtherRecording} if module is model.blocks[1] else True)
+
+    model = Net()
+    fully_shard(model, policy=CustomPolicy(choose), process_group=ctx.group, collectives=factory)
+    assert made == [(ctx.group, torch.device("cpu"))]
+    root, first, second = units_below(model)
+    assert type(root.handle.runtime.collectives) is Recording
+    assert root.handle.runtime.collectives is first.handle.runtime.collectives
+    assert type(second.handle.runtime.collectives) is OtherRecording
+    assert root.context is first.context is second.context
+    assert root.handle.runtime._streams is second.handle.runtime._streams
+    model(make_input(0, 2)).sum().backward()
+    assert second.handle.runtime.collectives.calls == ["all_gather", "all_gather", "reduce_scatter"]
+
+    # The same factory makes no second one, another does; without one the built-in collectives are used.
+    again, third, plain = Net(), Net(), Net()
+    fully_shard(again, process_group=ctx.group, collectives=factory)
+    assert len(made) == 1
+    assert collectives_of(again) is collectives_of(model)
+    fully_shard(third, process_group=ctx.group, collectives=functools.partial(Recording))
+    assert collectives_of(third) is not collectives_of(model)
+    fully_shard(plain, process_group=ctx.group)
+    assert type(collectives_of(plain)) is GlooCollectives
+    assert unit_of(plain).context is root.context
+    assert type(collectives_of(copy.deepcopy(again))) is Recording
+
+
+def test_units_with_different_collectives_share_everything_else(pool):
+    pool.run(shared_runtime)
+
+
+class NoExact(Recording):
+    exact = None
+
+
+class NoReduce(Recording):
+    all_reduce = None
+
+
+class OddArguments(Recording):
+    def all_gather(self, output: Tensor) -> Any: ...
+
+
+@dataclasses.dataclass
+class Unhashable:
+    group: Any = None
+
+    def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Recording:
+        raise AssertionError("must not be called")
+
+
+def fails(group: dist.ProcessGroup, device: torch.device) -> Recording:
+    raise ZeroDivisionError("no such network")
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        (3, TypeError, r"collectives=3 is not a callable \(group, device\) -> Collectives"),
+        (Unhashable(), TypeError, "must be hashable.*frozen dataclass"),
+        (lambda group, device: Recording, TypeError, "made the class Recording in place of an instance"),
+        (lambda group, device: None, TypeError, r"made a NoneType, which has no all_gather\(output, shard\)"),
+        (NoReduce, TypeError, r"NoReduce made a NoReduce, which has no all_reduce\(tensor\)"),
+        (OddArguments, TypeError, r"whose all_gather cannot be called with \(output, shard\)"),
+        (NoExact, TypeError, "with exact=None: it must be True or False"),
+        (fails, ZeroDivisionError, "no such network"),
+        (lambda group: None, TypeError, "positional argument"),
+    ],
+)
+@pytest.mark.parametrize("by", ["argument", "policy"])
+def test_what_cannot_be_used_raises_before_anything_is_changed(factory, error, message, by):
+    with fake_world(4):
+        model = Net()
+        before = {n: (type(p), p.shape) for n, p in model.named_parameters()}
+        if by == "argument":
+            options = {"policy": {Block}, "collectives": factory}
+        else:
+            options = {"policy": CustomPolicy(lambda m: isinstance(m, Block) and {"collectives": factory})}
+        with pytest.raises(error, match=message):
+            fully_shard(model, **options)
+        assert {n: (type(p), p.shape) for n, p in model.named_parameters()} == before
+        fully_shard(model, policy={Block})  # nothing is left that could be in the way
+        with pytest.raises(TypeError, match="are collectives, made for one process group: pass what makes them"):
+            fully_shard(Net(), collectives=Recording(dist.group.WORLD, torch.device("cpu")))
+
+
+def test_an_option_that_would_do_nothing_raises():
+    with pytest.raises(ValueError, match="quantises nothing"):
+        QuantizedCollectives(all_gather=False, reduce=False)
+    with pytest.raises(ValueError, match="block must be a positive number of elements, got 0"):
+        QuantizedCollectives(block=0)
+    with pytest.raises(ValueError, match="leaves out nothing"):
+        NoCommunication(all_gather=False, reduce=False)
+    with fake_world(4):
+        for factory in (QuantizedCollectives(reduce=False), NoCommunication(reduce=False)):
+            with pytest.raises(ValueError, match="would do nothing for a unit under NO_SHARD"):
+                fully_shard(Net(), strategy=NO_SHARD, collectives=factory)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives that approximate
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Coarse(Recording):
+    """An all-gather that rounds to 1/8."""
+
+    exact = False
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        pending = super().all_gather(output, shard)
+        return Works([pending], lambda: output.mul_(8).round_().div_(8))
+
+
+def approximate_gathers(ctx) -> None:
+    for strategy in (FULL, GRAD_OP):
+        torch.manual_seed(0)
+        model = Net()
+        values = {n: p.detach().clone() for n, p in model.named_parameters()}
+        rounded = {n: (v * 8).round() / 8 for n, v in values.items()}
+        fully_shard(model, policy={Block}, process_group=ctx.group, strategy=strategy, collectives=Coarse)
+        seen = {}
+
+        def look(module: nn.Module, *_: Any, seen: dict[str, Tensor] = seen) -> None:
+            seen["weight"] = module.weight.detach().clone()
+
+        hook = model.blocks[0].linear.register_forward_pre_hook(look)
+        model(make_input(0, 2)).sum().backward()
+        assert torch.equal(seen["weight"], rounded["blocks.0.linear.weight"])  # what forward computes with
+        hook.remove()
+        for _ in range(2):  # to look at parameters does not round them, though they are written back
+            with summon_full_params(model, with_grads=True):
+                for name, p in model.named_parameters():
+                    assert torch.equal(p, values[name])
+                    assert p.grad is not None
+        with summon_full_params(model, offload_to_cpu=True):
+            assert torch.equal(model.head.weight, values["head.weight"])
+        flatshard.unshard(model)
+        assert torch.equal(model.front.weight, rounded["front.weight"])  # ahead of a forward: what forward would see
+        flatshard.reshard(model)
+        with summon_full_params(model), torch.no_grad():
+            model.front.weight.mul_(2)
+        assert torch.equal(full_params(model)["front.weight"], values["front.weight"] * 2)
+
+
+class Clamped(nn.Module):
+    """Changes one element of its own weight in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 37))
+        self.inside: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[7] = 0.3
+            if self.inside is not None:
+                self.inside(self)
+        return x * self.weight.sum()
+
+
+def changes_in_forward(ctx) -> None:
+    def summon(offload: bool, module: nn.Module) -> None:
+        with summon_full_params(module, offload_to_cpu=offload):
+            module.weight[11] = 0.7
+
+    expected = torch.linspace(-1, 1, 37)
+    expected[7] = 0.3
+    for inside in (None, functools.partial(summon, False), functools.partial(summon, True)):
+        model = Clamped()
+        fully_shard(model, process_group=ctx.group, collectives=Coarse)
+        if inside is not None:
+            expected[11] = 0.7
+        model.inside = inside
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(2))
+            # Changed elements as they were changed; the others have not been rounded.
+            assert torch.equal(full_params(model)["weight"], expected)
+
+
+def test_approximate_gathers_never_reach_the_shards(pool):
+    pool.run(approximate_gathers, world_size=2)
+    pool.run(changes_in_forward, world_size=3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# None at all
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def without_communication(ctx, choice: dict[str, bool], strategy: ShardingStrategy) -> tuple[int, int]:
+    torch.manual_seed(ctx.rank)  # different values: `sync_module_states` must communicate still
+    model = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard(
+            model,
+            policy={Block},
+            process_group=ctx.group,
+            strategy=strategy,
+            sync_module_states=True,
+            collectives=NoCommunication(**choice),
+        )
+        fully_shard(Net(), process_group=ctx.group, strategy=strategy, collectives=NoCommunication(**choice))
+    assert [w.category for w in caught] == [RuntimeWarning]  # once
+    assert "GARBAGE: use it for timing only" in str(caught[0].message)
+    whole = full_params(model)
+    assert same_everywhere(ctx.group, whole["head.weight"].view(-1))
+    with sent_bytes() as forward:
+        loss = model(make_input(0, 2)).sum()
+    with sent_bytes() as backward:
+        loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    after = full_params(model)
+    assert all(torch.equal(after[name], value) for name, value in whole.items())
+    return len(forward), len(backward)
+
+
+def test_no_communication(pool):
+    run = functools.partial(pool.run, without_communication, world_size=3)
+    peers = 2
+    assert run({}, FULL) == [(0, 0)] * 3
+    assert run({"reduce": False}, FULL) == [(0, 3 * peers)] * 3
+    assert run({"all_gather": False}, FULL) == [(3 * peers, 2 * peers)] * 3
+    assert run({}, NO_SHARD) == [(0, 0)] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second communicator for reductions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def second_group(ctx) -> None:
+    second = dist.new_group()
+    used: dict[str, set[Any]] = {"_all_gather": set(), "_reduce_scatter": set()}
+
+    def record(collectives: Any, name: str) -> None:
+        real = getattr(collectives, name)
+
+        def call(*args: Any, group: Any, **kwargs: Any) -> Any:
+            used[name].add(group)
+            return real(*args, group=group, **kwargs)
+
+        setattr(collectives, name, call)
+
+    def factory(group: dist.ProcessGroup, device: torch.device) -> DefaultCollectives:
+        collectives = DefaultCollectives(group, second)
+        for name in used:
+            record(collectives, name)
+        return collectives
+
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={Block}, process_group=group, collectives=factory)
+
+    check_parity(ctx, Net, make_input, steps=2, shard=shard)
+    assert used == {"_all_gather": {ctx.group}, "_reduce_scatter": {second}}
+
+    with pytest.raises(ValueError, match=r"must be a second group of the ranks .*, got the same group"):
+        DefaultCollectives(ctx.group, ctx.group)
+    others = dist.new_group([0, 1])
+    if ctx.rank < 2:
+        with pytest.raises(ValueError, match=r"must be a second group .* got one of the ranks \[0, 1\]"):
+            DefaultCollectives(ctx.group, others)
+    # Held weakly: it ends when it is destroyed, and what uses it then says so.
+    third = dist.new_group()
+    collectives = DefaultCollectives(ctx.group, third)
+    dist.destroy_process_group(third)
+    del third
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"the process group .* has been destroyed"):
+        collectives.all_reduce(torch.ones(1))
+
+
+def test_reductions_may_have_a_group_of_their_own(pool):
+    pool.run(second_group, world_size=4)  # all ranks of the world make it
