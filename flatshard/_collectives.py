@@ -56,6 +56,7 @@ class Works:
         except BaseException as e:
             if self._describe is not None:
                 e.add_note(self._describe(done))
+                self._describe = None
             # The error's traceback holds us, and the caller frees the memory: let go of what could still write there.
             self._works = self._works[done : done + 1]
             raise

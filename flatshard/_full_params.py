@@ -86,9 +86,25 @@ class _Shown:
 
 
 def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
-    handle = unit.handle
     unit.users += 1
     unit.holds += 1
+    shown = _Shown(unit, with_grads and not unit.shows_gradients)
+    try:
+        _gather(shown, offload_to_cpu)
+    except BaseException:
+        if shown.grads:
+            unit.handle.drop_full_gradients()
+            unit.shows_gradients = False
+        unit.users -= 1
+        if unit.users == 0:
+            unit.handle.slots.register_sharded()
+        _release(unit)
+        raise
+    return shown
+
+
+def _gather(shown: _Shown, offload_to_cpu: bool) -> None:
+    unit, handle = shown.unit, shown.unit.handle
     if unit.users == 1:
         if not handle.is_sharded:  # left by an earlier forward: the shards may have changed since
             handle.reshard()
@@ -100,7 +116,6 @@ def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
     unit.gathered_in = unit.context.pass_id
     unit.gathered_version = handle.version()
     handle.slots.register_unsharded()
-    shown = _Shown(unit, with_grads and not unit.shows_gradients)
     if shown.grads:
         handle.gather_gradients()
         unit.shows_gradients = True
@@ -111,7 +126,6 @@ def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
         _release(unit)
     elif handle.is_alias or unit.users > 1:
         shown.before = handle.copy_unsharded()
-    return shown
 
 
 def _hide(shown: _Shown, writeback: bool) -> None:

@@ -63,7 +63,7 @@ class FlatGradients:
         self.any_filled = False
         self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
         self.batch = Batch()
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None
         self._output: torch.Tensor | None = None
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
         self._allocate_views()
@@ -234,9 +234,9 @@ class FlatGradients:
             return
         try:
             if is_alias:
-                self._pending = runtime.all_reduce(self._output)
+                self.pending = runtime.all_reduce(self._output)
             else:
-                self._pending = runtime.reduce_scatter(self._output, self._input)
+                self.pending = runtime.reduce_scatter(self._output, self._input)
         except Exception as e:
             runtime.fail(self._phase, unit, e)
 
@@ -246,13 +246,13 @@ class FlatGradients:
 
     def wait(self, runtime: Runtime, unit: str) -> None:
         """Wait for the reduction, if one is under way. ``unit``: whose it is."""
-        if self._pending is None:
+        pending, self.pending = self.pending, None
+        if pending is None:
             return
         try:
-            self._pending.wait()
+            pending.wait()
         except Exception as e:
             runtime.fail(self._phase, unit, e)
-        self._pending = None
 
     def finish(self, assign: bool = True) -> None:
         """After ``wait``: free the reduction's input, and (``assign``) set or add to the ``.grad`` of every parameter."""
@@ -270,7 +270,7 @@ class FlatGradients:
 
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
-        self._pending = self._output = None
+        self.pending = self._output = None
         if self._batching:
             self._batching = False
             self.batch.task = -1

@@ -7,8 +7,9 @@ same handle, so that a frozen parameter costs no gradient memory and no byte of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +124,16 @@ class FlatParamHandle:
 
     def _start_gathers(self, runtime: Runtime) -> None:
         self.is_exact = runtime is runtime.exact
+        gathers: list[Pending] = []
         try:
-            self._gathers = [self._gather(b, runtime) for b in self._gathered]
+            for buffers in self._gathered:
+                gathers.append(self._gather(buffers, runtime))
         except BaseException:
+            _settle(gathers)
             for buffers in self._gathered:
                 buffers.free()
             raise
+        self._gathers = gathers
 
     def _gather(self, buffers: FlatBuffers, runtime: Runtime) -> Pending:
         buffers.allocate()
@@ -146,11 +151,13 @@ class FlatParamHandle:
         if self.lifetime.params is not ParamState.UNSHARDING:
             return
         gathers, self._gathers = self._gathers, []
+        done = 0
         try:
             for gather in gathers:
                 gather.wait()
+                done += 1
         except Exception as e:
-            gathers.clear()  # before the memory goes that the others still write to
+            _settle(gathers[done + 1 :])
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
@@ -310,22 +317,22 @@ class FlatParamHandle:
                 if True in buffers.requires_grad:
                     grads.reduce(self.runtime, self.fqn)
         except CollectiveError:
-            self._drop_gradients("finish")
+            self._settle_reductions()
             raise
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.
 
         Raises:
-            CollectiveError: the reduction failed. Then all of the unit's gradients of this backward are dropped.
+            CollectiveError: the reduction failed. Then all of the unit's gradients of this backward have been dropped.
         """
         if self.lifetime.grads is not GradState.REDUCING:
             return
         try:
             for grads in self.grads:
                 grads.wait(self.runtime, self.fqn)
-        except CollectiveError:
-            self._drop_gradients("finish")
+        except Exception:
+            self._settle_reductions()
             raise
         with torch.no_grad():
             for grads in self.grads:
@@ -341,6 +348,10 @@ class FlatParamHandle:
             _trace.logger.warning("%s (of a backward that had failed already)", e)
         if self.lifetime.grads is GradState.FILLING:
             self._drop_gradients("discard")
+
+    def _settle_reductions(self) -> None:
+        _settle(g.pending for g in self.grads if g.pending is not None)
+        self._drop_gradients("finish")
 
     def _drop_gradients(self, verb: str) -> None:
         for grads in self.grads:
@@ -379,6 +390,13 @@ class FlatParamHandle:
                     result.slots.add_copied(module, name, param, compute, memo)
         result._gathered = [b for b in result.buffers if not b.is_alias and b.layout.padded_numel]
         return result
+
+
+def _settle(pending: Iterable[Pending]) -> None:
+    """Let collectives end, well or not, before their memory goes. For when another one's error is on its way."""
+    for each in pending:
+        with contextlib.suppress(Exception):
+            each.wait()
 
 
 def _group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:
