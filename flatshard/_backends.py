@@ -163,8 +163,7 @@ class FakeCollectives(BuiltinCollectives):
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
-        rows = output.view(self.size, -1)
-        rows.copy_(shard if shard.data_ptr() != rows.data_ptr() + self.rank * shard.nbytes else shard.clone())
+        output.view(self.size, -1).copy_(shard)
         return self.group.broadcast(output, 0)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:

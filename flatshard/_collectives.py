@@ -113,8 +113,8 @@ class Collectives(Protocol):
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill ``output`` (N * S elements) with every rank's ``shard`` (S), in rank order.
 
-        This rank's shard is in its place in ``output`` already (and ``shard`` may be that place). All ranks must end with
-        the same ``output``, also where it is not exact.
+        This rank's shard is in its place in ``output`` already; ``shard`` is memory of its own, and must not be changed. All
+        ranks must end with the same ``output``, also where it is not exact.
         """
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:

@@ -83,7 +83,7 @@ class _Quantized:
         own = self._inner.rank
         # This rank's own place may be scribbled over: it is decoded like the others, so that all ranks see the same.
         _encode(_widened(rows[own : own + 1]), wire[own : own + 1], self._block)
-        pending = self._inner.all_gather(wire.view(-1), wire[own])
+        pending = self._inner.all_gather(wire.view(-1), wire[own].clone())
         return Works([pending], lambda: _decode(wire, rows, self._block))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:

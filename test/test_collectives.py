@@ -90,6 +90,7 @@ class Recording:
         assert output.dim() == shard.dim() == 1
         assert output.numel() == self.inner.size * shard.numel()
         assert torch.equal(output.view(self.inner.size, -1)[self.inner.rank], shard)
+        assert output.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
         self.calls.append("all_gather")
         return self.inner.all_gather(output, shard)
 
@@ -360,9 +361,40 @@ def changes_in_forward(ctx) -> None:
             assert torch.equal(full_params(model)["weight"], expected)
 
 
+class Toggled(nn.Module):
+    """A unit whose forward sets one element of its weight, called twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Clamped()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor, *values: float) -> Tensor:
+        for value in values:
+            self.inner.inside = functools.partial(self._set, value)
+            x = self.inner(x)
+        return x + self.bias.sum()
+
+    @staticmethod
+    def _set(value: float, module: Clamped) -> None:
+        module.weight[11] = value
+
+
+def changed_and_changed_back(ctx) -> None:
+    """What a forward sets to the very value that the gather had rounded it to is a change, too."""
+    expected = torch.linspace(-1, 1, 37)
+    rounded = ((expected[11] * 8).round() / 8).item()
+    expected[7], expected[11] = 0.3, rounded
+    model = Toggled()
+    fully_shard(model, policy={Clamped}, process_group=ctx.group, strategy=GRAD_OP, collectives=Coarse)
+    model(torch.ones(2), 0.7, rounded)  # with gradients: whole from the first call to the second
+    assert torch.equal(full_params(model)["inner.weight"], expected)
+
+
 def test_approximate_gathers_never_reach_the_shards(pool):
     pool.run(approximate_gathers, world_size=2)
     pool.run(changes_in_forward, world_size=3)
+    pool.run(changed_and_changed_back)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from test_collectives import FULL, GRAD_OP, NO_SHARD, Block, Net, fake_world, make_input, same_everywhere, sent_bytes
 from torch import Tensor, nn
 
-from flatshard import DefaultCollectives, QuantizedCollectives, ShardingStrategy, fully_shard
+from flatshard import DefaultCollectives, QuantizedCollectives, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._composable.state import units_below
 
 
@@ -244,3 +244,5 @@ def test_quantised_over_the_fake_group(strategy):
         for _ in range(2):
             model(make_input(0, 2)).sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        with summon_full_params(model, with_grads=True):
+            assert model.head.weight.grad.shape == model.head.weight.shape

@@ -258,6 +258,8 @@ class FlatBuffers:
             before = self._before_write_back()
             self.shard.copy_(self._own)
             self._keep_unchanged(before)
+            if self._gathered is not None:
+                self._gathered.copy_(self._own)  # the next change is to be seen against this
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard."""

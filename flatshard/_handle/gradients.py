@@ -328,8 +328,8 @@ class FlatGradients:
                     here[index] = 1
         if layout.world_size > 1:
             try:
-                runtime.all_gather(whole, shard).wait()
-                runtime.all_gather(present.view(-1), here).wait()
+                runtime.all_gather(whole, shard.clone()).wait()
+                runtime.all_gather(present.view(-1), here.clone()).wait()
             except Exception as e:
                 runtime.fail("all-gather", unit, e)
         slots, _ = self._views_of(whole)
