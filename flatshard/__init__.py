@@ -5,6 +5,16 @@
 Same object, same class, same names; each parameter a slice of a flat shard. See README.md.
 """
 
+from flatshard._ablation import NoCommunication
+from flatshard._backends import DefaultCollectives, GlooCollectives, builtin_collectives
+from flatshard._collectives import Collectives, Pending
+from flatshard._comm_hooks import (
+    CommHookHandle,
+    CommHookState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    register_comm_hook,
+)
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.policy import (
     CustomPolicy,
@@ -14,7 +24,7 @@ from flatshard._composable.policy import (
     transformer_auto_wrap_policy,
 )
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._errors import InternalError
+from flatshard._errors import CollectiveError, InternalError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
 from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard._grad_sync import (
@@ -26,25 +36,38 @@ from flatshard._grad_sync import (
 from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._quantized import QuantizedCollectives
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CollectiveError",
+    "Collectives",
+    "CommHookHandle",
+    "CommHookState",
     "CustomPolicy",
+    "DefaultCollectives",
     "Description",
     "FlatDescription",
+    "GlooCollectives",
     "GradientStatistics",
     "InternalError",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "NoCommunication",
+    "Pending",
+    "QuantizedCollectives",
     "ShardedGradient",
     "ShardedParameter",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",
+    "bf16_compress_hook",
+    "builtin_collectives",
     "clip_grad_norm_",
     "describe",
     "flat_parameters",
+    "fp16_compress_hook",
     "full_shape",
     "fully_shard",
     "get_total_norm",
@@ -52,6 +75,7 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "no_sync",
     "recover",
+    "register_comm_hook",
     "reshard",
     "set_gradient_divide_factor",
     "set_requires_all_reduce",

@@ -159,6 +159,13 @@ class Backward:
         """A graph task is over: complete what got less than expected; at the outermost, leave nothing behind."""
         brings_gradients = any(t.brings_gradients for t in self._tasks if t.id == task)
         self._tasks = [t for t in self._tasks if t.id != task]
+        try:
+            self._finish(task, brings_gradients)
+        except BaseException:
+            self.recover()  # what has not been reduced must not come into the next step's gradients
+            raise
+
+    def _finish(self, task: int, brings_gradients: bool) -> None:
         for unit in [u for u in self._open_units() if u.task == task]:
             # Parameters that this rank left out may be in another rank's graph, which then waits for us. Not so where
             # no unit gets a gradient: that is ``torch.autograd.grad`` with respect to inputs.

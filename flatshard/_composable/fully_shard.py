@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._collectives import CollectivesFactory, check_factory
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
 from flatshard._composable.hooks import UnitHooks
@@ -43,6 +44,7 @@ def fully_shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = True,
     limit_all_gathers: bool = True,
+    collectives: CollectivesFactory | None = None,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
@@ -76,6 +78,9 @@ def fully_shard(
         backward_prefetch: when to gather the next unit in backward; None: not ahead.
         forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
         limit_all_gathers: must be True; see Raises.
+        collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
+            backend's own: :class:`QuantizedCollectives`, :class:`NoCommunication`, or a class that you write after
+            :class:`Collectives`. A :class:`CustomPolicy` may override it per unit.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
@@ -92,6 +97,7 @@ def fully_shard(
         forward_prefetch=forward_prefetch,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
+        collectives=collectives,
     )
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
@@ -109,6 +115,8 @@ def fully_shard(
 
     context = Context.of(Runtime.of(group, device))
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
+    for unit in planned:  # what it makes is seen to be usable
+        context.runtime.using(configs.get(unit.module, config).collectives)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
@@ -149,17 +157,22 @@ def _unit_config(
     forward_prefetch: Any,
     mixed_precision: Any,
     cpu_offload: Any,
+    collectives: CollectivesFactory | None,
 ) -> UnitConfig:
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
     if not isinstance(forward_prefetch, bool):
         raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
+    strategy = as_enum(ShardingStrategy, strategy, "strategy")
+    if collectives is not None:
+        check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
     return UnitConfig(
-        as_enum(ShardingStrategy, strategy, "strategy"),
+        strategy,
         backward_prefetch,
         forward_prefetch,
         MixedPrecision.of(mixed_precision),
         CPUOffload.of(cpu_offload),
+        collectives,
     )
 
 
@@ -212,9 +225,12 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
         params.append(ParamSlots(owned.fqn, owned.param, tuple(owned.slots), options))
     cast_buffers(planned.modules, policy)
     warn_about_low_precision_masters(owned.param for owned in planned.owned)
+    runtime = context.runtime.using(config.collectives)
     if config.strategy is ShardingStrategy.NO_SHARD:
-        replicas = context.runtime
-    handle = FlatParamHandle(planned.fqn, params, context.runtime, replicas)
+        replicas = runtime
+    elif replicas is not None:
+        replicas = replicas.using(config.collectives)
+    handle = FlatParamHandle(planned.fqn, params, runtime, replicas)
     unit = Unit(planned.module, planned.fqn, handle, context, config)
     set_unit(planned.module, unit)
     return unit

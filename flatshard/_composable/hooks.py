@@ -40,6 +40,7 @@ from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
 from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.whole_parameters import WholeParameters
 
 
 class UnitHooks:
@@ -139,7 +140,7 @@ class UnitHooks:
                 if needed.users == 1:
                     needed.handle.reshard()
                     needed.handle.check_parameters()
-                needed.handle.slots.register(needed.handle.copy_full_precision())
+                needed.handle.slots.register(WholeParameters(needed.handle).copy_full_precision())
                 needed.full_forwards += 1
         return True
 

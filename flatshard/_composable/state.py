@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
+from flatshard._collectives import CollectivesFactory
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
@@ -28,6 +29,7 @@ class UnitConfig:
     forward_prefetch: bool
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
+    collectives: CollectivesFactory | None = None  # None: the backend's own
 
     @property
     def reshard_after_forward(self) -> bool:

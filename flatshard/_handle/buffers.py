@@ -29,11 +29,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from flatshard._collectives import Done, Pending
 from flatshard._errors import name_list
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._handle.unsharded import UnshardedBuffer
-from flatshard._runtime import Done, Pending, Runtime
+from flatshard._runtime import Runtime
 
 # Read of every parameter in every step: the loops are left to C.
 _version = operator.attrgetter("_version")
@@ -76,6 +77,7 @@ class FlatBuffers:
         self.device = torch.device("cpu") if options.offload else originals[0].device  # of the shard
         self._compute_device = originals[0].device
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
+        self._gathered: torch.Tensor | None = None  # what an approximate all-gather made of the shard
         self.is_whole = layout.world_size == 1  # nothing to gather
         self.is_alias = self._can_alias()  # nothing to copy or free either
         self.slices = layout.shard_slices(rank)
@@ -145,7 +147,7 @@ class FlatBuffers:
         result.unsharded = UnshardedBuffer(self.layout, self.rank, params)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
-        result._cast = None
+        result._cast = result._gathered = None
         result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
@@ -272,38 +274,56 @@ class FlatBuffers:
         target.allocate(shard)
         if self.is_whole:
             return runtime.issued(Done())
-        try:
-            return runtime.all_gather(target.wire, target.own_wire)
-        except BaseException:
-            target.free()
-            raise
+        return runtime.all_gather(target.wire, target.own_wire)
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
         """The unsharded values in the parameters' own dtype, in memory of their own."""
         full = UnshardedBuffer(self.layout, self.rank, self.params)
         full.place(self.dtype, self._compute_device, None)
-        self._gather_into(full, self._on_compute_device(), runtime).wait()
+        self._gather_into(full, self._on_compute_device(), runtime.exact).wait()
         return full
+
+    def keep_gathered(self) -> None:
+        """The all-gather that just ended approximates: until ``free``, what it brought is not a change to write back."""
+        self._gathered = self.unsharded.own.clone()
+
+    def free(self) -> None:
+        """Free the unsharded buffer."""
+        self._gathered = None
+        self.unsharded.free()
 
     def forget_cast(self) -> None:
         """The values are not needed again before they may change."""
         self._cast = None
 
     def write_back(self) -> None:
-        """Copy this rank's part of the unsharded buffer into the shard, where it is not just the shard's rounded value."""
+        """Copy this rank's part of the unsharded buffer into the shard, where it is not just what was made of the shard.
+
+        That is the shard's own value, unless it was rounded (mixed precision) or approximated (quantised collectives).
+        """
         if self.is_alias:
             return
         own = self.unsharded.own
-        if self.compute_dtype is self.dtype:
+        if self.compute_dtype is self.dtype and self._gathered is None:
             self.shard.copy_(own)
-        else:
-            cast = self.shard.to(own)
-            changed = (own != cast).to(self.shard.device)
-            self.shard.copy_(torch.where(changed, own.to(self.shard), self.shard))
+            return
+        made = self.shard.to(own) if self._gathered is None else self._gathered
+        same = ((own == made) | (own.isnan() & made.isnan())).to(self.shard.device)
+        self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
+        if self._gathered is not None:
+            self._gathered.copy_(own)  # the next change is to be seen against this
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's part of whole parameters, on any device, into the shard."""
+        """Copy this rank's part of whole parameters, on any device, into the shard.
+
+        Of copies of what an approximate all-gather brought: only what differs from that.
+        """
+        before = self.shard.clone() if self._gathered is not None and self.compute_dtype is self.dtype else None
         self._fill_shard(whole)
+        if before is not None:
+            assert self._gathered is not None
+            same = (self.shard == self._gathered) | (self.shard.isnan() & self._gathered.isnan())
+            self.shard.copy_(torch.where(same, before, self.shard))
 
     @property
     def resident_nbytes(self) -> int:

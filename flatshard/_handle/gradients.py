@@ -63,9 +63,9 @@ class Batch:
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
+    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None, unit: str) -> None:
         self.buffers = buffers
-        self.reduction = Reduction(buffers, replicas)
+        self.reduction = Reduction(buffers, replicas, unit)
         # Nothing to reduce: hand gradients over as they are ("world size 1 copies nothing").
         self._local = self.reduction.ranks == 1
         self._filled = [False] * len(buffers.params)
@@ -133,7 +133,7 @@ class FlatGradients:
 
     def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
         """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
-        result = FlatGradients(buffers, self.reduction.replicas)
+        result = FlatGradients(buffers, self.reduction.replicas, self.reduction.unit)
         result.reduction.divide_factor = self.reduction.divide_factor
         result.reduction.reduces_replicas = self.reduction.reduces_replicas
         if self.flat_param is not None:
@@ -250,6 +250,12 @@ class FlatGradients:
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether there is anything to reduce, once a parameter requires grad."""
+        trainable = self.buffers.dtype.is_floating_point or self.buffers.dtype.is_complex
+        return trainable and not self._local and self.buffers.layout.padded_numel > 0
+
     def reduce(self, runtime: Runtime) -> None:
         """Start averaging over the ranks. Slots that took no gradient count as unused."""
         if self._local and self.flat_param is None:
@@ -266,8 +272,7 @@ class FlatGradients:
         self.reduction.start(runtime, self._input)
 
     def finish(self, assign: bool = True) -> None:
-        """Wait for the reduction, free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
-        self.reduction.wait()
+        """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
         output, filled = self.reduction.take(), self._filled
         self._free_input()
         if not assign:
@@ -357,8 +362,11 @@ class FlatGradients:
                     part.copy_(param.grad)
                     here[index] = 1
         if layout.world_size > 1:
-            runtime.all_gather(whole, shard).wait()
-            runtime.all_gather(present.view(-1), here).wait()
+            try:
+                runtime.exact.all_gather(whole, shard).wait()
+                runtime.exact.all_gather(present.view(-1), here).wait()
+            except Exception as e:
+                runtime.fail("all-gather", self.reduction.unit, e)
         slots, _ = self._views_of(whole)
         return [slot if seen else None for slot, seen in zip(slots, present.amax(0).tolist(), strict=True)]
 

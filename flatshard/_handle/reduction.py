@@ -10,17 +10,21 @@ that only the last microbatch averages over the replicas.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
+from flatshard._collectives import Done, Pending
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._runtime import Done, Pending, Runtime, Then, wait_on_host
+from flatshard._runtime import Runtime, Then, wait_on_host
 
 
 class Reduction:
     """One at a time; lives as long as the flat parameter."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
+    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None, unit: str) -> None:
         self.buffers = buffers
+        self.unit = unit  # its FQN, for errors
         self.replicas = replicas  # the group of ranks that hold the same shard, if there are others
         self.ranks = buffers.layout.world_size * (replicas.world_size if replicas is not None else 1)
         self.divide_factor: float | None = None  # divides the sum over the ranks; None: their number
@@ -40,7 +44,17 @@ class Reduction:
         return self.input_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
 
     def start(self, runtime: Runtime, input: torch.Tensor) -> None:
-        """Start averaging ``input`` (``padded_numel`` elements); where nothing is sharded it becomes the result itself."""
+        """Start averaging ``input`` (``padded_numel`` elements); where nothing is sharded it becomes the result itself.
+
+        Raises:
+            CollectiveError: a collective could not be started.
+        """
+        try:
+            self._start(runtime, input)
+        except Exception as e:
+            runtime.fail(self._phase, self.unit, e)
+
+    def _start(self, runtime: Runtime, input: torch.Tensor) -> None:
         if self.buffers.is_whole:
             self._output = input
             self._pending = self._reduce_replicas(runtime)
@@ -52,6 +66,10 @@ class Reduction:
         if self.buffers.is_offloaded:
             self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
 
+    @property
+    def _phase(self) -> str:
+        return "all-reduce" if self.buffers.is_whole else "reduce-scatter"
+
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
         output = self._output
@@ -62,7 +80,9 @@ class Reduction:
         if self.replicas is None:
             return runtime.issued(Done())
         if self.reduces_replicas:
-            return self.replicas.all_reduce(output)
+            # Where the replicas are the unit's group itself (NO_SHARD), a communication hook may have taken its place.
+            replicas = runtime if runtime.group is self.replicas.group else self.replicas
+            return replicas.all_reduce(output)
         self._partial, self._output = output, None
         return runtime.issued(Done())
 
@@ -73,20 +93,41 @@ class Reduction:
             self._output = host.copy_(self._output.to(self.dtype), non_blocking=pin)
         return runtime.issued(Done())
 
-    def advance(self) -> None:
-        """Start the second part of a reduction that has two, while later units compute."""
-        if isinstance(self._pending, Then):
-            self._pending.advance()
+    def advance(self, runtime: Runtime) -> None:
+        """Start the second part of a reduction that has two, while later units compute.
 
-    def wait(self) -> None:
-        """Wait for what is under way, if anything is."""
+        Raises:
+            CollectiveError: the first part failed.
+        """
+        if isinstance(self._pending, Then):
+            try:
+                self._pending.advance()
+            except Exception as e:
+                runtime.fail(self._phase, self.unit, e)
+
+    def wait(self, runtime: Runtime) -> None:
+        """Wait for what is under way, if anything is.
+
+        Raises:
+            CollectiveError: it failed.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if self.buffers.is_offloaded:
-            wait_on_host(pending)
-        else:
-            pending.wait()
+        try:
+            if self.buffers.is_offloaded:
+                wait_on_host(pending)
+            else:
+                pending.wait()
+        except Exception as e:
+            runtime.fail(self._phase, self.unit, e)
+
+    def settle(self) -> None:
+        """Let what is under way end, well or not: another one's error is on its way, and the memory goes."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with contextlib.suppress(Exception):
+                pending.wait()
 
     def take(self) -> torch.Tensor | None:
         """After ``wait``: the gradient shard, or None where there is none (yet)."""
