@@ -8,7 +8,7 @@ same handle, so that a frozen parameter costs no gradient memory and no byte of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class FlatParamHandle:
         self._nodes: list[Node] = []  # see `gradient_nodes`
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
+        self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
@@ -105,6 +106,11 @@ class FlatParamHandle:
     @property
     def is_sharded(self) -> bool:
         return self.lifetime.params is ParamState.SHARDED
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that gathering takes."""
+        return sum(b.unsharded.flat.nbytes for b in self._gathered)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -179,6 +185,11 @@ class FlatParamHandle:
             if moved := buffers.moved():
                 buffers.readopt(moved)
         self.sync_requires_grad()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether there is anything for ``check_parameters`` to take over."""
+        return bool(self.slots.replaced()) or any([b.moved() for b in self.buffers])
 
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
@@ -329,10 +340,13 @@ class FlatParamHandle:
         if self.lifetime.grads is not GradState.REDUCING:
             return
         with torch.no_grad():
+            given = False
             for grads in self.grads:
                 if grads.any_filled:
-                    grads.finish(assign)
-        self.lifetime.move_grads("finish")
+                    given |= grads.finish(assign)
+            self.lifetime.move_grads("finish")
+            if given:
+                self.on_reduced()
 
     def discard_gradients(self) -> None:
         """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
@@ -369,6 +383,10 @@ class FlatParamHandle:
                     result.slots.add_copied(module, name, param, compute, memo)
         result._gathered = [b for b in result.buffers if not b.is_alias and b.layout.padded_numel]
         return result
+
+
+def _nothing() -> None:
+    pass
 
 
 def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
