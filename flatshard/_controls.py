@@ -111,11 +111,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     """
     units = list(dict.fromkeys(n for u in _units(module, recurse, "keep_unsharded") for n in u.needs))
     for unit in units:
-        if (
-            not unit.kept and unit.gathered_in != -1
-        ):  # left by an earlier forward, and perhaps outdated; not `unshard`ed
-            unit.free_if_unused()
-        unit.kept += 1
+        _begin_to_keep(unit)
     try:
         yield
     finally:
@@ -124,6 +120,18 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
             if not unit.kept:
                 unit.kept_copies = None
                 unit.free_if_unused()
+
+
+def _begin_to_keep(unit: Unit) -> None:
+    unit.kept += 1
+    if unit.kept > 1 or unit.handle.is_sharded:
+        return
+    in_this_pass = unit.gathered_in == unit.context.pass_id and unit.context.is_running
+    if in_this_pass or unit.holds or unit.gathered_in == -1:  # the last: by `unshard`
+        unit.kept_places = unit.handle.places()
+    else:  # left by an earlier forward, and perhaps outdated
+        unit.handle.slots.register_sharded()
+        unit.handle.reshard()
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:

@@ -116,10 +116,8 @@ class Context:
                 if self._forwards:
                     needed.handle.check_parameters()
                 needed.handle.unshard(again=not self._forwards)
-                needed.gathered_version = needed.handle.version()
+                needed.note_gathered()
                 needed.gathered_in = self.pass_id
-                if needed.kept:  # see `Unit.is_outdated`
-                    needed.gathered_version = needed.handle.version()
                 self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:
@@ -128,9 +126,9 @@ class Context:
         ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
         return sum(u.handle.unsharded_nbytes for u in ahead)
 
-    def used(self, unit: Unit) -> None:
-        """``unit`` is needed now: if it was prefetched, that was right."""
-        self._prefetched.pop(unit, None)
+    def used(self, unit: Unit) -> bool:
+        """``unit`` is needed now: if it was prefetched, that was right. Returns whether it was."""
+        return self._prefetched.pop(unit, False) is None
 
     def free_unused(self) -> None:
         """Free what was prefetched and not used."""

@@ -171,7 +171,7 @@ class UnitHooks:
             if not needed.copies:
                 if needed.users == 1:
                     needed.handle.reshard()
-                    if needed.kept:
+                    if needed.kept and needed.kept_copies is not None:
                         self._refuse_replaced(needed)
                     else:
                         needed.handle.check_parameters()
@@ -187,6 +187,7 @@ class UnitHooks:
         if unit.kept_copies is None or unit.kept_copies[0] != version:
             unit.kept_copies = None  # first, for the memory
             unit.kept_copies = version, unit.handle.copy_full_precision()
+            unit.kept_places = unit.handle.places()
         return unit.kept_copies[1]
 
     def _cast_inputs(
@@ -203,8 +204,7 @@ class UnitHooks:
     @staticmethod
     def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
-        context.used(unit)
-        first = unit.users == 1
+        first, prefetched = unit.users == 1, context.used(unit)
         if in_backward:
             context.backward.touch(unit)
         elif unit.users > 1 and not unit.full_forwards and unit.gathered_version != handle.version():
@@ -222,8 +222,8 @@ class UnitHooks:
             if unit.holds == 1 and not in_backward:
                 handle.check_parameters()
             handle.unshard(in_backward)
-            unit.gathered_version = handle.version()
-        elif first and (unit.gathered_in != context.pass_id or handle.is_alias):  # else it was prefetched in this pass
+            unit.note_gathered()
+        elif first and (not prefetched or unit.gathered_in != context.pass_id or handle.is_alias):
             handle.sync_requires_grad()
             unit.gathered_version = handle.version()
         if first and grad and handle.any_trainable:
@@ -234,8 +234,7 @@ class UnitHooks:
 
     @staticmethod
     def _refuse_replaced(unit: Unit) -> None:
-        # Not taken over: ranks whose parts are empty would not notice, and not gather with the others.
-        if unit.handle.is_replaced:
+        if unit.handle.places() != unit.kept_places:
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
                 "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "

@@ -99,6 +99,7 @@ class Unit:
         self.users = 0  # forwards under way that need the compute parameters registered; they nest
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
         self.kept = 0  # `keep_unsharded` under way: holds, but what is held may be outdated; they nest
+        self.kept_places: list[int] | None = None  # `handle.places()` when what is kept was gathered
         # While kept: what forwards in full precision (`full_precision_in_eval`) show, and `handle.version()` then.
         self.kept_copies: tuple[int, dict[int, nn.Parameter]] | None = None
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
@@ -149,6 +150,11 @@ class Unit:
     def is_done_with_gradients(self) -> bool:
         """Whether all gradients being there means that no value is needed any more. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial
+
+    def note_gathered(self) -> None:
+        """The unsharded parameters have the values that the shards have now."""
+        self.gathered_version = self.handle.version()
+        self.kept_places = self.handle.places() if self.kept else None
 
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters are left from an earlier pass: the shards may have changed since.

@@ -186,10 +186,11 @@ class FlatParamHandle:
                 buffers.readopt(moved)
         self.sync_requires_grad()
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether there is anything for ``check_parameters`` to take over."""
-        return bool(self.slots.replaced()) or any([b.moved() for b in self.buffers])
+    def places(self) -> list[int] | None:
+        """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
+        if self.slots.replaced():
+            return None
+        return [p.untyped_storage().data_ptr() for b in self.buffers for p in b.params]
 
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
