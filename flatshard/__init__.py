@@ -24,6 +24,14 @@ from flatshard._composable.policy import (
     transformer_auto_wrap_policy,
 )
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._controls import (
+    keep_unsharded,
+    register_forward_method,
+    register_gradients_reduced_hook,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    set_reshard_after_forward,
+)
 from flatshard._errors import CollectiveError, InternalError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
 from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
@@ -72,14 +80,20 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "gradient_statistics",
+    "keep_unsharded",
     "lambda_auto_wrap_policy",
     "no_sync",
     "recover",
     "register_comm_hook",
+    "register_forward_method",
+    "register_gradients_reduced_hook",
     "reshard",
     "set_gradient_divide_factor",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "set_reshard_after_forward",
     "size_based_auto_wrap_policy",
     "summon_full_params",
     "transformer_auto_wrap_policy",

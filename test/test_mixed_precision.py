@@ -253,6 +253,41 @@ def test_full_precision_in_eval(pool):
         pool.run(evaluation, world_size=world_size)
 
 
+class Partly(nn.Module):
+    """A unit of which some parameters are not cast: of a normalisation that is ignored, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.table = nn.Parameter(torch.arange(40), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) + self.table[:4]
+
+
+def partly_cast(ctx) -> None:
+    torch.manual_seed(0)
+    reference = Partly().eval()
+    policy = MixedPrecision(BF16, full_precision_in_eval=True)
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, mixed_precision=policy)
+    x = torch.rand(2, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), reference(x))
+            with flatshard.summon_full_params(model):
+                for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                    assert torch.equal(p, q)
+        model.train()(x).sum().backward()
+        model.load_state_dict(model.state_dict())
+        model.norm.reset_running_stats()
+
+
+def test_units_that_are_cast_in_part(pool):
+    for world_size in (1, 2):
+        pool.run(partly_cast, world_size=world_size)
+
+
 def failing_evaluation(ctx) -> None:
     policy = MixedPrecision(BF16, full_precision_in_eval=True)
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy).eval()

@@ -48,7 +48,9 @@ LAYERS = [
     "_composable.context",
     "_composable.escapes",
     "_composable.precision",
+    "_composable.user_hooks",
     "_composable.hooks",
+    "_composable.forward_method",
     "_composable.partition",
     "_composable.policy",
     "_composable.materialize",
@@ -56,6 +58,7 @@ LAYERS = [
     "_composable.fully_shard",
     "_comm_hooks",
     "_full_params",
+    "_controls",
     "_grad_sync",
     "_grad_norm",
     "_inspect",
@@ -264,6 +267,8 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
 
 def test_only_hooks_registers_hooks():
     for name, node in outside("_composable.hooks"):
+        if name == "_handle.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
+            continue  # super().register_hook: what a user may call on a parameter includes this
         if isinstance(node, ast.Attribute):
             assert not re.fullmatch(r"_?register_\w*hook\w*", node.attr), show(name, node)
             writes_hooks = re.fullmatch(r"_(forward|backward)_(pre_)?hooks", node.attr)
@@ -286,7 +291,8 @@ def test_a_handle_knows_no_hooks_and_no_module_tree(name: str):
     """Only ``slots`` looks at a module, by its parameters. Others may name the type, and hand modules on."""
     for node in ast.walk(TREES[name]):
         word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        assert "hook" not in word, show(name, node)
+        if name != "_handle.sharded_parameter":  # hooking a parameter is part of what the user sees of it
+            assert "hook" not in word, show(name, node)
         assert word not in TREE_WORDS, show(name, node)
         if name != "_handle.slots":
             assert word not in ("_parameters", "_buffers"), show(name, node)

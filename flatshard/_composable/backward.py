@@ -175,11 +175,15 @@ class Backward:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
             self._ready.update(u for u in self._open_units() if u.handle.holds_gradients and u.requires_gradient_sync)
-        self._reduce_ready(all_of_them=True)
-        for ref in [ref for ref in self._open if ref() is None]:
-            del self._open[ref]
-        while self._reducing:
-            self._reducing.popleft().handle.finish_reduce()
+        try:
+            self._reduce_ready(all_of_them=True)
+            for ref in [ref for ref in self._open if ref() is None]:
+                del self._open[ref]
+            while self._reducing:
+                self._reducing.popleft().handle.finish_reduce()
+        except BaseException:  # of a user's hook
+            self.recover(drop_held=True)
+            raise
         self._release_touched()
         self._keep = False
 

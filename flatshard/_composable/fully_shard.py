@@ -15,12 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard._collectives import CollectivesFactory, check_factory
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
+from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
 from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_enum
+from flatshard._config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    as_enum,
+    check_reshard_after_forward,
+)
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle, ParamSlots
 from flatshard._runtime import Runtime
@@ -43,6 +51,9 @@ def fully_shard(
     sync_module_states: bool = False,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = True,
+    prefetch_limit_bytes: int | None = None,
+    reshard_after_forward: bool | None = None,
+    forward_methods: str | Iterable[str] = (),
     limit_all_gathers: bool = True,
     collectives: CollectivesFactory | None = None,
 ) -> M:
@@ -77,6 +88,11 @@ def fully_shard(
         sync_module_states: give every rank the parameters and buffers of the group's rank 0.
         backward_prefetch: when to gather the next unit in backward; None: not ahead.
         forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
+        prefetch_limit_bytes: on the unsharded parameters gathered ahead and not in use yet: a prefetch that would exceed
+            it is left out. None: no limit.
+        reshard_after_forward: free the parameters after forward, and gather them again for backward. None: as the strategy
+            says, where the outermost unit always keeps them. :func:`set_reshard_after_forward` changes it.
+        forward_methods: methods of ``module`` that run it as a forward does: see :func:`register_forward_method`.
         limit_all_gathers: must be True; see Raises.
         collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
             backend's own: :class:`QuantizedCollectives`, :class:`NoCommunication`, or a class that you write after
@@ -86,7 +102,7 @@ def fully_shard(
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
-        NotImplementedError: a tensor-subclass parameter.
+        NotImplementedError: a tensor-subclass parameter; ``reshard_after_forward`` an int.
         ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
@@ -98,9 +114,12 @@ def fully_shard(
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
         collectives=collectives,
+        prefetch_limit_bytes=prefetch_limit_bytes,
+        reshard_after_forward=reshard_after_forward,
     )
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
+    methods = check_methods(module, forward_methods)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
     validate.check_tree(module, ignored)
@@ -134,6 +153,7 @@ def fully_shard(
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
+        register_methods(made[module], methods)
     for unit_below in units_below(module):  # units of earlier calls have had names from there
         if unit_below.module not in made:
             unit_below.rename(names[unit_below.module])
@@ -158,12 +178,22 @@ def _unit_config(
     mixed_precision: Any,
     cpu_offload: Any,
     collectives: CollectivesFactory | None,
+    prefetch_limit_bytes: Any,
+    reshard_after_forward: Any,
 ) -> UnitConfig:
+    strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
     if not isinstance(forward_prefetch, bool):
         raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
+    if prefetch_limit_bytes is not None and not (
+        isinstance(prefetch_limit_bytes, int)
+        and not isinstance(prefetch_limit_bytes, bool)
+        and prefetch_limit_bytes >= 0
+    ):
+        raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
+    check_reshard_after_forward(reshard_after_forward, strategy)
     if collectives is not None:
         check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
     return UnitConfig(
@@ -173,6 +203,8 @@ def _unit_config(
         MixedPrecision.of(mixed_precision),
         CPUOffload.of(cpu_offload),
         collectives,
+        reshard_after_forward,
+        prefetch_limit_bytes,
     )
 
 

@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +41,7 @@ from flatshard._composable.backward import current_graph_task
 from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
 from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
+from flatshard._composable.user_hooks import run_user_hooks
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.whole_parameters import WholeParameters
 
@@ -64,7 +67,19 @@ class UnitHooks:
                     module.register_forward_pre_hook(full.before, with_kwargs=True)
                     module.register_forward_hook(full.after, with_kwargs=True, always_call=True)
 
+    @classmethod
+    def of(cls, unit: Unit) -> UnitHooks:
+        """The hooks that were installed on ``unit``."""
+        for hook in unit.module._forward_pre_hooks.values():
+            if isinstance(owner := getattr(hook, "__self__", None), cls):
+                return owner
+        raise RuntimeError(
+            f"flatshard's forward hooks are no longer on the module of unit {unit.fqn or '<root>'!r}: something removed or "
+            "wrapped them after fully_shard"
+        )
+
     def _install_gradient_hooks(self) -> None:
+        self.unit.handle.on_reduced = functools.partial(run_user_hooks, self.unit)
         for group, buffers in enumerate(self.unit.handle.buffers):
             if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
                 for index, compute in enumerate(buffers.computes):
@@ -85,13 +100,25 @@ class UnitHooks:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` as nn.Module.__call__ calls forward: between the hooks, the last of them in any case."""
+        module, output = self.unit.module, None
+        try:
+            changed = self.pre_forward(module, args, kwargs, sys._getframe())
+            args, kwargs = (args, kwargs) if changed is None else changed
+            output = function(*args, **kwargs)
+        finally:
+            cast = self.post_forward(module, args, kwargs, output)
+        return output if cast is None else cast
+
     def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Returns arguments to use instead, or None. ``frame``: see ``Context.enter_forward``."""
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # a recomputation of activation checkpointing
-        context.enter_forward(unit, in_backward)
+        context.enter_forward(unit, in_backward, frame)
         for needed in unit.needs:
             needed.users += 1
             needed.holds += 1
@@ -104,10 +131,16 @@ class UnitHooks:
                 if not needed.copies:
                     self._gather(needed, grad, in_backward)
         if not in_backward:
-            if (following := context.next_forward(unit)) is not None and unit.config.forward_prefetch and not full:
-                context.prefetch(following)
+            following = context.next_forward(unit)
+            if full:
+                pass
+            elif unit.forward_prefetch is not None:
+                for chosen in unit.forward_prefetch:
+                    context.prefetch(chosen, unit.config.prefetch_limit_bytes)
+            elif following is not None and unit.config.forward_prefetch:
+                context.prefetch(following, unit.config.prefetch_limit_bytes)
             if grad:
-                self.watch.before_forward(nn.Module.register_forward_hook)
+                self.watch.before_forward(nn.Module.register_forward_hook, forget=unit.users == 1)
         cast = unit.casts and not unit.full_forwards and not unit.copies and self._cast_inputs(args, kwargs)
         if cast:
             args, kwargs = cast
@@ -139,10 +172,24 @@ class UnitHooks:
             if not needed.copies:
                 if needed.users == 1:
                     needed.handle.reshard()
-                    needed.handle.check_parameters()
-                needed.handle.slots.register(WholeParameters(needed.handle).copy_full_precision())
+                    if needed.kept and needed.kept_copies is not None:
+                        self._refuse_replaced(needed)
+                    else:
+                        needed.handle.check_parameters()
+                needed.handle.slots.register(self._full_precision(needed))
                 needed.full_forwards += 1
         return True
+
+    @staticmethod
+    def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
+        if not unit.kept:
+            return WholeParameters(unit.handle).copy_full_precision()
+        version = unit.handle.version()
+        if unit.kept_copies is None or unit.kept_copies[0] != version:
+            unit.kept_copies = None  # first, for the memory
+            unit.kept_copies = version, WholeParameters(unit.handle).copy_full_precision()
+            unit.kept_places = unit.handle.places()
+        return unit.kept_copies[1]
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,18 +205,26 @@ class UnitHooks:
     @staticmethod
     def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
-        context.used(unit)
-        first = unit.users == 1
+        first, prefetched = unit.users == 1, context.used(unit)
         if in_backward:
             context.backward.touch(unit)
-        elif unit.holds == 1 and not handle.is_sharded and unit.is_outdated(context.pass_id):
-            handle.reshard()
+        elif unit.users > 1 and not unit.full_forwards and unit.gathered_version != handle.version():
+            raise RuntimeError(
+                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (an optimizer step, say) inside its "
+                "forward, a registered method of it or summon_full_params, which still shows the old values. Change them "
+                "outside"
+            )
+        elif unit.holds == 1 and not handle.is_sharded:
+            if unit.kept:
+                UnitHooks._refuse_replaced(unit)
+            if unit.is_outdated(context.pass_id):
+                handle.reshard()
         if handle.is_sharded:
             if unit.holds == 1 and not in_backward:
                 handle.check_parameters()
             handle.unshard(in_backward)
-            unit.gathered_version = handle.version()
-        elif first and (unit.gathered_in != context.pass_id or handle.is_alias):  # else it was prefetched in this pass
+            unit.note_gathered()
+        elif first and (not prefetched or unit.gathered_in != context.pass_id or handle.is_alias):
             handle.sync_requires_grad()
             unit.gathered_version = handle.version()
         if first and grad and handle.any_trainable:
@@ -177,6 +232,15 @@ class UnitHooks:
         unit.gathered_in = context.pass_id
         handle.wait()
         handle.slots.register_unsharded()
+
+    @staticmethod
+    def _refuse_replaced(unit: Unit) -> None:
+        if unit.handle.places() != unit.kept_places:
+            raise RuntimeError(
+                f"parameters of unit {unit.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
+                "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "
+                "change them in place"
+            )
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Also called, with ``output`` None, when the forward raised. Returns an output to use instead, or None."""
@@ -207,9 +271,9 @@ class UnitHooks:
                     needed.handle.write_back_if_changed()
                     if needed.task is None:  # else backward is at the unit, and this was a recomputation
                         needed.handle.slots.register_sharded()
-                stays = comes_back and (outermost or not needed.config.reshard_after_forward)
+                stays = comes_back and needed.config.stays_for_backward(outermost)
                 if needed.holds == 0 and not (stays or leaks or in_backward):
-                    needed.handle.reshard()
+                    needed.free_unless_kept()
                     if not comes_back:
                         needed.handle.forget_cast()
             if outermost and not in_backward:
@@ -299,17 +363,26 @@ class UnitHooks:
                 "(an optimizer step, say), so its gradients would be wrong. Call backward before the step, or run forward "
                 "again after it"
             )
-        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        when = unit.config.backward_prefetch
+        if when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_prefetch is not None):
             self._prefetch_before(step)
 
     @staticmethod
     def _prefetch_before(step: Step) -> None:
-        previous = step.previous
-        if previous is not None and previous.unit.finished_task != current_graph_task():
-            context = step.unit.context
-            for needed in previous.unit.needs:
-                context.backward.touch(needed)
-            context.prefetch(previous.unit)
+        unit = step.unit
+        if unit.backward_prefetch is not None:
+            for chosen in unit.backward_prefetch:
+                UnitHooks._prefetch_for_backward(chosen, unit)
+        elif step.previous is not None:
+            UnitHooks._prefetch_for_backward(step.previous.unit, unit)
+
+    @staticmethod
+    def _prefetch_for_backward(unit: Unit, now: Unit) -> None:
+        """Gather ``unit`` while ``now`` computes."""
+        if unit.finished_task != current_graph_task():
+            for needed in unit.needs:
+                unit.context.backward.touch(needed)
+            unit.context.prefetch(unit, now.config.prefetch_limit_bytes)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's

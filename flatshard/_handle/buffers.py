@@ -87,6 +87,7 @@ class FlatBuffers:
         self.unsharded = UnshardedBuffer(layout, rank, originals)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
+        self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
             self._adopt(index, param)
@@ -135,10 +136,15 @@ class FlatBuffers:
         ShardedParameter.adopt(
             param,
             ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, self.layout.world_size, self._runtime),
+            self,
         )
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
             param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+
+    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter that autograd sees in place of ``param``, one of ``params``."""
+        return next(c for p, c in zip(self.params, self.computes, strict=True) if p is param)
 
     def copy_with(self, params: Sequence[nn.Parameter]) -> FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""
@@ -147,6 +153,7 @@ class FlatBuffers:
         result.unsharded = UnshardedBuffer(self.layout, self.rank, params)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
+        result.is_watched = False
         result._cast = result._gathered = None
         result._place()
         for index, param in enumerate(params):

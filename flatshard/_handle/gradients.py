@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -72,6 +73,8 @@ class FlatGradients:
         self.any_filled = False
         self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
         self.batch = Batch()
+        self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` was set or added to last
+        self.is_watched = False  # see `Home`, which this is for the flat parameter
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
         self._allocate_views()
         if buffers.options.keep_low_precision_grads:
@@ -126,10 +129,17 @@ class FlatGradients:
         runtime = buffers.params[0]._flatshard_info.runtime  # type: ignore[attr-defined]
         shape, stop = (layout.padded_numel,), start + layout.shard_numel
         info = ShardInfo(fqn, shape, (1,), start, stop, layout.world_size, runtime)
-        flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info)
+        flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info, self)
         if buffers.options.keep_low_precision_grads:
             flat.grad_dtype = self.reduction.dtype
         return flat
+
+    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
+        """See ``Home``, which this is for the flat parameter: it has none."""
+        raise RuntimeError(
+            "register_hook on a flat parameter (flat_parameters) would never run, as autograd has no gradient of it. Use "
+            "register_post_accumulate_grad_hook, or register it on the single parameters"
+        )
 
     def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
         """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
@@ -198,6 +208,7 @@ class FlatGradients:
         param = self.buffers.params[index]
         if not param.requires_grad:  # frozen since forward
             return
+        self._filled[index] = True
         if param.grad is None:
             param.grad = grad
         else:
@@ -271,22 +282,30 @@ class FlatGradients:
                     slot.fill_(unused)
         self.reduction.start(runtime, self._input)
 
-    def finish(self, assign: bool = True) -> None:
-        """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
+    def finish(self, assign: bool = True) -> bool:
+        """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
+
+        Returns whether there were gradients to assign; ``given`` then lists the parameters that got one.
+        """
         output, filled = self.reduction.take(), self._filled
         self._free_input()
         if not assign:
             self.reduction.discard()
-            return
+            return False
         if output is None:
-            return
+            if not (self._local and True in filled):
+                return False
+            self.given = [p for p, was_filled in zip(self.buffers.params, filled, strict=True) if was_filled]
+            return True
         if self.flat_param is not None:
             if self.flat_param.grad is None:
                 self.flat_param.grad = output
             else:
                 self.flat_param.grad.add_(output)
+            self.given = (self.flat_param,)
         else:
-            self._assign(output, filled)
+            self.given = self._assign(output, filled)
+        return True
 
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
@@ -307,7 +326,7 @@ class FlatGradients:
         else:
             self._input.untyped_storage().resize_(0)
 
-    def _assign(self, output: torch.Tensor, filled: list[bool]) -> None:
+    def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         held: list[torch.Tensor] = []
         new: list[torch.Tensor] = []
         buffers = self.buffers
@@ -318,11 +337,13 @@ class FlatGradients:
             and all(map(operator.is_, map(_grad, params), _NONE))
         ):
             set_gradients(params, parts, map(_info, params))
-            return
+            return params
+        given = []
         for param, grad, was_filled in zip(params, parts, filled, strict=True):
             # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
             if not param.requires_grad or not (was_filled or _used_elsewhere(grad)):
                 continue
+            given.append(param)
             if param.grad is None:
                 param.grad = grad
             elif grad.numel():
@@ -335,6 +356,7 @@ class FlatGradients:
             ):  # autograd's, of a loss on the shard itself
                 for param in params:
                     param.grad = param.grad
+        return given
 
     def local(self) -> list[torch.Tensor | None]:
         """This rank's part of each parameter's gradient, wherever the user finds it; None where there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class FlatParamHandle:
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
         self.is_exact = True  # whether the last gather brought the shards bit for bit
+        self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
@@ -109,6 +110,11 @@ class FlatParamHandle:
     @property
     def is_sharded(self) -> bool:
         return self.lifetime.params is ParamState.SHARDED
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that gathering takes."""
+        return sum(b.unsharded.flat.nbytes for b in self._gathered)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -219,6 +225,12 @@ class FlatParamHandle:
                 buffers.readopt(moved)
         self.sync_requires_grad()
 
+    def places(self) -> list[int] | None:
+        """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
+        if self.slots.replaced():
+            return None
+        return [p.untyped_storage().data_ptr() for b in self.buffers for p in b.params]
+
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
         return sum([b.version() for b in self.buffers])
@@ -315,10 +327,13 @@ class FlatParamHandle:
             self._settle_reductions()
             raise
         with torch.no_grad():
+            given = False
             for grads in self.grads:
                 if grads.any_filled:
-                    grads.finish(assign)
-        self.lifetime.move_grads("finish")
+                    given |= grads.finish(assign)
+            self.lifetime.move_grads("finish")
+            if given:
+                self.on_reduced()
 
     def discard_gradients(self) -> None:
         """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
@@ -369,6 +384,10 @@ class FlatParamHandle:
                     result.slots.add_copied(module, name, param, compute, memo)
         result._gathered = [b for b in result.buffers if not b.is_alias and b.layout.padded_numel]
         return result
+
+
+def _nothing() -> None:
+    pass
 
 
 def _settle(pending: Iterable[Pending]) -> None:

@@ -19,11 +19,11 @@ class WholeParameters:
     def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
         """The whole parameters in the user's dtypes, by ``id`` of the sharded ones, on ``device`` (default: where they are).
 
-        Communicates where there is mixed precision; else the parameters must be unsharded.
+        Communicates, but for unsharded parameters that are in the user's dtype as they are.
         """
         copies = {}
         for buffers in self._handle.buffers:
-            if buffers.compute_dtype is not buffers.dtype:
+            if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
                 whole = buffers.gather_full_precision(self._handle.runtime).computes
             else:
                 whole = tuple([_copy(c, device or c.device) for c in buffers.computes])
