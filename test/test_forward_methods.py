@@ -447,3 +447,170 @@ def test_modules_that_are_no_units(fake_group):
         register_forward_method(model[1], "forward")
     with pytest.raises(TypeError, match=r"register_forward_method takes an nn\.Module, got a str"):
         register_forward_method("generate", model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods that were not registered
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Careless(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, 4, bias=False)  # of which a rank's part has the 2 * WIDTH elements of two rows
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.stack([self.narrow(row) for row in x])
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+
+def forgotten(ctx) -> None:
+    model = Careless()
+    fully_shard(model, policy={Block}, process_group=ctx.group)
+    x = torch.ones(2, WIDTH)
+    model(torch.arange(4)).sum().backward()
+    for call, name, kind, method in (
+        (lambda: model.generate(torch.arange(4), 1), "embed.weight", "Embedding", "Careless.generate"),
+        (lambda: model.encode(torch.arange(4)), "embed.weight", "Embedding", "Careless.encode"),
+        (lambda: model.through(x), "narrow.weight", "Linear", "Careless.project"),
+        (lambda: model.blocks[0].mix(x), "blocks.0.linear.weight", "Linear", "Block.mix"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        short = method.partition(".")[2]
+        text = str(caught.value)
+        assert text.startswith(f"parameter {name!r} is sharded: this rank has elements "), text
+        assert f"But {kind}.forward was called from outside of a forward of its unit: after " in text
+        assert f"after flatshard.register_forward_method(module, {short!r}), {method} gathers what it uses" in text
+    for direct in (lambda: model.head(x), lambda: nn.Sequential(model.head)(x)):
+        with pytest.raises(
+            RuntimeError, match=r"'embed\.weight' is sharded.* But Linear\.forward .* call the module that is"
+        ):
+            direct()
+    model.blocks[1].mix = lambda x: x
+    with pytest.raises(
+        RuntimeError, match=r"'blocks\.1\.gain' is sharded.* But Block\.forward was called from outside"
+    ):
+        model.blocks[1].forward(x)  # as a method, which no hook sees
+    del model.blocks[1].mix
+    model(torch.arange(4)).sum().backward()
+    copied = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"parameter 'embed\.weight' is sharded"):
+        copied.encode(torch.arange(4))
+    with flatshard.summon_full_params(model):
+        model.encode(torch.arange(4))
+    flatshard.unshard(model)
+    model.project(x)
+    flatshard.reshard(model)
+    register_forward_method(model, "project")
+    assert model.through(x).shape == (2, 4)
+
+
+def test_a_method_that_was_not_registered(pool):
+    pool.run(forgotten)
+
+
+def silent(ctx) -> None:
+    """Without a guard this multiplies by a vector: a shape that fits, and a number that is wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 2, bias=False))
+    plain = copy.deepcopy(model)
+    fully_shard(model, process_group=ctx.group)
+    x = torch.ones(3, 64)
+    assert nn.functional.linear(x, model[0].weight).shape == (3,)
+    with pytest.raises(
+        RuntimeError, match=r"parameter '0\.weight' is sharded: this rank has elements .* of shape \(2, 64\)"
+    ):
+        model[0](x)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_where_the_shapes_would_fit(pool):
+    pool.run(silent)
+
+
+def may_be_read(ctx) -> None:
+    """Reading a sharded parameter is no mistake; nor are hooks that do, or a world of one rank."""
+    model = Careless()
+    seen = []
+    fully_shard(model, policy={Block}, process_group=ctx.group)
+    model.register_forward_hook(lambda module, args, output: seen.append(module.norm.weight.numel()))
+    model.head.register_forward_hook(lambda module, args, output: seen.append(module.weight.shape))
+    model(torch.arange(4))
+    assert seen[0] == (TOKENS, WIDTH)
+    assert seen[1] == model.norm.weight.numel()
+    assert model.head.weight is model.embed.weight
+    assert model.head._parameters["weight"] is model.head.weight
+    assert model.head._parameters.get("bias") is model.head.bias
+    whole = fully_shard(Careless(), strategy=ShardingStrategy.NO_SHARD, process_group=ctx.group)
+    assert whole.project(torch.ones(2, WIDTH)).shape == (2, 4)
+
+
+def test_what_may_be_read(pool):
+    pool.run(may_be_read)
+
+
+class Swaps(nn.Module):
+    """Writes parameters of its own while it runs, in all the ways there are."""
+
+    shadowed = None  # comes first, in plain torch too
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self._parameters["shadowed"] = nn.Parameter(torch.rand(WIDTH))
+        self.how = "functional_call"
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.shadowed is None
+        before = self.inner(x)
+        fast = {n: 2 * p for n, p in self.inner.named_parameters()}
+        if self.how == "functional_call":
+            swapped = torch.func.functional_call(self.inner, fast, x)
+        elif self.how == "assign":
+            kept = self.inner.weight
+            self.inner.weight = self.other.weight
+            swapped = self.inner(x)
+            self.inner.weight = kept
+        elif self.how == "items":
+            kept = self.inner._parameters.pop("bias")
+            assert not hasattr(self.inner, "bias")
+            self.inner._parameters.update(bias=None)
+            swapped = self.inner(x)
+            self.inner._parameters |= {"bias": kept}
+        else:
+            kept = self.inner.bias
+            del self.inner.bias
+            self.inner.register_parameter("bias", None)
+            swapped = self.inner(x)
+            self.inner.bias = kept
+        return before + 3 * swapped + 5 * self.inner(x)
+
+
+def swap(ctx) -> None:
+    torch.manual_seed(0)
+    model = Swaps().double()
+    plain = copy.deepcopy(model)
+    fully_shard(model, process_group=ctx.group)
+    x = torch.rand(2, WIDTH, dtype=torch.double)
+    for how in ("functional_call", "assign", "items", "delete"):
+        ctx.note(how)
+        model.how = plain.how = how
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+            model.zero_grad(), plain.zero_grad()
+            for m in (model, plain):
+                m(x).square().mean().backward()
+            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert (p.grad is None) == (q.grad is None)
+                    assert p.grad is None or torch.allclose(p.grad, q.grad)
+        assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
+    assert "weight" not in model.inner.__dict__
+
+
+def test_parameters_written_during_forward(pool):
+    pool.run(swap)
