@@ -85,7 +85,7 @@ CONTENDERS: dict[str, Callable[[Model], nn.Module]] = {
 
 def floor(world_size: int) -> float:
     """Microseconds for the operations that no eager flat design can leave out, once per unit."""
-    from flatshard._runtime import FakeCollectives
+    from flatshard._backends import FakeCollectives
 
     group = dist.group.WORLD
     assert group is not None

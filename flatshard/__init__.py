@@ -5,6 +5,16 @@
 Same object, same class, same names; each parameter a slice of a flat shard. See README.md.
 """
 
+from flatshard._ablation import NoCommunication
+from flatshard._backends import DefaultCollectives, GlooCollectives, builtin_collectives
+from flatshard._collectives import Collectives, Pending
+from flatshard._comm_hooks import (
+    CommHookHandle,
+    CommHookState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    register_comm_hook,
+)
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.policy import (
     CustomPolicy,
@@ -14,42 +24,78 @@ from flatshard._composable.policy import (
     transformer_auto_wrap_policy,
 )
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._errors import InternalError
+from flatshard._controls import (
+    keep_unsharded,
+    register_forward_method,
+    register_gradients_reduced_hook,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    set_reshard_after_forward,
+)
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
+from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard._grad_sync import (
     no_sync,
     set_gradient_divide_factor,
     set_requires_all_reduce,
     set_requires_gradient_sync,
 )
+from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CollectiveError",
+    "Collectives",
+    "CommHookHandle",
+    "CommHookState",
     "CustomPolicy",
+    "DefaultCollectives",
     "Description",
     "FlatDescription",
+    "GlooCollectives",
+    "GradientStatistics",
     "InternalError",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "NoCommunication",
+    "OutOfStepError",
+    "Pending",
+    "QuantizedCollectives",
+    "ShardedGradient",
     "ShardedParameter",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",
+    "bf16_compress_hook",
+    "builtin_collectives",
+    "clip_grad_norm_",
     "describe",
     "flat_parameters",
+    "fp16_compress_hook",
     "full_shape",
     "fully_shard",
+    "get_total_norm",
+    "gradient_statistics",
+    "keep_unsharded",
     "lambda_auto_wrap_policy",
     "no_sync",
     "recover",
+    "register_comm_hook",
+    "register_forward_method",
+    "register_gradients_reduced_hook",
     "reshard",
     "set_gradient_divide_factor",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "set_reshard_after_forward",
     "size_based_auto_wrap_policy",
     "skip",
     "summon_full_params",

@@ -142,6 +142,21 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
     raise ValueError(f"{argument}={value!r} is not one of {members}")
 
 
+def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
+    """``value`` is True, False or None, and has a meaning with ``strategy``."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise NotImplementedError(
+            f"reshard_after_forward={value}: resharding to a smaller group of ranks is not implemented; pass True, False or "
+            "None"
+        )
+    if not isinstance(value, bool | None):
+        raise ValueError(f"reshard_after_forward must be True, False or None (as the strategy says), got {value!r}")
+    if value and strategy is ShardingStrategy.NO_SHARD:
+        raise ValueError(
+            "reshard_after_forward=True has no meaning with NO_SHARD, whose parameters are always whole: use FULL_SHARD"
+        )
+
+
 REDUCTIONS_IN_FLIGHT = 2
 """Gradient reductions that may hold their input at a time (FSDP2's knob has the same default in its torchtitan use)."""
 

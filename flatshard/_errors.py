@@ -16,6 +16,43 @@ class InternalError(AssertionError):
         super().__init__(f"{what}. This is a bug in flatshard, not in your code: please report it with this message.")
 
 
+class CollectiveError(RuntimeError):
+    """A collective of a unit failed: another rank died or left the step, the process group's timeout passed, or what was
+    given as ``collectives=`` or as a communication hook raised. The error that it met is its ``__cause__``.
+
+    Nothing is left under way for the unit, whose gradients of this backward are dropped. A gloo group is of no use after
+    a dead rank or a timeout: end the process, or make new groups and build the model anew.
+
+    Attributes:
+        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``.
+        unit: the unit's FQN; ``""`` is the root.
+        rank: this process's rank in the unit's process group.
+        world_size: the number of ranks of that group.
+    """
+
+    def __init__(self, phase: str, unit: str, rank: int, world_size: int, cause: str) -> None:
+        super().__init__(phase, unit, rank, world_size, cause)
+        self.phase, self.unit, self.rank, self.world_size = phase, unit, rank, world_size
+
+    def __str__(self) -> str:
+        return (
+            f"the {self.phase} of unit {self.unit or '<root>'!r} failed on rank {self.rank} of {self.world_size}: "
+            f"{self.args[-1]}. If it waited in vain or lost a connection, look for the first error on the other ranks: one "
+            "of them died, or did not come to this unit"
+        )
+
+
+class OutOfStepError(CollectiveError):
+    """Ranks run different units, or the same ones in different orders: a collective of one is another one's, or nobody's.
+
+    All ranks raise it, and no data of different units have been mixed, unless the message says so. The process group is of
+    no use any more. The attributes say which collective of this rank it was.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
 def name_list(names: Iterable[str], limit: int = 8) -> str:
     """``'a', 'b', ... (3 more)``: names in an error message, never a wall of text."""
     names = list(names)

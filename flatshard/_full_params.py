@@ -11,6 +11,7 @@ from torch import nn
 
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.sharded_parameter import shard_info
+from flatshard._handle.whole_parameters import WholeParameters
 
 
 def _units(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
@@ -39,8 +40,9 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Inside, ``module``'s parameters are whole: ``nn.Parameter`` of original shape and dtype, under their own FQNs.
 
-    Every rank of the group must enter. Forwards without gradients may run inside (with mixed precision: in full precision).
-    If the body raises, nothing is written back.
+    Every rank of the group must enter. Values are exact, also where ``fully_shard(collectives=...)`` gathers approximations
+    for training; inside a forward, they are those that it computes with. Forwards without gradients may run inside (with
+    mixed precision: in full precision). If the body raises, nothing is written back.
 
     Args:
         module: a sharded module, or one that holds sharded ones.
@@ -86,59 +88,75 @@ class _Shown:
 
 
 def _show(unit: Unit, with_grads: bool, offload_to_cpu: bool) -> _Shown:
-    handle = unit.handle
     unit.users += 1
     unit.holds += 1
+    shown = _Shown(unit, with_grads and not unit.shows_gradients)
+    try:
+        _gather(shown, offload_to_cpu)
+    except BaseException:
+        if shown.grads:
+            WholeParameters(unit.handle).drop_full_gradients()
+            unit.shows_gradients = False
+        unit.users -= 1
+        if unit.users == 0:
+            unit.handle.slots.register_sharded()
+        _release(unit)
+        raise
+    return shown
+
+
+def _gather(shown: _Shown, offload_to_cpu: bool) -> None:
+    unit, handle = shown.unit, shown.unit.handle
+    whole = WholeParameters(handle)
     if unit.users == 1:
         if not handle.is_sharded:  # left by an earlier forward: the shards may have changed since
             handle.reshard()
         unit.context.runtime.before_pass()
         handle.check_parameters()
-    shown = _Shown(unit, with_grads and not unit.shows_gradients)
     mixed = handle.is_mixed_precision  # then the unsharded parameters are not what the user calls the parameters
     if unit.copies and not offload_to_cpu:
         shown.copies, shown.shares_copies = unit.copies[-1], True
         shown.before = [p.detach().clone() for p in shown.copies.values()]
     else:
         if not mixed or (not unit.copies and unit.users > 1):
-            handle.unshard()
+            handle.unshard(exactly=True)
             handle.wait()
             unit.gathered_in = unit.context.pass_id
             unit.gathered_version = handle.version()
         handle.slots.register_unsharded()
         if offload_to_cpu or mixed:
-            shown.copies = handle.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
+            shown.copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
         elif handle.is_alias or unit.users > 1:
-            shown.before = handle.copy_unsharded()
+            shown.before = whole.copy_unsharded()
     if shown.grads:
-        handle.gather_gradients(shown.copies)
+        whole.gather_gradients(shown.copies)
         unit.shows_gradients = True
     elif shown.copies is not None and unit.shows_gradients:
-        handle.copy_shown_gradients(shown.copies)
+        whole.copy_shown_gradients(shown.copies)
     if shown.copies is not None:
         if not shown.shares_copies:
             handle.slots.register(shown.copies)
         unit.copies.append(shown.copies)
         _release(unit)
-    return shown
 
 
 def _hide(shown: _Shown, writeback: bool) -> None:
     unit, handle = shown.unit, shown.unit.handle
+    whole = WholeParameters(handle)
     if shown.copies is not None:
         unit.copies.pop()
         if writeback:
-            handle.write_back_copies(shown.copies, unit.shows_gradients)
+            whole.write_back_copies(shown.copies, unit.shows_gradients)
             _refresh(shown)
         elif shown.before is not None:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p in shown.copies.values()], shown.before)
     elif writeback:
-        handle.write_back(unit.shows_gradients)
+        whole.write_back(unit.shows_gradients)
     elif shown.before is not None:
-        handle.restore_unsharded(shown.before)
+        whole.restore_unsharded(shown.before)
     if shown.grads:
-        handle.drop_full_gradients()
+        whole.drop_full_gradients()
         for param in (shown.copies or {}).values():
             param.grad = None
         unit.shows_gradients = False
@@ -161,7 +179,7 @@ def _refresh(shown: _Shown) -> None:
             outer.data.copy_(shown.copies[key].data)
     if unit.holds:  # the unsharded parameters are in use: refill them
         handle.reshard()
-        handle.unshard()
+        handle.unshard(exactly=handle.is_exact)
         handle.wait()
 
 

@@ -76,7 +76,7 @@ def set_requires_all_reduce(module: nn.Module, value: bool, *, recurse: bool = T
             )
     for unit in units:
         for grads in unit.handle.grads:
-            grads.reduces_replicas = value
+            grads.reduction.reduces_replicas = value
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
@@ -89,4 +89,4 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recur
         raise ValueError(f"set_gradient_divide_factor: factor must be positive or None, got {factor}")
     for unit in _units(module, recurse, "set_gradient_divide_factor"):
         for grads in unit.handle.grads:
-            grads.divide_factor = factor
+            grads.reduction.divide_factor = factor

@@ -36,6 +36,7 @@ class UnitDescription:
     state: str
     flats: tuple[FlatDescription, ...]
     buffer_dtypes: tuple[torch.dtype, ...]  # of the floating-point buffers of its module and those in no unit below it
+    reshard_after_forward: bool | None = None  # None: as the strategy says
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Description:
         head = ("unit", "module", "strategy", "state", "dtype", "trainable", "params", "numel", "padding", "shard here")
         rows: list[tuple[str, ...]] = [head]
         for unit in self.units:
-            name: tuple[str, ...] = (unit.fqn or "<root>", unit.module, unit.strategy, unit.state)
+            name: tuple[str, ...] = (unit.fqn or "<root>", unit.module, _strategy(unit), unit.state)
             for flat in unit.flats:
                 rows.append(
                     (
@@ -98,6 +99,12 @@ class Description:
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def _strategy(unit: UnitDescription) -> str:
+    if unit.reshard_after_forward is None:
+        return unit.strategy
+    return f"{unit.strategy}, reshard_after_forward={unit.reshard_after_forward}"
+
+
 def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
     four = (flat.dtype, flat.compute_dtype, flat.grad_dtype, flat.reduce_dtype)
     if len(set(four)) == 1:
@@ -130,8 +137,8 @@ def _describe(unit: Unit) -> UnitDescription:
             tuple(info.shape for info in b.layout.params),
             b.dtype,
             b.compute_dtype,
-            g.dtype,
-            g.reduce_dtype,
+            g.reduction.dtype,
+            g.reduction.input_dtype,
             any(p.requires_grad for p in b.params),
             b.layout.numel,
             b.layout.padded_numel,
@@ -146,7 +153,13 @@ def _describe(unit: Unit) -> UnitDescription:
     )
     state = unit.handle.lifetime.params.name.lower()
     return UnitDescription(
-        unit.fqn, type(unit.module).__name__, unit.config.strategy.name, state, flats, tuple(buffers)
+        unit.fqn,
+        type(unit.module).__name__,
+        unit.config.strategy.name,
+        state,
+        flats,
+        tuple(buffers),
+        unit.config.reshard_after_forward,
     )
 
 

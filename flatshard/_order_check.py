@@ -17,8 +17,10 @@ import hashlib
 import torch
 
 from flatshard import _config
+from flatshard._collectives import Pending
+from flatshard._errors import OutOfStepError
 from flatshard._progress import SAME_ORDER, Issued
-from flatshard._runtime import Pending, Runtime
+from flatshard._runtime import Runtime
 
 _HASH, _TEXT = 8, 504  # bytes of a message
 _NAME = 80  # characters of a unit's name, in a message
@@ -50,15 +52,16 @@ class OrderCheck:
         received = torch.empty(runtime.world_size, _HASH + _TEXT, dtype=torch.uint8, device=runtime.device)
         mine = received[runtime.rank]
         mine.copy_(message)
-        return _Comparison(runtime.exchange(received.view(-1), mine, kind), received, runtime.rank)
+        return _Comparison(issued, runtime.exchange(received.view(-1), mine, kind), received, runtime.rank)
 
 
 class _Comparison:
     """Messages under way."""
 
-    __slots__ = ("_pending", "_rank", "_received")
+    __slots__ = ("_issued", "_pending", "_rank", "_received")
 
-    def __init__(self, pending: Pending, received: torch.Tensor, rank: int) -> None:
+    def __init__(self, issued: Issued, pending: Pending, received: torch.Tensor, rank: int) -> None:
+        self._issued = issued
         self._pending = pending
         self._received = received
         self._rank = rank
@@ -67,18 +70,20 @@ class _Comparison:
         """Compare with all other ranks.
 
         Raises:
-            RuntimeError: one is about to do something else. All ranks raise it.
+            OutOfStepError: one is about to do something else. All ranks raise it.
         """
         self._pending.wait()
         rows = [bytes(row) for row in self._received.tolist()]
         mine = rows[self._rank]
         others = [rank for rank, row in enumerate(rows) if row[:_HASH] != mine[:_HASH]]
         if others:
-            raise RuntimeError(
+            issued = self._issued
+            text = (
                 f"ranks run different units. This rank, {self._rank}, and the first that differs, in their last "
                 f"collectives:\n  rank {self._rank}: {_text(mine)}\n  rank {others[0]}: {_text(rows[others[0]])}\n"
                 f"{SAME_ORDER}. (This is compared in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
+            raise OutOfStepError(issued.verb, issued.unit, self._rank, len(rows), text)
 
 
 def _text(row: bytes) -> str:

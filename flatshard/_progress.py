@@ -17,6 +17,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from flatshard._errors import OutOfStepError
+
 GATHER, REDUCE = 0, 1
 """Kinds of collectives, added to a unit's tag. Only within a kind all ranks have the same order: see ``GlooCollectives``."""
 
@@ -48,13 +50,14 @@ def digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
-def mixed_all_reduce(tags: tuple[int, int]) -> RuntimeError:
-    """The error for an all-reduce in which ranks took part for different units."""
-    units = " and ".join(repr(_labels[tag].unit) if tag in _labels else "another" for tag in tags)
-    return RuntimeError(
-        f"ranks reduced the gradients of different units together: {units}. {SAME_ORDER}. The gradients of this backward "
-        "are wrong on all ranks"
+def mixed_all_reduce(label: Label, tags: tuple[int, int], rank: int, world_size: int) -> OutOfStepError:
+    """The error for an all-reduce for ``label`` in which ranks took part for the units of ``tags``."""
+    units = " and ".join(repr(_labels[tag].unit or "<root>") if tag in _labels else "another" for tag in tags)
+    text = (
+        f"ranks reduced the gradients of different units together: {units}, rank {rank} those of "
+        f"{label.unit or '<root>'!r}. They are dropped. {SAME_ORDER}."
     )
+    return OutOfStepError("all-reduce", label.unit, rank, world_size, text)
 
 
 SAME_ORDER = (

@@ -1,4 +1,4 @@
-"""The small runtime: collectives per backend, streams and events or async works. The only file that communicates.
+"""The small runtime: where and when collectives run, streams and events. What they are is in ``_backends.py``.
 
 [Note: One code path for CUDA, gloo and the fake group]
 ``all_gather``, ``reduce_scatter`` and ``all_reduce`` return a :class:`Pending`; whoever needs the result waits for it. On
@@ -14,57 +14,21 @@ belong to the compute stream; a record keeps each until the compute stream has w
 from __future__ import annotations
 
 import contextlib
-import datetime
+import copy
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from flatshard import _watch
-from flatshard._progress import (
-    CHECK_LABELS,
-    GATHER,
-    INTERRUPT_TAG,
-    REDUCE,
-    Comparison,
-    Issued,
-    Progress,
-    here,
-    mixed_all_reduce,
-)
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object: ...
-
-
-class Done:
-    """A collective that had nothing to wait for."""
-
-    __slots__ = ()
-
-    def wait(self) -> None: ...
-
-
-class Works:
-    """Async works of a CPU backend, then what is left to compute from what they brought."""
-
-    __slots__ = ("_then", "_works")
-
-    def __init__(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> None:
-        self._works = works
-        self._then = then
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        if self._then is not None:
-            self._then()
+from flatshard._backends import FakeCollectives, GlooCollectives, builtin_collectives
+from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
+from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._progress import CHECK_LABELS, GATHER, REDUCE, Comparison, Issued, Progress, here
 
 
 class Then:
@@ -91,6 +55,32 @@ class Then:
         self._second.wait()
 
 
+class Awaited:
+    """A collective that blocks the host while it is waited for: the watch knows. [Note: Slow or stuck]"""
+
+    __slots__ = ("_check", "_issued", "_pending", "_runtime")
+
+    def __init__(self, pending: Pending, runtime: Runtime, issued: Issued, check: Comparison | None) -> None:
+        self._pending = pending
+        self._runtime = runtime
+        self._issued = issued
+        self._check = check  # that all ranks have issued the same: first, as else the data never come
+
+    def wait(self) -> None:
+        issued, runtime = self._issued, self._runtime
+        here.waiting = issued
+        try:
+            if self._check is not None:
+                self._check.wait()
+            self._pending.wait()
+        except RuntimeError as e:
+            if not isinstance(e, OutOfStepError) and (text := _watch.verdict(runtime)) is not None:
+                raise OutOfStepError(issued.verb, issued.unit, runtime.rank, runtime.world_size, text) from e
+            raise
+        finally:
+            here.waiting = None
+
+
 class StreamEvent:
     """A collective on a side stream of an accelerator: waiting orders the current stream behind it."""
 
@@ -113,200 +103,6 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait_on_host()
     else:
         pending.wait()
-
-
-class Awaited:
-    """A collective that blocks the host while it is waited for: the watch knows. [Note: Slow or stuck]"""
-
-    __slots__ = ("_check", "_issued", "_pending", "_runtime")
-
-    def __init__(self, pending: Pending, runtime: Runtime, issued: Issued, check: Comparison | None) -> None:
-        self._pending = pending
-        self._runtime = runtime
-        self._issued = issued
-        self._check = check  # that all ranks have issued the same: first, as else the data never come
-
-    def wait(self) -> None:
-        here.waiting = self._issued
-        try:
-            if self._check is not None:
-                self._check.wait()
-            self._pending.wait()
-        except RuntimeError as e:
-            if (text := _watch.verdict(self._runtime)) is not None:
-                raise RuntimeError(text) from e
-            raise
-        finally:
-            here.waiting = None
-
-
-class Collectives(Protocol):
-    """What a backend provides. All tensors are 1-D and contiguous; ``group`` has ``N`` ranks.
-
-    ``all_gather``: ``output`` (N * S elements) already holds this rank's ``shard`` (S elements), which is its slice.
-    ``reduce_scatter``: ``output`` (S elements) becomes this rank's part of the average of every rank's ``input`` (N * S).
-    ``all_reduce``: ``tensor`` becomes the average. ``broadcast``: ``tensor`` becomes that of the group's rank 0.
-    """
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending: ...
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending: ...
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending: ...
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending: ...
-
-
-class _GroupCollectives:
-    """The process group, held weakly: ``destroy_process_group`` must really end it.
-
-    A sharded model lies in reference cycles, so it may outlive that call; gloo's threads, kept alive by it, would meet
-    the interpreter's end and abort the process.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self.rank, self.size = group.rank(), group.size()
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group that this module was sharded over has been destroyed")
-        return group
-
-
-class GlooCollectives(_GroupCollectives):
-    """Point-to-point in place of gloo's built-in all-gather and reduce-scatter.
-
-    Those copy the whole output once more, and do an all-reduce on a clone of the input. Measured on 2 CPU cores at 32 MB:
-    the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5. Sends and receives between
-    two ranks match in the order of issue, so any number may be under way. Gathers and reductions have a tag each: ranks
-    that take different paths through a unit complete it at different times, so only each kind has one order on all ranks.
-    And so have units: [Note: Data of different units never mix].
-    """
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        group, rows, tag = self.group, output.view(self.size, -1), here.label.tag + GATHER
-        works = []
-        for step in range(1, self.size):
-            source = (self.rank - step) % self.size
-            works.append(group.recv([rows[source]], source, tag))
-        for step in range(1, self.size):
-            works.append(group.send([rows[self.rank]], (self.rank + step) % self.size, tag))
-        return Works(works)
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        output, input = _as_real(output).view(-1), _as_real(input).view(-1)
-        group, rows, tag = self.group, input.view(self.size, -1), here.label.tag + REDUCE
-        # Row k holds what rank k sends, so the sum below runs in rank order whatever arrives first.
-        others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
-        received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
-        works = []
-        for step in range(1, self.size):
-            source = (self.rank - step) % self.size
-            works.append(group.recv([received[source]], source, tag))
-        for step in range(1, self.size):
-            dest = (self.rank + step) % self.size
-            works.append(group.send([rows[dest]], dest, tag))
-
-        def average() -> None:
-            torch.add(received[0], received[1], out=output)
-            for part in received[2:]:
-                output.add_(part)
-            output.div_(self.size)
-
-        return Works(works, average)
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        tensor = _as_real(tensor)
-        tags = torch.tensor([here.label.tag, -here.label.tag])  # their maxima: the largest and minus the smallest
-
-        def average() -> None:
-            largest, smallest = tags.tolist()
-            if largest != -smallest:
-                raise mixed_all_reduce((-smallest, largest))
-            tensor.div_(self.size)
-
-        maximum = dist.AllreduceOptions()
-        maximum.reduceOp = dist.ReduceOp.MAX
-        return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
-
-    def interrupt(self) -> None:
-        """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
-        never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.size, INTERRUPT_TAG)
-        with contextlib.suppress(RuntimeError):  # that it timed out
-            never.wait(datetime.timedelta(milliseconds=1))
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return Works([self.group.broadcast(_as_real(tensor), 0)])
-
-
-class FakeCollectives(_GroupCollectives):
-    """The fake process group: every rank has this rank's values.
-
-    The fake group's own all-gather fills the output in one call per rank: host time that no real backend spends, 2 ms
-    at 4,096 ranks. The same result comes here from a single operation, and one call into the group keeps its dispatch cost.
-    """
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1  # `shard` is the row between them
-        if before:
-            output.as_strided((before, numel), (numel, 1), 0).copy_(shard)
-        if after:
-            output.as_strided((after, numel), (numel, 1), (before + 1) * numel).copy_(shard)
-        return self.group.broadcast(output, 0)
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        numel = output.numel()
-        output.copy_(input[self.rank * numel : (self.rank + 1) * numel])
-        return self.group.broadcast(output, 0)
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self.group.broadcast(tensor, 0)
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return self.group.broadcast(tensor, 0)
-
-
-class DefaultCollectives(_GroupCollectives):
-    """The backend's own collectives, on the current stream (NCCL and other accelerator backends)."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        # torch 2.13 renamed these; 2.11 has the old names only.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        self._all_gather(output, shard, group=self.group)
-        return Done()
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        self._reduce_scatter(output, input, op=dist.ReduceOp.AVG, group=self.group)
-        return Done()
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group)
-        return Done()
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        dist.broadcast(tensor, group_src=0, group=self.group)
-        return Done()
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """For gloo, which knows no complex numbers, and for arithmetic that keeps -0.0: complex arithmetic does not."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    backend = dist.get_backend(group)
-    if backend == "fake":
-        return FakeCollectives(group)
-    if device.type == "cpu" and "gloo" in str(dist.get_backend_config(group)):
-        return GlooCollectives(group)
-    return DefaultCollectives(group)
 
 
 class _Streams:
@@ -333,7 +129,10 @@ class _Streams:
 
 
 class Runtime:
-    """The collectives of one process group on one device, with their streams. One per group and device: see ``of``."""
+    """The collectives of one process group on one device, with their streams.
+
+    One per group and device (see ``of``), and one more for each factory of other collectives (see ``using``).
+    """
 
     # By id of the group; another group may have the id after that one's end.
     _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
@@ -341,16 +140,23 @@ class Runtime:
     # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = weakref.ref(group)
+        # Orders groups alike on all ranks, as they are first sharded over in one order.
+        self.number = next(self._numbers)
         self.device = device
-        self.rank, self.world_size = group.rank(), group.size()
-        self.collectives = _collectives_for(group, device)
+        self._builtin = builtin_collectives(group, device)
+        self.rank, self.world_size = self._builtin.rank, self._builtin.size
+        self.collectives: Collectives = self._builtin
+        self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
+        self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
-        if self.world_size > 1 and not isinstance(self.collectives, FakeCollectives):
+        if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
             self.progress = self._progress.setdefault(group, Progress())
-            if isinstance(self.collectives, GlooCollectives):
+            if isinstance(self._builtin, GlooCollectives):
                 _watch.start(self)
 
     @classmethod
@@ -360,6 +166,35 @@ class Runtime:
         if found is None or found._group() is not group:
             found = cls._instances[id(group), device] = cls(group, device)
         return found
+
+    def using(self, factory: CollectivesFactory | None) -> Runtime:
+        """The same group, device and streams with the collectives that ``factory`` makes; None: with these.
+
+        Raises:
+            TypeError: it makes what cannot be used.
+        """
+        if factory is None:
+            return self
+        made = self._made.get(factory)
+        if made is None:
+            made = self._made[factory] = make_collectives(factory, self.group, self.device)
+        return self.replacing(made)
+
+    def replacing(self, collectives: Collectives) -> Runtime:
+        """The same group, device and streams with other ``collectives``."""
+        result = copy.copy(self)
+        result.collectives = collectives
+        result._exact = None if collectives.exact else self.exact
+        return result
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._builtin.group
+
+    @property
+    def exact(self) -> Runtime:
+        """For what must arrive bit for bit: this one, unless its collectives approximate."""
+        return self._exact or self
 
     # -- where collectives run ---------------------------------------------------------------------------------------
 
@@ -397,21 +232,28 @@ class Runtime:
         progress = self.progress
         if progress is None:
             return self.issued(start(*tensors))
-        issued = progress.issue(verb, kind)
-        check = None if progress.check is None else progress.check.announce(issued, kind)
+        issued, check = progress.issue(verb, kind), None
+        if progress.check is not None and kind in getattr(self.collectives, "compared", (GATHER, REDUCE)):
+            check = progress.check.announce(issued, kind)
         if self._streams is not None:
             if check is not None:
                 check.wait()
             return self.issued(start(*tensors))
         if check is not None and len(tensors) == 1:  # an all-reduce has no tag that keeps another unit's data out
             return Awaited(Then(check, lambda: start(*tensors)), self, issued, None)
-        return Awaited(start(*tensors), self, issued, check)
+        try:
+            return Awaited(start(*tensors), self, issued, check)
+        except BaseException:
+            if check is not None:  # its messages are under way
+                with contextlib.suppress(Exception):
+                    Awaited(check, self, issued, None).wait()
+            raise
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, kind: int) -> Pending:
         """All-gather a message about collectives of a kind, by the backend's own means. As in ``Collectives``."""
         here.label, label = CHECK_LABELS[kind], here.label
         try:
-            return self.collectives.all_gather(output, message)
+            return self._builtin.all_gather(output, message)
         finally:
             here.label = label
 
@@ -422,16 +264,20 @@ class Runtime:
 
     def interrupt(self) -> None:
         """See ``GlooCollectives.interrupt``."""
-        if isinstance(self.collectives, GlooCollectives):
-            self.collectives.interrupt()
+        if isinstance(self._builtin, GlooCollectives):
+            self._builtin.interrupt()
 
     def broadcast_now(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""
         if self.world_size > 1 and tensor.numel():
             dense = tensor.detach().contiguous()
-            self.collectives.broadcast(dense.view(-1).view(torch.uint8)).wait()  # bytes: no backend knows every dtype
+            self._builtin.broadcast(dense.view(-1).view(torch.uint8)).wait()  # bytes: no backend knows every dtype
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Make ``tensor`` (a few numbers, dense) the sum or the maximum over the ranks, on the current stream."""
+        self._builtin.all_reduce_now(tensor, op)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """``next_one`` after ``pending``: at once behind it on the stream, or when somebody waits for it (CPU)."""
@@ -446,3 +292,16 @@ class Runtime:
             return pending
         pending.wait()  # orders the side stream (the current one here) behind a backend's own streams
         return StreamEvent(self._streams.device, self._streams.device.current_stream().record_event())
+
+    def fail(self, phase: str, unit: str, error: Exception) -> NoReturn:
+        """Say which collective of which unit it was that ``error`` ended.
+
+        Raises:
+            CollectiveError: from ``error``. Where memory ran out, the error itself.
+        """
+        if isinstance(error, CollectiveError | torch.OutOfMemoryError):
+            raise error
+        text = str(error)  # in whole in the error that ours comes from
+        text = text if len(text) <= 400 else f"{text[:400]}..."
+        cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())])
+        raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard._collectives import Done
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.gradients import _SMALL
-from flatshard._runtime import Done
 
 WIDTH = 96
 """Makes a block large enough that each gradient is copied as it comes: see ``_SMALL`` in gradients.py."""

@@ -168,6 +168,13 @@ class Backward:
         """A graph task is over: complete what got less than expected; at the outermost, leave nothing behind."""
         brings_gradients = any(t.brings_gradients for t in self._tasks if t.id == task)
         self._tasks = [t for t in self._tasks if t.id != task]
+        try:
+            self._finish(task, brings_gradients)
+        except BaseException:
+            self.recover()  # what has not been reduced must not come into the next step's gradients
+            raise
+
+    def _finish(self, task: int, brings_gradients: bool) -> None:
         for unit in [u for u in self._open_units() if u.task == task]:
             # Parameters that this rank left out may be in another rank's graph, which then waits for us. Not so where
             # no unit gets a gradient: that is ``torch.autograd.grad`` with respect to inputs.
@@ -177,11 +184,15 @@ class Backward:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
             self._ready.update(u for u in self._open_units() if u.handle.holds_gradients and u.requires_gradient_sync)
-        self._reduce_ready(all_of_them=True)
-        for ref in [ref for ref in self._open if ref() is None]:
-            del self._open[ref]
-        while self._reducing:
-            self._reducing.popleft().handle.finish_reduce()
+        try:
+            self._reduce_ready(all_of_them=True)
+            for ref in [ref for ref in self._open if ref() is None]:
+                del self._open[ref]
+            while self._reducing:
+                self._reducing.popleft().handle.finish_reduce()
+        except BaseException:  # of a user's hook
+            self.recover(drop_held=True)
+            raise
         self._release_touched()
         self._keep = False
 

@@ -60,11 +60,15 @@ class Context:
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, in_backward: bool) -> None:
-        """``unit`` starts a forward; called from its pre-forward hook."""
-        frame = sys._getframe(2)
-        while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # somebody wrapped the hook
-            frame = frame.f_back
+    def enter_forward(self, unit: Unit, in_backward: bool, frame: FrameType | None) -> None:
+        """``unit`` starts a forward; called from its pre-forward hook.
+
+        ``frame`` is alive as long as the forward is. None: that of the module's ``__call__``, found from the hook's caller.
+        """
+        if frame is None:
+            frame = sys._getframe(2)
+            while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # somebody wrapped the hook
+                frame = frame.f_back
         if not in_backward:
             if self._forwards and not _is_inside(frame, self._forwards[-1][1]):
                 self.recover()
@@ -79,10 +83,12 @@ class Context:
         self._forwards.pop()
         return True
 
-    @property
-    def under_way(self) -> list[Unit]:
-        """The units whose forwards are under way, outermost first."""
-        return [unit for unit, _ in self._forwards]
+    def make_step(self, unit: Unit, nodes: set[Node], in_backward: bool) -> Step:
+        """The forward of ``unit`` that has just ended, as backward may come back to it, through ``nodes``."""
+        step = Step(unit, None if in_backward else self.last_step, [u for u, _ in self._forwards])
+        if not in_backward:
+            self.last_step, self.last_nodes = step, nodes
+        return step
 
     @property
     def is_idle(self) -> bool:
@@ -129,27 +135,38 @@ class Context:
         """What has run since ``unit`` did, in this pass: inside it, where its forward has just ended."""
         return self._order.since(unit)
 
-    def prefetch(self, unit: Unit) -> None:
-        """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used."""
+    def prefetch(self, unit: Unit, limit: int | None) -> None:
+        """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used.
+
+        ``limit``: on the bytes gathered ahead; a prefetch that would exceed it is left out.
+        """
+        if limit is not None and self._bytes_ahead(unit) > limit:
+            return
         for needed in unit.needs:
             if needed.handle.is_sharded:
                 if self._forwards:
                     needed.handle.check_parameters()
                 needed.handle.unshard(again=not self._forwards)
-                needed.gathered_version = needed.handle.version()
+                needed.note_gathered()
                 needed.gathered_in = self.pass_id
                 self._prefetched[needed] = None
 
-    def used(self, unit: Unit) -> None:
-        """``unit`` is needed now: if it was prefetched, that was right."""
-        self._prefetched.pop(unit, None)
+    def _bytes_ahead(self, unit: Unit) -> int:
+        """Bytes of unsharded parameters gathered ahead and not used yet, with those of ``unit``."""
+        ahead = {u for u in self._prefetched if not u.handle.is_sharded}
+        ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
+        return sum(u.handle.unsharded_nbytes for u in ahead)
+
+    def used(self, unit: Unit) -> bool:
+        """``unit`` is needed now: if it was prefetched, that was right. Returns whether it was."""
+        return self._prefetched.pop(unit, False) is None
 
     def free_unused(self) -> None:
         """Free what was prefetched and not used."""
         prefetched, self._prefetched = self._prefetched, {}
         for unit in prefetched:
             if unit.holds == 0:
-                unit.handle.reshard()
+                unit.free_unless_kept()
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
 

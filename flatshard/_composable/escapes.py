@@ -69,9 +69,13 @@ class EscapeWatch:
         self._watched: set[int] = set()  # modules with a hook of ours, as somebody else's hook was seen there
         self._caught: list[torch.Tensor] = []
 
-    def before_forward(self, install: Callable[[nn.Module, Callable[..., None]], object]) -> None:
-        """Where somebody hooked an inner module, hook it too (by ``install``), to see what they may have caught."""
-        self._caught.clear()
+    def before_forward(self, install: Callable[[nn.Module, Callable[..., None]], object], forget: bool) -> None:
+        """Where somebody hooked an inner module, hook it too (by ``install``), to see what they may have caught.
+
+        ``forget``: what a forward caught that never ended, but not what one around this one has caught so far.
+        """
+        if forget:
+            self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
             inner = [m for m in self.modules if m is not self.unit_module]

@@ -6,7 +6,9 @@ new order. Backward's order needs no record: see ``Step.previous``.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -42,3 +44,33 @@ class ForwardOrder(Generic[T]):
         while at and current[at - 1] is not unit:
             at -= 1
         return current[at:] if at else []
+
+
+class ChosenUnits(Generic[T]):
+    """Units to gather ahead of another, chosen by the user in place of the recorded order.
+
+    Held weakly: another model may be among them. A deep copy names the copies of those that were copied with it. They may
+    not be made yet, and to make them from here would recurse as deep as the chain of units is long; so it looks at first use.
+    """
+
+    __slots__ = ("_copies", "_refs")
+
+    def __init__(self, units: Sequence[T]) -> None:
+        self._refs = [weakref.ref(unit) for unit in units]
+        self._copies: dict[weakref.ref[T], T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        if self._copies is not None:
+            copies, self._copies = self._copies, None
+            self._refs = [weakref.ref(copies[ref]) if ref in copies else ref for ref in self._refs]
+        return (unit for ref in self._refs if (unit := ref()) is not None)
+
+    @staticmethod
+    def note_copy(unit: T, copied: T, memo: dict[int, Any]) -> None:
+        """``copied`` is the copy of ``unit`` in the deep copy under way."""
+        memo.setdefault(id(ChosenUnits), {})[weakref.ref(unit)] = copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenUnits[T]:
+        result = ChosenUnits(list(self))
+        result._copies = memo.setdefault(id(ChosenUnits), {})
+        return result

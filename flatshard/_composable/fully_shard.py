@@ -12,14 +12,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._collectives import CollectivesFactory, check_factory
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
+from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
 from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_enum
+from flatshard._config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    as_enum,
+    check_reshard_after_forward,
+)
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle, ParamSlots
 from flatshard._runtime import Runtime
@@ -42,7 +51,11 @@ def fully_shard(
     sync_module_states: bool = False,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = True,
+    prefetch_limit_bytes: int | None = None,
+    reshard_after_forward: bool | None = None,
+    forward_methods: str | Iterable[str] = (),
     limit_all_gathers: bool = True,
+    collectives: CollectivesFactory | None = None,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
@@ -75,13 +88,21 @@ def fully_shard(
         sync_module_states: give every rank the parameters and buffers of the group's rank 0.
         backward_prefetch: when to gather the next unit in backward; None: not ahead.
         forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
+        prefetch_limit_bytes: on the unsharded parameters gathered ahead and not in use yet: a prefetch that would exceed
+            it is left out. None: no limit.
+        reshard_after_forward: free the parameters after forward, and gather them again for backward. None: as the strategy
+            says, where the outermost unit always keeps them. :func:`set_reshard_after_forward` changes it.
+        forward_methods: methods of ``module`` that run it as a forward does: see :func:`register_forward_method`.
         limit_all_gathers: must be True; see Raises.
+        collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
+            backend's own: :class:`QuantizedCollectives`, :class:`NoCommunication`, or a class that you write after
+            :class:`Collectives`. A :class:`CustomPolicy` may override it per unit.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
-        NotImplementedError: a tensor-subclass parameter.
+        NotImplementedError: a tensor-subclass parameter; ``reshard_after_forward`` an int.
         ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
@@ -92,9 +113,13 @@ def fully_shard(
         forward_prefetch=forward_prefetch,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
+        collectives=collectives,
+        prefetch_limit_bytes=prefetch_limit_bytes,
+        reshard_after_forward=reshard_after_forward,
     )
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
+    methods = check_methods(module, forward_methods)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
     validate.check_tree(module, ignored)
@@ -111,6 +136,8 @@ def fully_shard(
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
     if replicas is not None:
         context.follow(replicas)
+    for unit in planned:  # what it makes is seen to be usable
+        context.runtime.using(configs.get(unit.module, config).collectives)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
@@ -128,6 +155,7 @@ def fully_shard(
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
+        register_methods(made[module], methods)
     for unit_below in units_below(module):  # units of earlier calls have had names from there
         if unit_below.module not in made:
             unit_below.rename(names[unit_below.module])
@@ -151,17 +179,34 @@ def _unit_config(
     forward_prefetch: Any,
     mixed_precision: Any,
     cpu_offload: Any,
+    collectives: CollectivesFactory | None,
+    prefetch_limit_bytes: Any,
+    reshard_after_forward: Any,
 ) -> UnitConfig:
+    strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
     if not isinstance(forward_prefetch, bool):
         raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
+    strategy = as_enum(ShardingStrategy, strategy, "strategy")
+    if prefetch_limit_bytes is not None and not (
+        isinstance(prefetch_limit_bytes, int)
+        and not isinstance(prefetch_limit_bytes, bool)
+        and prefetch_limit_bytes >= 0
+    ):
+        raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
+    check_reshard_after_forward(reshard_after_forward, strategy)
+    if collectives is not None:
+        check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
     return UnitConfig(
-        as_enum(ShardingStrategy, strategy, "strategy"),
+        strategy,
         backward_prefetch,
         forward_prefetch,
         MixedPrecision.of(mixed_precision),
         CPUOffload.of(cpu_offload),
+        collectives,
+        reshard_after_forward,
+        prefetch_limit_bytes,
     )
 
 
@@ -214,9 +259,12 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
         params.append(ParamSlots(owned.fqn, owned.param, tuple(owned.slots), options))
     cast_buffers(planned.modules, policy)
     warn_about_low_precision_masters(owned.param for owned in planned.owned)
+    runtime = context.runtime.using(config.collectives)
     if config.strategy is ShardingStrategy.NO_SHARD:
-        replicas = context.runtime
-    handle = FlatParamHandle(planned.fqn, params, context.runtime, replicas)
+        replicas = runtime
+    elif replicas is not None:
+        replicas = replicas.using(config.collectives)
+    handle = FlatParamHandle(planned.fqn, params, runtime, replicas)
     unit = Unit(planned.module, planned.fqn, handle, context, config)
     set_unit(planned.module, unit)
     return unit

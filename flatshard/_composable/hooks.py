@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -37,10 +39,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import current_graph_task
+from flatshard._composable.backward_order import gather, gather_last_inside, prefetch_before, prefetches
 from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
 from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
+from flatshard._composable.user_hooks import run_user_hooks
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.whole_parameters import WholeParameters
 
 
 class UnitHooks:
@@ -72,10 +77,11 @@ class UnitHooks:
                 return owner
         raise RuntimeError(
             f"flatshard's forward hooks are no longer on the module of unit {unit.fqn or '<root>'!r}: something removed or "
-            "replaced them"
+            "wrapped them after fully_shard"
         )
 
     def _install_gradient_hooks(self) -> None:
+        self.unit.handle.on_reduced = functools.partial(run_user_hooks, self.unit)
         for group, buffers in enumerate(self.unit.handle.buffers):
             if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
                 for index, compute in enumerate(buffers.computes):
@@ -96,13 +102,25 @@ class UnitHooks:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` as nn.Module.__call__ calls forward: between the hooks, the last of them in any case."""
+        module, output = self.unit.module, None
+        try:
+            changed = self.pre_forward(module, args, kwargs, sys._getframe())
+            args, kwargs = (args, kwargs) if changed is None else changed
+            output = function(*args, **kwargs)
+        finally:
+            cast = self.post_forward(module, args, kwargs, output)
+        return output if cast is None else cast
+
     def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Returns arguments to use instead, or None. ``frame``: see ``Context.enter_forward``."""
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # a recomputation of activation checkpointing
-        context.enter_forward(unit, in_backward)
+        context.enter_forward(unit, in_backward, frame)
         for needed in unit.needs:
             needed.users += 1
             needed.holds += 1
@@ -115,12 +133,18 @@ class UnitHooks:
                 if not needed.copies:
                     self._gather(needed, grad, in_backward)
         if in_backward and unit.last_step is not None:
-            self._gather_last_inside(unit.last_step)
+            gather_last_inside(unit.last_step)
         if not in_backward:
-            if (following := context.next_forward(unit)) is not None and unit.config.forward_prefetch and not full:
-                context.prefetch(following)
+            following = context.next_forward(unit)
+            if full:
+                pass
+            elif unit.forward_prefetch is not None:
+                for chosen in unit.forward_prefetch:
+                    context.prefetch(chosen, unit.config.prefetch_limit_bytes)
+            elif following is not None and unit.config.forward_prefetch:
+                context.prefetch(following, unit.config.prefetch_limit_bytes)
             if grad:
-                self.watch.before_forward(nn.Module.register_forward_hook)
+                self.watch.before_forward(nn.Module.register_forward_hook, forget=unit.users == 1)
         cast = unit.casts and not unit.full_forwards and not unit.copies and self._cast_inputs(args, kwargs)
         if cast:
             args, kwargs = cast
@@ -152,10 +176,24 @@ class UnitHooks:
             if not needed.copies:
                 if needed.users == 1:
                     needed.handle.reshard()
-                    needed.handle.check_parameters()
-                needed.handle.slots.register(needed.handle.copy_full_precision())
+                    if needed.kept and needed.kept_copies is not None:
+                        self._refuse_replaced(needed)
+                    else:
+                        needed.handle.check_parameters()
+                needed.handle.slots.register(self._full_precision(needed))
                 needed.full_forwards += 1
         return True
+
+    @staticmethod
+    def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
+        if not unit.kept:
+            return WholeParameters(unit.handle).copy_full_precision()
+        version = unit.handle.version()
+        if unit.kept_copies is None or unit.kept_copies[0] != version:
+            unit.kept_copies = None  # first, for the memory
+            unit.kept_copies = version, WholeParameters(unit.handle).copy_full_precision()
+            unit.kept_places = unit.handle.places()
+        return unit.kept_copies[1]
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,18 +209,26 @@ class UnitHooks:
     @staticmethod
     def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
-        context.used(unit)
-        first = unit.users == 1
+        first, prefetched = unit.users == 1, context.used(unit)
         if in_backward:
             context.backward.touch(unit)
-        elif unit.holds == 1 and not handle.is_sharded and unit.is_outdated(context.pass_id):
-            handle.reshard()
+        elif unit.users > 1 and not unit.full_forwards and unit.gathered_version != handle.version():
+            raise RuntimeError(
+                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (an optimizer step, say) inside its "
+                "forward, a registered method of it or summon_full_params, which still shows the old values. Change them "
+                "outside"
+            )
+        elif unit.holds == 1 and not handle.is_sharded:
+            if unit.kept:
+                UnitHooks._refuse_replaced(unit)
+            if unit.is_outdated(context.pass_id):
+                handle.reshard()
         if handle.is_sharded:
             if unit.holds == 1 and not in_backward:
                 handle.check_parameters()
             handle.unshard(in_backward)
-            unit.gathered_version = handle.version()
-        elif first and (unit.gathered_in != context.pass_id or handle.is_alias):  # else it was prefetched in this pass
+            unit.note_gathered()
+        elif first and (not prefetched or unit.gathered_in != context.pass_id or handle.is_alias):
             handle.sync_requires_grad()
             unit.gathered_version = handle.version()
         if first and grad and handle.any_trainable:
@@ -190,6 +236,15 @@ class UnitHooks:
         unit.gathered_in = context.pass_id
         handle.wait()
         handle.slots.register_unsharded()
+
+    @staticmethod
+    def _refuse_replaced(unit: Unit) -> None:
+        if unit.handle.places() != unit.kept_places:
+            raise RuntimeError(
+                f"parameters of unit {unit.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
+                "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "
+                "change them in place"
+            )
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Also called, with ``output`` None, when the forward raised. Returns an output to use instead, or None."""
@@ -215,9 +270,9 @@ class UnitHooks:
     def end_forward(self, comes_back: bool, leaks: bool, in_backward: bool) -> None:
         """Let go of the parameters. ``comes_back``: backward may need them; ``leaks``: the output shows them."""
         context = self.unit.context
-        outermost = context.is_idle
         if not in_backward:
             self.unit.ran_inside = context.ran_since(self.unit)
+        outermost = context.is_idle
         for needed in self.unit.needs:
             needed.users -= 1
             needed.holds -= 1
@@ -228,20 +283,13 @@ class UnitHooks:
                 needed.handle.write_back_if_changed()
                 if needed.task is None:  # else backward is at the unit, and this was a recomputation
                     needed.handle.slots.register_sharded()
-            stays = comes_back and (outermost or not needed.config.reshard_after_forward)
+            stays = comes_back and needed.config.stays_for_backward(outermost)
             if needed.holds == 0 and not (stays or leaks or in_backward):
-                needed.handle.reshard()
+                needed.free_unless_kept()
                 if not comes_back:
                     needed.handle.forget_cast()
         if outermost and not in_backward:
             context.end_pass()
-
-    def make_step(self, in_backward: bool) -> Step:
-        context = self.unit.context
-        step = Step(self.unit, None if in_backward else context.last_step, context.under_way)
-        if not in_backward:
-            context.last_step = step
-        return step
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
@@ -261,9 +309,7 @@ class UnitHooks:
             return self._may_hide_tensors(output)
         if not in_backward:
             unit.ends_inside = not nodes.isdisjoint(unit.context.last_nodes)
-            unit.context.last_nodes = nodes
-        step = self.make_step(in_backward)
-        hook = functools.partial(self.pre_backward, step)
+        hook = functools.partial(self.pre_backward, unit.context.make_step(unit, nodes, in_backward))
         for node in nodes:
             node.register_prehook(hook)
         return True
@@ -315,7 +361,7 @@ class UnitHooks:
         unit.has_left = False
         unit.last_step = step
         for outer in step.outer:
-            self._gather_for_backward(outer, task)
+            gather(outer)
         for needed in unit.needs:
             context.used(needed)
             if needed.finished_task == task:  # it has all its gradients; only its values are needed once more
@@ -331,38 +377,8 @@ class UnitHooks:
                 "(an optimizer step, say), so its gradients would be wrong. Call backward before the step, or run forward "
                 "again after it"
             )
-        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_before(step)
-
-    # Backward comes to a unit and to the last one inside it at one node, where the one returned what the other did, else
-    # one after the other, and perhaps with a recomputation in between. That may depend on the data, and a rank that passes
-    # by a unit cannot see it. So these two give all cases one order of gathers.
-
-    @staticmethod
-    def _gather_for_backward(unit: Unit, task: int) -> None:
-        if unit.handle.is_sharded and unit.finished_task != task:
-            for needed in unit.needs:
-                unit.context.backward.touch(needed)
-                needed.handle.unshard(again=True)
-
-    def _gather_last_inside(self, step: Step) -> None:
-        """Backward has come to the unit by ``step``, and it is recomputed: gather what comes next, not what ran first."""
-        last, task = step, current_graph_task()
-        while last.previous is not None and last.unit in last.previous.outer:
-            last = last.previous
-            self._gather_for_backward(last.unit, task)
-        ahead = last.unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        if last is not step and ahead and last.previous is not None:
-            self._gather_for_backward(last.previous.unit, task)
-
-    @staticmethod
-    def _prefetch_before(step: Step) -> None:
-        previous = step.previous
-        if previous is not None and previous.unit.finished_task != current_graph_task():
-            context = step.unit.context
-            for needed in previous.unit.needs:
-                context.backward.touch(needed)
-            context.prefetch(previous.unit)
+        if prefetches(unit):
+            prefetch_before(step)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
@@ -409,7 +425,7 @@ class UnitHooks:
         if not unit.context.backward.keeps_unsharded:
             unit.free_if_unused()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
-            self._prefetch_before(unit.last_step)
+            prefetch_before(unit.last_step)
 
 
 class _Leave(torch.autograd.Function):

@@ -12,6 +12,7 @@ otherwise train different models. Where rank 0 was not on meta (``sync_module_st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -174,12 +175,11 @@ def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) ->
 
 def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -> None:
     """Give every rank the parameters and buffers of the group's rank 0."""
-    done: set[int] = set()
-    for owned in unit.owned:  # shared parameters of units below are broadcast with their owner
-        runtime.broadcast_now(owned.param)
-        done.add(id(owned.param))
-    for module in unit.modules:
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in done:
-                runtime.broadcast_now(buffer)
-                done.add(id(buffer))
+    buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None)
+    # Shared parameters of units below are broadcast with their owner.
+    tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
+    try:
+        for tensor in tensors.values():
+            runtime.broadcast_now(tensor)
+    except Exception as e:
+        runtime.fail("broadcast", unit.fqn, e)

@@ -64,11 +64,9 @@ def _come_by(hooks: UnitHooks, tensors: Tensors, inside: Callable[[Tensors], Ten
         tensors = _mark(unit, tensors)
     nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
     if nodes:
-        step = hooks.make_step(in_backward)
+        step = unit.context.make_step(unit, nodes, in_backward)
         for node in nodes:
             node.register_prehook(functools.partial(hooks.pre_backward, step))
-    if not in_backward:
-        unit.context.last_nodes = nodes
     return tensors
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from flatshard._composable.exec_order import ForwardOrder
+from flatshard._collectives import CollectivesFactory
+from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
 
@@ -31,10 +33,15 @@ class UnitConfig:
     forward_prefetch: bool
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
+    collectives: CollectivesFactory | None = None  # None: the backend's own
+    reshard_after_forward: bool | None = None  # None: as the strategy says, and not where the unit is outermost
+    prefetch_limit_bytes: int | None = None  # of unsharded parameters gathered ahead
 
-    @property
-    def reshard_after_forward(self) -> bool:
-        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    def stays_for_backward(self, outermost: bool) -> bool:
+        """Whether the parameters stay unsharded from a forward to its backward."""
+        if self.reshard_after_forward is None:
+            return outermost or self.strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        return not self.reshard_after_forward
 
 
 class Step:
@@ -76,6 +83,9 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
         self.requires_gradient_sync = True  # False: `no_sync`
+        # What to gather while this unit computes, in place of the recorded order; None: as recorded.
+        self.forward_prefetch: ChosenUnits[Unit] | None = None
+        self.backward_prefetch: ChosenUnits[Unit] | None = None
         policy = config.mixed_precision
         # Whether forward has anything to cast, as most have not.
         self.casts = policy.param_dtype is not None or policy.output_dtype is not None
@@ -88,10 +98,16 @@ class Unit:
 
     def _reset(self) -> None:
         self.ref = weakref.ref(self)
+        # Called with the module each time that gradients have come into `.grad`. Not copied, as a parameter's are not.
+        self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
         # Forward; written by hooks.py and full_params.py.
         self.passes = 0  # in which this unit was outermost
         self.users = 0  # forwards under way that need the compute parameters registered; they nest
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
+        self.kept = 0  # `keep_unsharded` under way: holds, but what is held may be outdated; they nest
+        self.kept_places: list[int] | None = None  # `handle.places()` when what is kept was gathered
+        # While kept: what forwards in full precision (`full_precision_in_eval`) show, and `handle.version()` then.
+        self.kept_copies: tuple[int, dict[int, nn.Parameter]] | None = None
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
         self.gathered_version = -1  # `handle.version()` then
         self.shows_gradients = False  # `summon_full_params(with_grads=True)` is under way
@@ -123,6 +139,11 @@ class Unit:
         """Register the user's parameters and free the unsharded ones, unless somebody needs them."""
         if self.holds == 0:
             self.handle.slots.register_sharded()
+            self.free_unless_kept()
+
+    def free_unless_kept(self) -> None:
+        """Free the unsharded parameters, which no forward needs now, unless the user wants them kept."""
+        if not self.kept:
             self.handle.reshard()
 
     def rename(self, fqn: str) -> None:
@@ -141,12 +162,17 @@ class Unit:
         """Whether all gradients being there means that no value is needed any more. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial
 
+    def note_gathered(self) -> None:
+        """The unsharded parameters have the values that the shards have now."""
+        self.gathered_version = self.handle.version()
+        self.kept_places = self.handle.places() if self.kept else None
+
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters are left from an earlier pass: the shards may have changed since.
 
         ``p.data.add_()`` cannot be noticed, so only what the user unsharded on purpose is trusted across passes.
         """
-        if self.gathered_in == -1:
+        if self.gathered_in == -1 or self.kept:
             return self.gathered_version != self.handle.version()
         return self.gathered_in != pass_id
 
@@ -156,9 +182,12 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         result = object.__new__(Unit)
         memo[id(self)] = result
+        ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
         result.order = ForwardOrder()
+        result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
+        result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)

@@ -29,11 +29,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from flatshard._collectives import Done, Pending
 from flatshard._errors import name_list
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._handle.unsharded import UnshardedBuffer
-from flatshard._runtime import Done, Pending, Runtime
+from flatshard._runtime import Runtime
 
 # Read of every parameter in every step: the loops are left to C.
 _version = operator.attrgetter("_version")
@@ -62,15 +63,21 @@ class FlatBuffers:
         originals: Sequence[nn.Parameter],
         rank: int,
         options: FlatOptions,
+        runtime: Runtime | None = None,
     ) -> None:
-        """Shard ``originals`` in place: afterwards each holds its part of the new local shard."""
+        """Shard ``originals`` in place: afterwards each holds its part of the new local shard.
+
+        ``runtime``: of the ranks that hold the shards, whom norms of gradients ask.
+        """
         self.layout = layout
+        self._runtime = None if layout.world_size == 1 else runtime  # for norms of gradients: see `ShardInfo`
         self.rank = rank
         self.options = options
         self.dtype = originals[0].dtype  # of the shard
         self.device = torch.device("cpu") if options.offload else originals[0].device  # of the shard
         self._compute_device = originals[0].device
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
+        self._gathered: torch.Tensor | None = None  # what an approximate all-gather made of the shard
         self.is_whole = layout.world_size == 1  # nothing to gather
         self.is_alias = self._can_alias()  # nothing to copy or free either
         self.slices = layout.shard_slices(rank)
@@ -80,6 +87,7 @@ class FlatBuffers:
         self.unsharded = UnshardedBuffer(layout, rank, originals)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
+        self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
             self._adopt(index, param)
@@ -93,6 +101,11 @@ class FlatBuffers:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the unsharded parameters."""
         return self.options.compute_dtype or self.dtype
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard is on another device than where it is computed with."""
+        return self.options.offload and self._compute_device != self.device
 
     def _can_alias(self) -> bool:
         return self.is_whole and self.compute_dtype is self.dtype and self._compute_device == self.device
@@ -119,14 +132,19 @@ class FlatBuffers:
         info, part = self.layout.params[index], self.slices[index]
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
-        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
-            whole = in_memory_order(grad.detach(), info.stride)
-            mine = whole[part.offset : part.offset + part.numel].clone()
-            param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+        end = part.offset + part.numel
         ShardedParameter.adopt(
             param,
-            ShardInfo(info.fqn, info.shape, info.stride, part.offset, part.offset + part.numel, self.layout.world_size),
+            ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, self.layout.world_size, self._runtime),
+            self,
         )
+        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
+            mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
+            param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+
+    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter that autograd sees in place of ``param``, one of ``params``."""
+        return next(c for p, c in zip(self.params, self.computes, strict=True) if p is param)
 
     def copy_with(self, params: Sequence[nn.Parameter]) -> FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""
@@ -135,7 +153,8 @@ class FlatBuffers:
         result.unsharded = UnshardedBuffer(self.layout, self.rank, params)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
-        result._cast = None
+        result.is_watched = False
+        result._cast = result._gathered = None
         result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
@@ -262,38 +281,56 @@ class FlatBuffers:
         target.allocate(shard)
         if self.is_whole:
             return runtime.issued(Done())
-        try:
-            return runtime.all_gather(target.wire, target.own_wire)
-        except BaseException:
-            target.free()
-            raise
+        return runtime.all_gather(target.wire, target.own_wire)
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
         """The unsharded values in the parameters' own dtype, in memory of their own."""
         full = UnshardedBuffer(self.layout, self.rank, self.params)
         full.place(self.dtype, self._compute_device, None)
-        self._gather_into(full, self._on_compute_device(), runtime).wait()
+        self._gather_into(full, self._on_compute_device(), runtime.exact).wait()
         return full
+
+    def keep_gathered(self) -> None:
+        """The all-gather that just ended approximates: until ``free``, what it brought is not a change to write back."""
+        self._gathered = self.unsharded.own.clone()
+
+    def free(self) -> None:
+        """Free the unsharded buffer."""
+        self._gathered = None
+        self.unsharded.free()
 
     def forget_cast(self) -> None:
         """The values are not needed again before they may change."""
         self._cast = None
 
     def write_back(self) -> None:
-        """Copy this rank's part of the unsharded buffer into the shard, where it is not just the shard's rounded value."""
+        """Copy this rank's part of the unsharded buffer into the shard, where it is not just what was made of the shard.
+
+        That is the shard's own value, unless it was rounded (mixed precision) or approximated (quantised collectives).
+        """
         if self.is_alias:
             return
         own = self.unsharded.own
-        if self.compute_dtype is self.dtype:
+        if self.compute_dtype is self.dtype and self._gathered is None:
             self.shard.copy_(own)
-        else:
-            cast = self.shard.to(own)
-            changed = (own != cast).to(self.shard.device)
-            self.shard.copy_(torch.where(changed, own.to(self.shard), self.shard))
+            return
+        made = self.shard.to(own) if self._gathered is None else self._gathered
+        same = ((own == made) | (own.isnan() & made.isnan())).to(self.shard.device)
+        self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
+        if self._gathered is not None:
+            self._gathered.copy_(own)  # the next change is to be seen against this
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's part of whole parameters, on any device, into the shard."""
+        """Copy this rank's part of whole parameters, on any device, into the shard.
+
+        Of copies of what an approximate all-gather brought: only what differs from that.
+        """
+        before = self.shard.clone() if self._gathered is not None and self.compute_dtype is self.dtype else None
         self._fill_shard(whole)
+        if before is not None:
+            assert self._gathered is not None
+            same = (self.shard == self._gathered) | (self.shard.isnan() & self._gathered.isnan())
+            self.shard.copy_(torch.where(same, before, self.shard))
 
     @property
     def resident_nbytes(self) -> int:

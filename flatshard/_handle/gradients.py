@@ -12,10 +12,7 @@
 With mixed precision a gradient comes in the compute dtype, its slot and the reduction have the reduce dtype (the copy
 into the slot casts), and the gradient shard is cast to the parameters' own dtype, unless asked to be kept as it is.
 
-[Note: Accumulating without communication]
-``hold`` keeps the reduction's input from one backward to the next, which adds to it: in the reduce dtype, not in the
-compute dtype. With a second group of replicas the reduce-scatter's output may be held likewise (``_partial``), so that only
-the last microbatch all-reduces.
+``hold`` keeps the input from one backward to the next, which adds to it: in the reduce dtype, not in the compute dtype.
 
 [Note: Negative zero marks an unused parameter]
 A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would move
@@ -30,19 +27,25 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
-from flatshard._runtime import Done, Pending, Runtime, Then, wait_on_host
+from flatshard._handle.reduction import Reduction
+from flatshard._handle.sharded_gradient import plain_grad, set_gradients
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._runtime import Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
 # Read of every parameter in every step: the loops are left to C.
-_grad = operator.attrgetter("grad")
+_grad = plain_grad.__get__
 _requires_grad = operator.attrgetter("requires_grad")
 _layout = operator.attrgetter("layout")
+_info = operator.attrgetter("_flatshard_info")
 _STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
 
 
@@ -61,42 +64,38 @@ class Batch:
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
+    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None, unit: str) -> None:
         self.buffers = buffers
-        self.replicas = replicas  # the group of ranks that hold the same shard, if there are others
-        self._ranks = buffers.layout.world_size * (replicas.world_size if replicas is not None else 1)
+        self.reduction = Reduction(buffers, replicas, unit)
         # Nothing to reduce: hand gradients over as they are ("world size 1 copies nothing").
-        self._local = self._ranks == 1
-        self.divide_factor: float | None = None  # divides the sum over the ranks; None: their number
-        self.reduces_replicas = True  # False: hold the reduce-scatter's output instead
-        self._partial: torch.Tensor | None = None  # [Note: Accumulating without communication]
+        self._local = self.reduction.ranks == 1
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
         self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
         self.batch = Batch()
-        self._pending: Pending | None = None
-        self._output: torch.Tensor | None = None
+        self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` was set or added to last
+        self.is_watched = False  # see `Home`, which this is for the flat parameter
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
         self._allocate_views()
         if buffers.options.keep_low_precision_grads:
             for param in buffers.params:
-                param.grad_dtype = self.dtype
+                param.grad_dtype = self.reduction.dtype
 
     def _allocate_views(self) -> None:
         """Build the permanent reduction input and its views (none where a fresh one is needed for each backward)."""
         buffers, layout = self.buffers, self.buffers.layout
         device = buffers.unsharded.flat.device
         self._made_for = (buffers.dtype, device)
-        self._offloads = buffers.device != device
         trainable = buffers.dtype.is_floating_point or buffers.dtype.is_complex
-        self._input = self._no_input = torch.empty(0, dtype=self.reduce_dtype, device=device)
+        self._input = self._no_input = torch.empty(0, dtype=self.reduction.input_dtype, device=device)
         if trainable and not buffers.is_whole:
-            self._input = torch.empty(layout.padded_numel, dtype=self.reduce_dtype, device=device)
+            self._input = torch.empty(layout.padded_numel, dtype=self.reduction.input_dtype, device=device)
             self._slots, self._gaps = self._views_of(self._input)
             self._input.untyped_storage().resize_(0)
-        self._nbytes = layout.padded_numel * self.reduce_dtype.itemsize
+        self._nbytes = layout.padded_numel * self.reduction.input_dtype.itemsize
         # How to cut a gradient shard into the parameters' parts: sizes with the padding between, and where each is.
-        self._empty = torch.empty(0, dtype=self.dtype, device=buffers.device)
+        self._empty = torch.empty(0, dtype=self.reduction.dtype, device=buffers.device)
+        self._empties = [self._empty if part.numel else self._empty.detach() for part in buffers.slices]
         self._sizes: list[int] = []
         self._piece_of: list[int] = []
         end = 0
@@ -110,16 +109,6 @@ class FlatGradients:
         if layout.shard_numel > end:
             self._sizes.append(layout.shard_numel - end)
 
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Of the reduction's input and output."""
-        return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the user's ``.grad``."""
-        return self.reduce_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
-
     def _views_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         layout = self.buffers.layout
         slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
@@ -128,16 +117,35 @@ class FlatGradients:
     def use_flat_param(self) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
         if self.flat_param is None:
-            self.flat_param = nn.Parameter(self.buffers.shard)
-            if self.buffers.options.keep_low_precision_grads:
-                self.flat_param.grad_dtype = self.dtype
+            self.flat_param = self._make_flat_param()
             for param in self.buffers.params:
                 param.grad = None
         return self.flat_param
 
+    def _make_flat_param(self) -> nn.Parameter:
+        buffers, layout = self.buffers, self.buffers.layout
+        fqn = f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}"
+        start = buffers.rank * layout.shard_numel
+        runtime = buffers.params[0]._flatshard_info.runtime  # type: ignore[attr-defined]
+        shape, stop = (layout.padded_numel,), start + layout.shard_numel
+        info = ShardInfo(fqn, shape, (1,), start, stop, layout.world_size, runtime)
+        flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info, self)
+        if buffers.options.keep_low_precision_grads:
+            flat.grad_dtype = self.reduction.dtype
+        return flat
+
+    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
+        """See ``Home``, which this is for the flat parameter: it has none."""
+        raise RuntimeError(
+            "register_hook on a flat parameter (flat_parameters) would never run, as autograd has no gradient of it. Use "
+            "register_post_accumulate_grad_hook, or register it on the single parameters"
+        )
+
     def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
         """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
-        result = FlatGradients(buffers, self.replicas)
+        result = FlatGradients(buffers, self.reduction.replicas, self.reduction.unit)
+        result.reduction.divide_factor = self.reduction.divide_factor
+        result.reduction.reduces_replicas = self.reduction.reduces_replicas
         if self.flat_param is not None:
             result.use_flat_param()
         return result
@@ -193,13 +201,14 @@ class FlatGradients:
 
     def _hand_over(self, index: int, grad: torch.Tensor) -> None:
         self.any_filled = True
-        if grad.dtype is not self.dtype or grad.device != self.buffers.device:
-            grad = grad.to(self.buffers.device, self.dtype)
-        if self.divide_factor is not None:
-            grad = grad / self.divide_factor
+        if grad.dtype is not self.reduction.dtype or grad.device != self.buffers.device:
+            grad = grad.to(self.buffers.device, self.reduction.dtype)
+        if self.reduction.divide_factor is not None:
+            grad = grad / self.reduction.divide_factor
         param = self.buffers.params[index]
         if not param.requires_grad:  # frozen since forward
             return
+        self._filled[index] = True
         if param.grad is None:
             param.grad = grad
         else:
@@ -252,6 +261,12 @@ class FlatGradients:
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether there is anything to reduce, once a parameter requires grad."""
+        trainable = self.buffers.dtype.is_floating_point or self.buffers.dtype.is_complex
+        return trainable and not self._local and self.buffers.layout.padded_numel > 0
+
     def reduce(self, runtime: Runtime) -> None:
         """Start averaging over the ranks. Slots that took no gradient count as unused."""
         if self._local and self.flat_param is None:
@@ -265,73 +280,39 @@ class FlatGradients:
             for slot, filled in zip(self._slots, self._filled, strict=True):
                 if not filled:
                     slot.fill_(unused)
-        if self.buffers.is_whole:
-            self._output = self._input
-            self._pending = self._reduce_replicas(runtime)
-            if self._offloads:
-                self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
-            return
-        self._output = torch.empty(self.buffers.layout.shard_numel, dtype=self.reduce_dtype, device=self._input.device)
-        self._pending = runtime.reduce_scatter(self._output, self._input)
-        if self.replicas is not None:
-            self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
-        if self._offloads:
-            self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
+        self.reduction.start(runtime, self._input)
 
-    def advance(self) -> None:
-        """Start the second part of a reduction that has two."""
-        if isinstance(self._pending, Then):
-            self._pending.advance()
+    def finish(self, assign: bool = True) -> bool:
+        """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
 
-    def _copy_to_host(self, runtime: Runtime) -> Pending:
-        """Have the reduced gradients travel behind the reduction. ``finish`` has the host wait for them."""
-        if self._output is not None:
-            pin = self.buffers.options.pin_memory
-            host = torch.empty(self._output.shape, dtype=self.dtype, pin_memory=pin)
-            self._output = host.copy_(self._output.to(self.dtype), non_blocking=pin)
-        return runtime.issued(Done())
-
-    def _reduce_replicas(self, runtime: Runtime) -> Pending:
-        """Average the output over the replicas, or hold it for the next backward to add to."""
-        output = self._output
-        assert output is not None
-        if self._partial is not None:
-            output.add_(self._partial)
-            self._partial = None
-        if self.replicas is None:
-            return runtime.issued(Done())
-        if self.reduces_replicas:
-            return self.replicas.all_reduce(output)
-        self._partial, self._output = output, None
-        return runtime.issued(Done())
-
-    def finish(self, assign: bool = True) -> None:
-        """Wait for the reduction, free its input, and (``assign``) set or add to the ``.grad`` of every parameter."""
-        if self._pending is not None and self._offloads:
-            wait_on_host(self._pending)
-        elif self._pending is not None:
-            self._pending.wait()
-        output, filled = (self._output if assign else None), self._filled
-        partial = self._partial
-        self.discard()
+        Returns whether there were gradients to assign; ``given`` then lists the parameters that got one.
+        """
+        output, filled = self.reduction.take(), self._filled
+        self._free_input()
+        if not assign:
+            self.reduction.discard()
+            return False
         if output is None:
-            self._partial = partial if assign else None
-            return
-        if self.divide_factor is not None:
-            output.mul_(self._ranks / self.divide_factor)
-        if output.dtype is not self._empty.dtype:
-            output = output.to(self._empty.dtype)
+            if not (self._local and True in filled):
+                return False
+            self.given = [p for p, was_filled in zip(self.buffers.params, filled, strict=True) if was_filled]
+            return True
         if self.flat_param is not None:
             if self.flat_param.grad is None:
                 self.flat_param.grad = output
             else:
                 self.flat_param.grad.add_(output)
+            self.given = (self.flat_param,)
         else:
-            self._assign(output, filled)
+            self.given = self._assign(output, filled)
+        return True
 
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
-        self._pending = self._output = self._partial = None
+        self.reduction.discard()
+        self._free_input()
+
+    def _free_input(self) -> None:
         if self._batching:
             self._batching = False
             self.batch.task = -1
@@ -345,7 +326,7 @@ class FlatGradients:
         else:
             self._input.untyped_storage().resize_(0)
 
-    def _assign(self, output: torch.Tensor, filled: list[bool]) -> None:
+    def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         held: list[torch.Tensor] = []
         new: list[torch.Tensor] = []
         buffers = self.buffers
@@ -355,13 +336,14 @@ class FlatGradients:
             and all(map(_requires_grad, params))
             and all(map(operator.is_, map(_grad, params), _NONE))
         ):
-            for param, grad in zip(params, parts, strict=True):
-                param.grad = grad
-            return
+            set_gradients(params, parts, map(_info, params))
+            return params
+        given = []
         for param, grad, was_filled in zip(params, parts, filled, strict=True):
             # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
             if not param.requires_grad or not (was_filled or _used_elsewhere(grad)):
                 continue
+            given.append(param)
             if param.grad is None:
                 param.grad = grad
             elif grad.numel():
@@ -369,6 +351,19 @@ class FlatGradients:
                 new.append(grad)
         if held:
             torch._foreach_add_(held, new)
+            if not buffers.is_whole and torch.Tensor in set(
+                map(type, held)
+            ):  # autograd's, of a loss on the shard itself
+                for param in params:
+                    param.grad = param.grad
+        return given
+
+    def local(self) -> list[torch.Tensor | None]:
+        """This rank's part of each parameter's gradient, wherever the user finds it; None where there is none."""
+        if self.flat_param is None:
+            return list(map(_grad, self.buffers.params))
+        flat = self.flat_param.grad
+        return [None] * len(self.buffers.params) if flat is None else list(self._parts(flat))
 
     # -- whole gradients for the user --------------------------------------------------------------------------------
 
@@ -376,7 +371,7 @@ class FlatGradients:
         """Whole gradients in the parameters' shapes; None for a parameter that has none on any rank."""
         buffers, layout = self.buffers, self.buffers.layout
         device = buffers.unsharded.flat.device
-        whole = torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
+        whole = torch.zeros(layout.padded_numel, dtype=self.reduction.dtype, device=device)
         present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=device)
         shard, here = whole.view(layout.world_size, -1)[buffers.rank], present[buffers.rank]
         if self.flat_param is not None:
@@ -389,8 +384,11 @@ class FlatGradients:
                     part.copy_(param.grad)
                     here[index] = 1
         if layout.world_size > 1:
-            runtime.all_gather(whole, shard).wait()
-            runtime.all_gather(present.view(-1), here).wait()
+            try:
+                runtime.exact.all_gather(whole, shard).wait()
+                runtime.exact.all_gather(present.view(-1), here).wait()
+            except Exception as e:
+                runtime.fail("all-gather", self.reduction.unit, e)
         slots, _ = self._views_of(whole)
         return [slot if seen else None for slot, seen in zip(slots, present.amax(0).tolist(), strict=True)]
 
@@ -398,7 +396,7 @@ class FlatGradients:
         """Keep this rank's part of whole gradients: the inverse of ``gather``."""
         buffers = self.buffers
         if self.flat_param is not None and any(g is not None for g in whole) and self.flat_param.grad is None:
-            self.flat_param.grad = torch.zeros_like(buffers.shard, dtype=self.dtype)
+            self.flat_param.grad = torch.zeros_like(buffers.shard, dtype=self.reduction.dtype)
         flat = None if self.flat_param is None else self.flat_param.grad
         parts = None if flat is None else self._parts(flat)
         for index, (param, grad) in enumerate(zip(buffers.params, whole, strict=True)):
@@ -420,7 +418,9 @@ class FlatGradients:
         if self.buffers.is_whole:
             return [output.as_strided(info.shape, info.stride, info.start) for info in self.buffers.layout.params]
         pieces = output.split_with_sizes(self._sizes)
-        return [self._empty if piece < 0 else pieces[piece] for piece in self._piece_of]
+        return [
+            empty if piece < 0 else pieces[piece] for piece, empty in zip(self._piece_of, self._empties, strict=True)
+        ]
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:

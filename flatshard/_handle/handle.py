@@ -7,8 +7,9 @@ same handle, so that a frozen parameter costs no gradient memory and no byte of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,15 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
-from flatshard._errors import InternalError
+from flatshard._collectives import Pending
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.buffers import FlatBuffers, FlatOptions
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.slots import Slots
 from flatshard._progress import Label, digest, here
-from flatshard._runtime import Pending, Runtime
+from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,10 @@ class FlatParamHandle:
             options = group[0].options
             sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
             itemsize = min((options.compute_dtype or group[0].param.dtype).itemsize, group[0].param.dtype.itemsize)
-            buffers = FlatBuffers(plan_layout(sizes, itemsize, world), [p.param for p in group], rank, options)
+            layout = plan_layout(sizes, itemsize, world)
+            buffers = FlatBuffers(layout, [p.param for p in group], rank, options, runtime)
             self.buffers.append(buffers)
-            self.grads.append(FlatGradients(buffers, self.replicas))
+            self.grads.append(FlatGradients(buffers, self.replicas, fqn))
             for owned, compute in zip(group, buffers.computes, strict=True):
                 for module, name in owned.slots:
                     self.slots.add(module, name, owned.param, compute)
@@ -76,6 +79,8 @@ class FlatParamHandle:
         self._nodes: list[Node] = []  # see `gradient_nodes`
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
+        self.is_exact = True  # whether the last gather brought the shards bit for bit
+        self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
@@ -95,8 +100,9 @@ class FlatParamHandle:
         """Put ``new`` in the place of ``old`` at the beginning of every name."""
         self.fqn = self.label.unit = new
         self.lifetime.rename(new)
-        for buffers in self.buffers:
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
             buffers.rename(old, new)
+            grads.reduction.unit = new
 
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Take over one more registration of a parameter that this handle owns."""
@@ -111,37 +117,70 @@ class FlatParamHandle:
     def is_sharded(self) -> bool:
         return self.lifetime.params is ParamState.SHARDED
 
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that gathering takes."""
+        return sum(b.unsharded.flat.nbytes for b in self._gathered)
+
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self, again: bool = False) -> None:
+    def unshard(self, again: bool = False, exactly: bool = False) -> None:
         """Start gathering, unless that was done. ``wait`` before anyone reads the parameters.
 
-        ``again``: for a backward, which needs the values that its forward had.
+        ``again``: for a backward, which needs the values that its forward had. ``exactly``: the shards bit for bit,
+        whatever collectives the user chose.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
             _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
             here.label, here.again = self.label, again
-            scope = _trace.labelled("all_gather", self.fqn, self.runtime.gathering())
+            runtime = self.runtime.exact if exactly else self.runtime
+            scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
             if scope is None:
-                self._start_gathers(again)
+                self._start_gathers(runtime, again)
             else:
                 with scope:
-                    self._start_gathers(again)
+                    self._start_gathers(runtime, again)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, again: bool) -> None:
-        self._gathers = [b.gather(self.runtime, again) for b in self._gathered]
+    def _start_gathers(self, runtime: Runtime, again: bool) -> None:
+        self.is_exact = runtime is runtime.exact
+        gathers: list[Pending] = []
+        try:
+            for buffers in self._gathered:
+                gathers.append(buffers.gather(runtime, again))
+        except BaseException as e:
+            _settle(gathers)
+            for buffers in self._gathered:
+                buffers.free()
+            if isinstance(e, Exception):
+                runtime.fail("all-gather", self.fqn, e)
+            raise
+        self._gathers = gathers
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable by what the caller does next."""
+        """Make the unsharded parameters readable by what the caller does next.
+
+        Raises:
+            CollectiveError: the all-gather failed. Then they are sharded.
+        """
         if self.lifetime.params is not ParamState.UNSHARDING:
             return
         gathers, self._gathers = self._gathers, []
-        for gather in gathers:
-            gather.wait()
+        done = 0
+        try:
+            for gather in gathers:
+                gather.wait()
+                done += 1
+        except Exception as e:
+            _settle(gathers[done + 1 :])
+            self._free()
+            self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
+        if not self.is_exact:
+            for buffers in self._gathered:
+                buffers.keep_gathered()
 
     def reshard(self) -> None:
         """Free the unsharded parameters. One that is still being gathered is waited for first."""
@@ -149,12 +188,21 @@ class FlatParamHandle:
         if state is ParamState.SHARDED:
             return
         if state is ParamState.UNSHARDING:
-            self.wait()
+            try:
+                self.wait()
+            except OutOfStepError:
+                raise
+            except CollectiveError as e:  # nobody reads what it would have brought
+                _trace.logger.warning("%s (gathered ahead of need, and dropped)", e)
+                return
+        self._free()
+
+    def _free(self) -> None:
         if self._gathered:
             _trace.event("reshard", self.fqn)
             self.runtime.before_free()
             for buffers in self._gathered:
-                buffers.unsharded.free()
+                buffers.free()
         self.lifetime.move_params("reshard")
 
     def forget_cast(self) -> None:
@@ -186,6 +234,12 @@ class FlatParamHandle:
                 buffers.readopt(moved)
         self.sync_requires_grad()
 
+    def places(self) -> list[int] | None:
+        """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
+        if self.slots.replaced():
+            return None
+        return [p.untyped_storage().data_ptr() for b in self.buffers for p in b.params]
+
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
         return sum([b.version() for b in self.buffers])
@@ -204,79 +258,10 @@ class FlatParamHandle:
             if buffers.changed_in_forward() and keep:
                 buffers.write_back()
 
-    # -- whole parameters for the user -------------------------------------------------------------------------------
-
     @property
     def is_mixed_precision(self) -> bool:
         """Whether the unsharded parameters differ from the user's in dtype."""
         return any([b.compute_dtype is not b.dtype for b in self.buffers])
-
-    def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
-        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones, on ``device`` (default: where they are).
-
-        Communicates where there is mixed precision; else the parameters must be unsharded.
-        """
-        copies = {}
-        here.label, here.again = self.label, False
-        for buffers in self.buffers:
-            if buffers.compute_dtype is not buffers.dtype:
-                whole = buffers.gather_full_precision(self.runtime).computes
-            else:
-                whole = tuple([_copy(c, device or c.device) for c in buffers.computes])
-            for param, value in zip(buffers.params, whole, strict=True):
-                value.requires_grad_(param.requires_grad)
-                copies[id(param)] = value if device in (None, value.device) else _copy(value, device)
-        return copies
-
-    def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
-        """Give ``copies`` the whole gradients of what is registered now."""
-        for sharded, shown in self.slots.shown():
-            target = copies[id(sharded)]
-            if shown is not None and shown.grad is not None and target.grad is None:
-                target.grad = shown.grad.to(target.device, copy=True)
-
-    def copy_unsharded(self) -> list[torch.Tensor]:
-        """Copies of the unsharded buffers, for ``restore_unsharded``."""
-        return [b.unsharded.flat.clone() for b in self.buffers]
-
-    def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
-        """Undo changes of the unsharded parameters."""
-        for buffers, values in zip(self.buffers, before, strict=True):
-            buffers.unsharded.flat.copy_(values)
-
-    def write_back(self, with_grads: bool) -> None:
-        """Keep this rank's part of the unsharded parameters, and of the gradients shown on them."""
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            buffers.write_back()
-            if with_grads:
-                grads.write_back([c.grad for c in buffers.computes])
-
-    def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
-        """The same from ``copy_computes``."""
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            values = [copies[id(p)] for p in buffers.params]
-            buffers.write_back_from(values)
-            if with_grads:
-                grads.write_back([v.grad for v in values])
-
-    def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
-        """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
-        here.label, here.again = self.label, False
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            if True in buffers.requires_grad:
-                for param, compute, grad in zip(
-                    buffers.params, buffers.computes, grads.gather(self.runtime), strict=True
-                ):
-                    target = compute if copies is None else copies[id(param)]
-                    if grad is not None and grad.dtype is not target.dtype:
-                        target.grad_dtype = grad.dtype  # keep_low_precision_grads
-                    target.grad = None if grad is None else grad.to(target.device)
-
-    def drop_full_gradients(self) -> None:
-        """Undo ``gather_gradients``."""
-        for buffers in self.buffers:
-            for compute in buffers.computes:
-                compute.grad = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -310,17 +295,21 @@ class FlatParamHandle:
                 self._start_reductions()
 
     def _start_reductions(self) -> None:
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            if True in buffers.requires_grad:
-                grads.reduce(self.runtime)
-            buffers.forget_cast()
+        try:
+            for buffers, grads in zip(self.buffers, self.grads, strict=True):
+                if True in buffers.requires_grad:
+                    grads.reduce(self.runtime)
+                buffers.forget_cast()
+        except CollectiveError:
+            self._settle_reductions()
+            raise
 
     def advance_reduce(self) -> None:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
         if self.replicas is not None:
             here.label, here.again = self.label, False
             for grads in self.grads:
-                grads.advance()
+                grads.reduction.advance(self.runtime)
 
     def hold_gradients(self) -> None:
         """A backward without reduction is over: keep its gradients for the next one to add to."""
@@ -335,23 +324,50 @@ class FlatParamHandle:
         return self.lifetime.grads is GradState.HELD
 
     def finish_reduce(self, assign: bool = True) -> None:
-        """Wait for the reduction and set the user's gradients. Nothing to do where none is under way."""
+        """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.
+
+        Raises:
+            CollectiveError: the reduction failed. Then all of the unit's gradients of this backward have been dropped.
+        """
         if self.lifetime.grads is not GradState.REDUCING:
             return
         here.label, here.again = self.label, False
+        try:
+            for grads in self.grads:
+                grads.reduction.wait(self.runtime)
+        except Exception:
+            self._settle_reductions()
+            raise
         with torch.no_grad():
+            given = False
             for grads in self.grads:
                 if grads.any_filled:
-                    grads.finish(assign)
-        self.lifetime.move_grads("finish")
+                    given |= grads.finish(assign)
+            self.lifetime.move_grads("finish")
+            if given:
+                self.on_reduced()
 
     def discard_gradients(self) -> None:
         """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
-        self.finish_reduce(assign=False)
+        try:
+            self.finish_reduce(assign=False)
+        except CollectiveError as e:
+            _trace.logger.warning("%s (of a backward that had failed already)", e)
         for grads in self.grads:
             grads.discard()
         if self.lifetime.grads is not GradState.NONE:
             self.lifetime.move_grads("discard")
+
+    def _settle_reductions(self) -> None:
+        for grads in self.grads:
+            grads.reduction.settle()
+            grads.discard()
+        self.lifetime.move_grads("finish")
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients are reduced here, once a parameter requires grad."""
+        return any([g.is_reduced for g in self.grads])
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -383,9 +399,15 @@ class FlatParamHandle:
         return result
 
 
-def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    value = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-    return nn.Parameter(value.copy_(param.detach()), param.requires_grad)
+def _nothing() -> None:
+    pass
+
+
+def _settle(pending: Iterable[Pending]) -> None:
+    """Let collectives end, well or not, before their memory goes. For when another one's error is on its way."""
+    for each in pending:
+        with contextlib.suppress(Exception):
+            each.wait()
 
 
 def _group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:

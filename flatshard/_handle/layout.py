@@ -80,6 +80,11 @@ class FlatLayout:
                 slices.append(ShardSlice(start - first, stop - first, start - info.start))
         return tuple(slices)
 
+    def holders(self, index: int) -> range:
+        """The ranks that hold elements of parameter ``index``: none where it is empty."""
+        info = self.params[index]
+        return range(info.start // self.shard_numel, -(-info.stop // self.shard_numel)) if info.numel else range(0)
+
     def renamed(self, old: str, new: str) -> FlatLayout:
         """The same plan, with ``new`` in the place of ``old`` at the beginning of every name."""
         params = []

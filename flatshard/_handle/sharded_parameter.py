@@ -5,17 +5,36 @@ An optimizer, an EMA or a weight-decay rule may have been built from ``model.par
 original ``nn.Parameter`` objects are kept for life: their ``.data`` is pointed once at a slice of the local shard, and
 their ``__class__`` becomes :class:`ShardedParameter` (as torch's own lazy parameters change class when they
 materialise). The class adds no ``__torch_function__``: every operation on it costs what it costs on a plain parameter.
+What is assigned to ``.grad`` becomes a :class:`ShardedGradient`, which has one.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any, Self
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import optimizer as _torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from flatshard._handle.sharded_gradient import plain_grad, set_gradient
+from flatshard._runtime import Runtime
+
+
+class Home(Protocol):
+    """What a sharded parameter lies in: its flat parameter."""
+
+    is_watched: bool  # somebody asked to be called when the gradient of one of its parameters has come
+
+    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter that autograd sees in place of ``param``."""
+
+
+_homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()  # by the sharded parameter's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +47,11 @@ class ShardInfo:
     start: int  # this rank's elements, half-open, in memory order
     stop: int
     shard_world_size: int
+    # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
+    runtime: Runtime | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardInfo, (self.fqn, self.shape, self.stride, self.start, self.stop, self.shard_world_size)
 
 
 class ShardedParameter(nn.Parameter):
@@ -38,6 +62,12 @@ class ShardedParameter(nn.Parameter):
 
     _flatshard_info: ShardInfo
 
+    def _set_grad(self, grad: torch.Tensor | None) -> None:
+        set_gradient(self, grad, self._flatshard_info)
+
+    # A property of C functions where it is read, in every step of an optimizer.
+    grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
+
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
         if info is None:
@@ -46,6 +76,34 @@ class ShardedParameter(nn.Parameter):
             f"ShardedParameter({info.fqn!r}, shape={info.shape}, dtype={self.dtype}, device={self.device}, "
             f"requires_grad={self.requires_grad}, elements {info.start}:{info.stop} here)"
         )
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+        """As in torch, where ``hook`` gets this rank's own gradient: whole, in its original shape, before it is averaged.
+
+        So it was under DistributedDataParallel. For the averaged gradient's part that ``.grad`` gets, use
+        ``register_post_accumulate_grad_hook``.
+        """
+        if (home := _homes.get(id(self))) is not None:
+            home.compute_of(self)  # may refuse
+        handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        self._pass_hooks_on()
+        return handle
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """As in torch: ``hook(p)`` runs in backward, when ``p.grad`` has its part of the averaged gradient. It may step on
+        it and set it to None. Not under ``no_sync``.
+        """
+        handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._pass_hooks_on()
+        return handle
+
+    def _pass_hooks_on(self) -> None:
+        """No gradient of autograd's ever reaches this tensor: have its hooks run where they come."""
+        home = _homes.get(id(self))
+        if home is not None:
+            home.is_watched |= bool(self._post_accumulate_grad_hooks)
+            if self._backward_hooks:  # the same dict: what is added or removed later counts too
+                home.compute_of(self)._backward_hooks = self._backward_hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with this rank's part. Copying the module shards it anew (``FlatParamHandle``)."""
@@ -59,11 +117,13 @@ class ShardedParameter(nn.Parameter):
         return result
 
     @classmethod
-    def adopt(cls, param: nn.Parameter, info: ShardInfo) -> Self:
+    def adopt(cls, param: nn.Parameter, info: ShardInfo, home: Home) -> Self:
         """Make the user's own ``param`` a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
+        _homes[id(param)] = home
+        param._pass_hooks_on()
         return param
 
 

@@ -7,22 +7,39 @@ forward and backward a slot holds the user's (sharded) parameter; inside, the co
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+
+from flatshard._handle.guard import GuardedParameters, Parameters
+
+_exhaust: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 
 
 class Slots:
     """Every slot of one handle's parameters, and what is registered in them now."""
 
-    __slots__ = ("_compute", "_dicts", "_entries", "_names", "_replaced", "_setattr_writes", "_sharded", "unsharded")
+    __slots__ = (
+        "_attributes",
+        "_compute",
+        "_dicts",
+        "_entries",
+        "_names",
+        "_replaced",
+        "_setattr_writes",
+        "_sharded",
+        "unsharded",
+    )
 
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         # The same entries, split by how they are written: into the module's dict of parameters (as columns), or by setattr.
-        self._dicts: list[dict[str, nn.Parameter | None]] = []
+        self._dicts: list[Parameters] = []
+        self._attributes: list[dict[str, Any]] = []  # [Note: Forwards outside of the unit's]
         self._names: list[str] = []
         self._sharded: list[nn.Parameter] = []
         self._compute: list[nn.Parameter] = []
@@ -43,18 +60,26 @@ class Slots:
         The copy may be half made as yet, but its dict of parameters is what ``memo`` gives.
         """
         parameters = copy.deepcopy(module._parameters, memo)
-        self._note(copy.deepcopy(module, memo), parameters, name, sharded, compute)
+        copied = copy.deepcopy(module, memo)
+        if isinstance(parameters, GuardedParameters):
+            parameters.attributes = copied.__dict__
+        self._note(copied, parameters, name, sharded, compute)
 
     def _note(
         self,
         module: nn.Module,
-        parameters: dict[str, nn.Parameter | None],
+        parameters: Parameters,
         name: str,
         sharded: nn.Parameter,
         compute: nn.Parameter,
     ) -> None:
         self._entries.append((module, name, sharded, compute))
         if type(module).__setattr__ is nn.Module.__setattr__:
+            if not isinstance(parameters, GuardedParameters):
+                parameters = module.__dict__["_parameters"] = GuardedParameters(parameters, module.__dict__)
+            # Not where the class or the object has something else of that name, which then comes first.
+            hidden = hasattr(type(module), name) or name in module.__dict__
+            self._attributes.append({} if hidden else module.__dict__)
             self._dicts.append(parameters)
             self._names.append(name)
             self._sharded.append(sharded)
@@ -81,7 +106,7 @@ class Slots:
             (m, name, p, now)
             for m, name, p, _ in self._entries
             # TorchScript makes new ones each time.
-            if type(m._parameters) is dict and (now := m._parameters.get(name)) is not p
+            if isinstance(m._parameters, dict) and (now := m._parameters.get(name)) is not p
         ]
 
     def restore(self, module: nn.Module, name: str, sharded: nn.Parameter) -> None:
@@ -102,8 +127,8 @@ class Slots:
         if self.unsharded:
             return
         self.unsharded = True
-        for parameters, name, compute in zip(self._dicts, self._names, self._compute, strict=True):
-            parameters[name] = compute
+        _exhaust(map(dict.__setitem__, self._dicts, self._names, self._compute))
+        _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
         for module, name, _, compute in self._setattr_writes:
             setattr(module, name, compute)
 
@@ -112,8 +137,8 @@ class Slots:
         if not self.unsharded:
             return
         self.unsharded = False
-        for parameters, name, sharded in zip(self._dicts, self._names, self._sharded, strict=True):
-            parameters[name] = sharded
+        _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
+        _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
         for module, name, sharded, _ in self._setattr_writes:
             setattr(module, name, sharded)
 

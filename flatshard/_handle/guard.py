@@ -1,0 +1,119 @@
+"""A module's dict of parameters, which notices forwards that run while their parameters are sharded.
+
+[Note: Forwards outside of the unit's]
+``model.generate()``, when not registered as a forward, may call ``self.head(x)`` while the head is sharded. ``F.linear``
+then finds a 1-D weight: it raises something about shapes, or it multiplies by it, if the sizes happen to fit. Looking at
+every call of a module would cost 0.9 microseconds each, and at every read of a parameter 0.1. But nn.Module looks into
+``_parameters`` only for what the module's own ``__dict__`` does not have. So `Slots` puts compute parameters there as well,
+where a forward finds them sooner than it would in a plain module; what comes to this dict comes for something else.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import FrameType
+from typing import Any, Self
+
+from torch import nn
+
+from flatshard._handle.sharded_parameter import ShardedParameter
+
+_GETATTR = nn.Module.__getattr__.__code__
+
+Parameters = dict[str, nn.Parameter | None]
+
+
+class GuardedParameters(Parameters):
+    """What a module has in ``_parameters``. [Note: Forwards outside of the unit's]"""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, parameters: Parameters, attributes: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.attributes = attributes  # the module's own ``__dict__``
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if type(param) is ShardedParameter and param._flatshard_info.shard_world_size > 1:
+            self._check_reader(param, sys._getframe(1))
+        return param
+
+    def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
+        """Raise if a forward of this dict's module reads ``param``. Anybody else may: ``model.head.weight.grad``."""
+        if reader.f_code is not _GETATTR:
+            return
+        frame = reader.f_back
+        while (
+            frame is not None and frame.f_code.co_filename != _GETATTR.co_filename
+        ):  # nn.Module.__call__, with its hooks
+            if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
+                raise RuntimeError(_explain(param, frame))
+            frame = frame.f_back
+
+    # Whoever else writes here (a user's assignment, ``torch.func.functional_call``) means forwards to see it.
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        super().__setitem__(name, param)
+        self.attributes.pop(name, None)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.attributes.pop(name, None)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.attributes.pop(name, None)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, nn.Parameter | None]:
+        name, param = super().popitem()
+        self.attributes.pop(name, None)
+        return name, param
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, param in dict(*args, **kwargs).items():
+            self[name] = param
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]  # as dict has it
+        self.update(other)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
+        """Of a module that is half copied: ``attributes`` are set by `Slots`, if it is sharded like this one."""
+        result = GuardedParameters({}, {})
+        memo[id(self)] = result
+        for name, param in self.items():
+            result[name] = copy.deepcopy(param, memo)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _self_of(frame: FrameType) -> Any:
+    """The first argument of the function that runs in ``frame``."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _explain(param: ShardedParameter, forward: FrameType) -> str:
+    info, kind = param._flatshard_info, type(_self_of(forward)).__name__
+    method, frame = "", forward.f_back
+    while frame is not None and not method:
+        caller = _self_of(frame)
+        if isinstance(caller, nn.Module) and frame.f_code.co_filename != _GETATTR.co_filename:
+            method = frame.f_code.co_name if frame.f_code.co_name != "forward" else ""
+        frame = frame.f_back
+    if method:
+        what = f"{type(caller).__name__}.{method}"
+        cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
+    else:
+        cure = "call the module that is the unit, as module(...); for another method of it see register_forward_method"
+    return (
+        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {info.shape}. But "
+        f"{kind}.forward was called from outside of a forward of its unit: {cure}. Or give the {kind} a unit of its own"
+    )

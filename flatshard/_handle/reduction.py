@@ -1,0 +1,144 @@
+"""The reduction of one flat parameter's gradients: from the filled input to this rank's gradient shard.
+
+Averaged over the ranks that the parameters are sharded over, then over the replicas, in the reduce dtype; scaled, cast to
+the dtype of ``.grad``, and copied to the CPU under offload, behind each other.
+
+[Note: Accumulating within the shard group]
+With replicas (hybrid sharding) the reduce-scatter's output may be held from one backward to the next (``_partial``), so
+that only the last microbatch averages over the replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from flatshard._collectives import Done, Pending
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._runtime import Runtime, Then, wait_on_host
+
+
+class Reduction:
+    """One at a time; lives as long as the flat parameter."""
+
+    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None, unit: str) -> None:
+        self.buffers = buffers
+        self.unit = unit  # its FQN, for errors
+        self.replicas = replicas  # the group of ranks that hold the same shard, if there are others
+        self.ranks = buffers.layout.world_size * (replicas.world_size if replicas is not None else 1)
+        self.divide_factor: float | None = None  # divides the sum over the ranks; None: their number
+        self.reduces_replicas = True  # False: [Note: Accumulating within the shard group]
+        self._partial: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._output: torch.Tensor | None = None
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Of the reduction's input and output."""
+        return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the user's ``.grad``."""
+        return self.input_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
+
+    def start(self, runtime: Runtime, input: torch.Tensor) -> None:
+        """Start averaging ``input`` (``padded_numel`` elements); where nothing is sharded it becomes the result itself.
+
+        Raises:
+            CollectiveError: a collective could not be started.
+        """
+        try:
+            self._start(runtime, input)
+        except Exception as e:
+            runtime.fail(self._phase, self.unit, e)
+
+    def _start(self, runtime: Runtime, input: torch.Tensor) -> None:
+        if self.buffers.is_whole:
+            self._output = input
+            self._pending = self._reduce_replicas(runtime)
+        else:
+            self._output = torch.empty(self.buffers.layout.shard_numel, dtype=input.dtype, device=input.device)
+            self._pending = runtime.reduce_scatter(self._output, input)
+            if self.replicas is not None:
+                self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
+        if self.buffers.is_offloaded:
+            self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
+
+    @property
+    def _phase(self) -> str:
+        return "all-reduce" if self.buffers.is_whole else "reduce-scatter"
+
+    def _reduce_replicas(self, runtime: Runtime) -> Pending:
+        """Average the output over the replicas, or hold it for the next backward to add to."""
+        output = self._output
+        assert output is not None
+        if self._partial is not None:
+            output.add_(self._partial)
+            self._partial = None
+        if self.replicas is None:
+            return runtime.issued(Done())
+        if self.reduces_replicas:
+            # Where the replicas are the unit's group itself (NO_SHARD), a communication hook may have taken its place.
+            replicas = runtime if runtime.group is self.replicas.group else self.replicas
+            return replicas.all_reduce(output)
+        self._partial, self._output = output, None
+        return runtime.issued(Done())
+
+    def _copy_to_host(self, runtime: Runtime) -> Pending:
+        if self._output is not None:
+            pin = self.buffers.options.pin_memory
+            host = torch.empty(self._output.shape, dtype=self.dtype, pin_memory=pin)
+            self._output = host.copy_(self._output.to(self.dtype), non_blocking=pin)
+        return runtime.issued(Done())
+
+    def advance(self, runtime: Runtime) -> None:
+        """Start the second part of a reduction that has two, while later units compute.
+
+        Raises:
+            CollectiveError: the first part failed.
+        """
+        if isinstance(self._pending, Then):
+            try:
+                self._pending.advance()
+            except Exception as e:
+                runtime.fail(self._phase, self.unit, e)
+
+    def wait(self, runtime: Runtime) -> None:
+        """Wait for what is under way, if anything is.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            if self.buffers.is_offloaded:
+                wait_on_host(pending)
+            else:
+                pending.wait()
+        except Exception as e:
+            runtime.fail(self._phase, self.unit, e)
+
+    def settle(self) -> None:
+        """Let what is under way end, well or not: another one's error is on its way, and the memory goes."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with contextlib.suppress(Exception):
+                pending.wait()
+
+    def take(self) -> torch.Tensor | None:
+        """After ``wait``: the gradient shard, or None where there is none (yet)."""
+        output, self._output = self._output, None
+        if output is None:
+            return None
+        if self.divide_factor is not None:
+            output.mul_(self.ranks / self.divide_factor)
+        dtype = self.dtype
+        return output if output.dtype is dtype else output.to(dtype)
+
+    def discard(self) -> None:
+        """Forget everything, what is held included."""
+        self._pending = self._output = self._partial = None

@@ -1,0 +1,90 @@
+"""Whole parameters and gradients of a handle, as a user sees and changes them inside ``summon_full_params``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from flatshard._handle.handle import FlatParamHandle
+from flatshard._progress import here
+
+
+class WholeParameters:
+    """Copies of the unsharded parameters and gradients of one handle, and the way back into its shards."""
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
+
+    def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
+        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones, on ``device`` (default: where they are).
+
+        Communicates, but for unsharded parameters that are in the user's dtype as they are.
+        """
+        copies = {}
+        here.label, here.again = self._handle.label, False
+        for buffers in self._handle.buffers:
+            if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
+                whole = buffers.gather_full_precision(self._handle.runtime).computes
+            else:
+                whole = tuple([_copy(c, device or c.device) for c in buffers.computes])
+            for param, value in zip(buffers.params, whole, strict=True):
+                value.requires_grad_(param.requires_grad)
+                copies[id(param)] = value if device in (None, value.device) else _copy(value, device)
+        return copies
+
+    def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
+        """Give ``copies`` the whole gradients of what is registered now."""
+        for sharded, shown in self._handle.slots.shown():
+            target = copies[id(sharded)]
+            if shown is not None and shown.grad is not None and target.grad is None:
+                target.grad = shown.grad.to(target.device, copy=True)
+
+    def copy_unsharded(self) -> list[torch.Tensor]:
+        """Copies of the unsharded buffers, for ``restore_unsharded``."""
+        return [b.unsharded.flat.clone() for b in self._handle.buffers]
+
+    def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
+        """Undo changes of the unsharded parameters."""
+        for buffers, values in zip(self._handle.buffers, before, strict=True):
+            buffers.unsharded.flat.copy_(values)
+
+    def write_back(self, with_grads: bool) -> None:
+        """Keep this rank's part of the unsharded parameters, and of the gradients shown on them."""
+        for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
+            buffers.write_back()
+            if with_grads:
+                grads.write_back([c.grad for c in buffers.computes])
+
+    def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
+        """The same from ``copy_computes``."""
+        for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
+            values = [copies[id(p)] for p in buffers.params]
+            buffers.write_back_from(values)
+            if with_grads:
+                grads.write_back([v.grad for v in values])
+
+    def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
+        """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
+        here.label, here.again = self._handle.label, False
+        for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
+            if True in buffers.requires_grad:
+                for param, compute, grad in zip(
+                    buffers.params, buffers.computes, grads.gather(self._handle.runtime), strict=True
+                ):
+                    target = compute if copies is None else copies[id(param)]
+                    if grad is not None and grad.dtype is not target.dtype:
+                        target.grad_dtype = grad.dtype  # keep_low_precision_grads
+                    target.grad = None if grad is None else grad.to(target.device)
+
+    def drop_full_gradients(self) -> None:
+        """Undo ``gather_gradients``."""
+        for buffers in self._handle.buffers:
+            for compute in buffers.computes:
+                compute.grad = None
+
+
+def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    value = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+    return nn.Parameter(value.copy_(param.detach()), param.requires_grad)
