@@ -7,6 +7,7 @@ Same object, same class, same names; each parameter a slice of a flat shard. See
 
 from flatshard._ablation import NoCommunication
 from flatshard._backends import DefaultCollectives, GlooCollectives, builtin_collectives
+from flatshard._checks import check_replicas
 from flatshard._collectives import Collectives, Pending
 from flatshard._comm_hooks import (
     CommHookHandle,
@@ -74,6 +75,7 @@ __all__ = [
     "UnshardHandle",
     "bf16_compress_hook",
     "builtin_collectives",
+    "check_replicas",
     "clip_grad_norm_",
     "describe",
     "flat_parameters",

@@ -3,8 +3,9 @@
 [Note: Order of collectives]
 Collectives of one communicator match by order, and all ranks must agree on it. Ranks that take different paths through a
 unit complete it at different times, so only gathers among themselves, and reductions among themselves, have one order on
-all ranks. Over gloo each kind has a tag of its own for each unit, and nothing more is needed. Over NCCL both kinds share the group's
-communicator, unless :class:`DefaultCollectives` is given a second group for reductions. It is not made unasked:
+all ranks. Over gloo each kind has a tag of its own for each unit, and nothing more is needed. Over NCCL both kinds share
+the group's communicator, unless :class:`DefaultCollectives` is given a second group for reductions. It is not made
+unasked:
 
 - NCCL's manual calls two communicators whose operations are launched in different orders on different ranks a
   deadlock in waiting ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at once.
@@ -48,6 +49,11 @@ class BuiltinCollectives:
     @property
     def group(self) -> dist.ProcessGroup:
         return _alive(self._group)
+
+    def store(self) -> Any:
+        """The process group's store; None when the group has been destroyed."""
+        group = self._group()
+        return None if group is None else group.get_group_store()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
@@ -160,7 +166,7 @@ class GlooCollectives(BuiltinCollectives):
             tensor.div_(self.size)
 
         maximum = dist.AllreduceOptions()
-        maximum.reduceOp = dist.ReduceOp.MAX
+        maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
 
     def interrupt(self) -> None:

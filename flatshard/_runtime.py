@@ -259,8 +259,7 @@ class Runtime:
 
     def store(self) -> Any:
         """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
-        group = self._group()
-        return None if group is None else group.get_group_store()
+        return self._builtin.store()
 
     def interrupt(self) -> None:
         """See ``GlooCollectives.interrupt``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,5 +88,3 @@ class _Inside:
             inside.append(self._order[self._at])
             self._at += 1
         return pass_by(unit, tensors, _Inside(inside if unit.ran_inside is None else unit.ran_inside))
-
-

@@ -17,7 +17,6 @@ from parity import _assert_close
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import flatshard
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, skip, summon_full_params
 from flatshard._composable.state import units_below
 from flatshard._trace import record_events

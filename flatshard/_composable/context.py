@@ -33,7 +33,7 @@ class Context:
         self.backward = Backward()
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # of the current pass
-        self.last_nodes: set[Node] = set()  # of the current pass: where backward will come to the last unit that has run
+        self.last_nodes: set[Node] = set()  # where backward will come to that step
         # Forwards under way, outermost first, each with the frame that its module's __call__ runs in.
         self._forwards: list[tuple[Unit, FrameType]] = []
         self._order: ForwardOrder[Unit] = ForwardOrder()

@@ -110,7 +110,8 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchors: int, *tensors: torch.Tensor) -> Tensors:
         ctx.none = [t.new_empty(0) for t in tensors[:anchors]]
-        ctx.save_for_backward(tensors[0][:0])  # as the unit would: checkpointing recomputes when saved tensors are wanted
+        # As the unit would: checkpointing recomputes when saved tensors are asked for.
+        ctx.save_for_backward(tensors[0].new_empty(0))
         return tensors[anchors:]
 
     @staticmethod

@@ -312,7 +312,12 @@ class FlatParamHandle:
                 grads.reduction.advance(self.runtime)
 
     def hold_gradients(self) -> None:
-        """A backward without reduction is over: keep its gradients for the next one to add to."""
+        """A backward without reduction is over: keep its gradients for the next one to add to.
+
+        Also where none came, as other ranks may have some, which are to be reduced with ours.
+        """
+        if self.lifetime.grads is GradState.NONE:
+            self.lifetime.move_grads("receive")
         if self.lifetime.grads is GradState.FILLING:
             for grads in self.grads:
                 grads.hold()
