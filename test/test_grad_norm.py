@@ -534,7 +534,6 @@ def train_scaled(ctx, make: Callable[[Any], torch.optim.Optimizer], unscale: boo
             scales.append(step())
         assert scales[0] == scales[1], f"step {number}"
         skipped.append(all(torch.equal(a, b) for a, b in zip(before, sharded.parameters(), strict=True)))
-    everywhere = in_texts(ctx, repr(skipped))
     has_parts = any(p.numel() for p in sharded.parameters())
     assert not has_parts or skipped == [False, False, True, False, True, False]
     whole = {}
