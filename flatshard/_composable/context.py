@@ -147,7 +147,8 @@ class Context:
                 if self._forwards:
                     needed.handle.check_parameters()
                 needed.handle.unshard(again=not self._forwards)
-                needed.note_gathered()
+                if self._forwards or needed.kept:  # in backward nobody asks
+                    needed.note_gathered()
                 needed.gathered_in = self.pass_id
                 self._prefetched[needed] = None
 

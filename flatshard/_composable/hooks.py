@@ -45,7 +45,6 @@ from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
 from flatshard._composable.user_hooks import run_user_hooks
 from flatshard._config import BackwardPrefetch
-from flatshard._handle.whole_parameters import WholeParameters
 
 
 class UnitHooks:
@@ -176,24 +175,13 @@ class UnitHooks:
             if not needed.copies:
                 if needed.users == 1:
                     needed.handle.reshard()
-                    if needed.kept and needed.kept_copies is not None:
-                        self._refuse_replaced(needed)
+                    if needed.kept_copies is not None:
+                        needed.refuse_replaced()
                     else:
                         needed.handle.check_parameters()
-                needed.handle.slots.register(self._full_precision(needed))
+                needed.handle.slots.register(needed.copy_full_precision())
                 needed.full_forwards += 1
         return True
-
-    @staticmethod
-    def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
-        if not unit.kept:
-            return WholeParameters(unit.handle).copy_full_precision()
-        version = unit.handle.version()
-        if unit.kept_copies is None or unit.kept_copies[0] != version:
-            unit.kept_copies = None  # first, for the memory
-            unit.kept_copies = version, WholeParameters(unit.handle).copy_full_precision()
-            unit.kept_places = unit.handle.places()
-        return unit.kept_copies[1]
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -220,7 +208,7 @@ class UnitHooks:
             )
         elif unit.holds == 1 and not handle.is_sharded:
             if unit.kept:
-                UnitHooks._refuse_replaced(unit)
+                unit.refuse_replaced()
             if unit.is_outdated(context.pass_id):
                 handle.reshard()
         if handle.is_sharded:
@@ -236,15 +224,6 @@ class UnitHooks:
         unit.gathered_in = context.pass_id
         handle.wait()
         handle.slots.register_unsharded()
-
-    @staticmethod
-    def _refuse_replaced(unit: Unit) -> None:
-        if unit.handle.places() != unit.kept_places:
-            raise RuntimeError(
-                f"parameters of unit {unit.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
-                "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "
-                "change them in place"
-            )
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Also called, with ``output`` None, when the forward raised. Returns an output to use instead, or None."""

@@ -17,6 +17,7 @@ from flatshard._collectives import CollectivesFactory
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.whole_parameters import WholeParameters
 
 if TYPE_CHECKING:
     from flatshard._composable.context import Context
@@ -166,6 +167,26 @@ class Unit:
         """The unsharded parameters have the values that the shards have now."""
         self.gathered_version = self.handle.version()
         self.kept_places = self.handle.places() if self.kept else None
+
+    def refuse_replaced(self) -> None:
+        """Raise if the user replaced parameters since what `keep_unsharded` keeps was gathered."""
+        if self.handle.places() != self.kept_places:
+            raise RuntimeError(
+                f"parameters of unit {self.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
+                "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "
+                "change them in place"
+            )
+
+    def copy_full_precision(self) -> dict[int, nn.Parameter]:
+        """See ``WholeParameters``; kept while `keep_unsharded` is under way and the shards do not change."""
+        if not self.kept:
+            return WholeParameters(self.handle).copy_full_precision()
+        version = self.handle.version()
+        if self.kept_copies is None or self.kept_copies[0] != version:
+            self.kept_copies = None  # first, for the memory
+            self.kept_copies = version, WholeParameters(self.handle).copy_full_precision()
+            self.kept_places = self.handle.places()
+        return self.kept_copies[1]
 
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters are left from an earlier pass: the shards may have changed since.
