@@ -21,7 +21,7 @@ import contextlib
 import datetime
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist

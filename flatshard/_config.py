@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -172,19 +173,19 @@ ORDER_CHECK = os.environ.get("FLATSHARD_ORDER_CHECK", "first")
 """``FLATSHARD_ORDER_CHECK``: when ranks compare which units they run: in the ``first`` passes, ``always`` or never
 (``off``). The same on all ranks."""
 
-CHECKED_PASSES = 2
-"""Passes from each outermost unit, with their backwards, in which the order is checked: the second one prefetches."""
+CHECKED = 4
+"""Gathers of each unit, and reductions, of which ``first`` checks the order: the second step under FULL_SHARD prefetches."""
 
 
-def order_check() -> str:
-    """``ORDER_CHECK``.
+def checked_collectives() -> float:
+    """How many gathers of each unit, and reductions, are checked. See ``ORDER_CHECK``.
 
     Raises:
         ValueError: it is none of the three.
     """
     if ORDER_CHECK not in ("first", "always", "off"):
         raise ValueError(f"FLATSHARD_ORDER_CHECK={ORDER_CHECK!r}: must be first, always or off")
-    return ORDER_CHECK
+    return {"first": CHECKED, "always": math.inf, "off": 0}[ORDER_CHECK]
 
 
 def local_world_size() -> int | None:

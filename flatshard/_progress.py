@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
 
 from flatshard._errors import OutOfStepError
 
@@ -66,33 +65,42 @@ SAME_ORDER = (
 )
 
 
+Place = tuple[int, int, str]
+"""How far a rank is: passes begun, backwards begun, and in which it is: ``"forward"``, ``"backward"`` or ``""``."""
+
+
 class Issued:
     """One collective that this rank has issued."""
 
-    __slots__ = ("again", "count", "key", "progress", "unit", "verb")
+    __slots__ = ("again", "count", "key", "place", "progress", "unit", "verb")
 
-    def __init__(self, progress: Progress, verb: str, key: int, unit: str, again: bool, count: int) -> None:
+    def __init__(
+        self, progress: Progress, verb: str, key: int, unit: str, again: bool, count: int, place: Place | None
+    ) -> None:
         self.progress = progress
         self.verb = verb
         self.key = key  # the unit's tag plus the kind
         self.unit = unit
         self.again = again  # for a backward, of what a forward has had
         self.count = count  # it is this rank's n-th with this key
+        self.place = place
 
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit or '<root>'!r}{' for backward' if self.again else ''}"
 
+    @property
+    def when(self) -> str:
+        """In words, to be put behind others."""
+        return describe_place(self.place)
 
-class Check(Protocol):
-    """Compares collectives with those of the other ranks before or while they run: see ``OrderCheck``."""
 
-    def announce(self, issued: Issued, kind: int) -> Comparison: ...
-
-
-class Comparison(Protocol):
-    """One such comparison under way."""
-
-    def wait(self) -> None: ...
+def describe_place(place: Place | None) -> str:
+    """In words, to be put behind others."""
+    if place is None:
+        return ""
+    passes, backwards, inside = place
+    number = f"backward {backwards}" if inside == "backward" else f"pass {passes}"
+    return f" (in {number} of this process)" if inside else f" (after {number} of this process)"
 
 
 class Progress:
@@ -101,9 +109,9 @@ class Progress:
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # collectives issued, by tag and kind
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
-        self.check: Check | None = None  # while the order is checked
-        # How far this rank is: passes begun, whether one is under way, backwards begun, whether one is under way.
-        self.place: Callable[[], tuple[int, bool, int, bool] | None] = lambda: None
+        self.place: Callable[[], Place | None] = lambda: None
+        self._last_place: Place | None = None  # of the last collective
+        self.first = (0, 0)  # key and count of the first collective there
         self._seen: Counter[str] = Counter()
         self._tags = {0, *(label.tag for label in CHECK_LABELS)}
 
@@ -122,7 +130,10 @@ class Progress:
         label = here.label
         key = label.tag + kind
         self.counts[key] = count = self.counts.get(key, 0) + 1
-        issued = Issued(self, verb, key, label.unit, here.again, count)
+        place = self.place()
+        if place != self._last_place:
+            self._last_place, self.first = place, (key, count)
+        issued = Issued(self, verb, key, label.unit, here.again, count, place)
         self.recent.append(issued)
         return issued
 

@@ -24,11 +24,12 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from flatshard import _watch
+from flatshard import _config, _watch
 from flatshard._backends import FakeCollectives, GlooCollectives, builtin_collectives
 from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
 from flatshard._errors import CollectiveError, OutOfStepError
-from flatshard._progress import CHECK_LABELS, GATHER, REDUCE, Comparison, Issued, Progress, here
+from flatshard._order_check import Comparison, OrderCheck
+from flatshard._progress import GATHER, REDUCE, Issued, Progress, describe_place, here
 
 
 class Then:
@@ -139,6 +140,7 @@ class Runtime:
 
     # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
+    _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
@@ -155,6 +157,8 @@ class Runtime:
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
         if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
+            self._checked = _config.checked_collectives()
+            self._order = self._orders.setdefault(group, OrderCheck(self._builtin, device))
             self.progress = self._progress.setdefault(group, Progress())
             if isinstance(self._builtin, GlooCollectives):
                 _watch.start(self)
@@ -219,22 +223,27 @@ class Runtime:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self._issue("all-gather", GATHER, self.collectives.all_gather, output, shard)
+        if self.progress is None:
+            return self.issued(self.collectives.all_gather(output, shard))
+        return self._issue(self.progress, "all-gather", GATHER, self.collectives.all_gather, output, shard)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        return self._issue("reduce-scatter", REDUCE, self.collectives.reduce_scatter, output, input)
+        if self.progress is None:
+            return self.issued(self.collectives.reduce_scatter(output, input))
+        return self._issue(self.progress, "reduce-scatter", REDUCE, self.collectives.reduce_scatter, output, input)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._issue("all-reduce", REDUCE, self.collectives.all_reduce, tensor)
+        if self.progress is None:
+            return self.issued(self.collectives.all_reduce(tensor))
+        return self._issue(self.progress, "all-reduce", REDUCE, self.collectives.all_reduce, tensor)
 
-    def _issue(self, verb: str, kind: int, start: Callable[..., Pending], *tensors: torch.Tensor) -> Pending:
+    def _issue(
+        self, progress: Progress, verb: str, kind: int, start: Callable[..., Pending], *tensors: torch.Tensor
+    ) -> Pending:
         """Issue a collective by ``start``, known to the order check and the watch."""
-        progress = self.progress
-        if progress is None:
-            return self.issued(start(*tensors))
         issued, check = progress.issue(verb, kind), None
-        if progress.check is not None and kind in getattr(self.collectives, "compared", (GATHER, REDUCE)):
-            check = progress.check.announce(issued, kind)
+        if issued.count <= self._checked and kind in getattr(self.collectives, "compared", (GATHER, REDUCE)):
+            check = self._order.announce(issued, kind)
         if self._streams is not None:
             if check is not None:
                 check.wait()
@@ -248,14 +257,6 @@ class Runtime:
                 with contextlib.suppress(Exception):
                     Awaited(check, self, issued, None).wait()
             raise
-
-    def exchange(self, output: torch.Tensor, message: torch.Tensor, kind: int) -> Pending:
-        """All-gather a message about collectives of a kind, by the backend's own means. As in ``Collectives``."""
-        here.label, label = CHECK_LABELS[kind], here.label
-        try:
-            return self._builtin.all_gather(output, message)
-        finally:
-            here.label = label
 
     def store(self) -> Any:
         """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
@@ -302,5 +303,6 @@ class Runtime:
             raise error
         text = str(error)  # in whole in the error that ours comes from
         text = text if len(text) <= 400 else f"{text[:400]}..."
-        cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())])
+        where = describe_place(self.progress.place()) if self.progress is not None else ""
+        cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where
         raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error

@@ -33,10 +33,10 @@ _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard
 
 Position = dict[str, Any]
 """Where a rank is, as JSON. ``waits``: [key, count, text] of what it waits for, or None; ``counts``: collectives issued by
-key; ``place``: see ``Progress.place``; ``recent``: texts; ``at``: grows with every publication."""
+key; ``place`` and ``first``: see ``Progress``; ``recent``: texts; ``at``: grows with every publication."""
 
 
-class Group(Protocol):
+class Ranks(Protocol):
     """What the watch needs of a runtime."""
 
     rank: int
@@ -50,10 +50,10 @@ class Group(Protocol):
         """End all waits on the group, on all ranks. It cannot be used any more."""
 
 
-def verdict(group: Group) -> str | None:
+def verdict(ranks: Ranks) -> str | None:
     """Why the group was interrupted, if it was by a rank that found itself stuck."""
     try:
-        store = group.store()
+        store = ranks.store()
         return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
     except RuntimeError as e:  # the rank that hosts the store is gone, which explains less than the error in hand
         _trace.logger.debug("no verdict: %s", e)
@@ -70,9 +70,10 @@ def position(progress: Progress, at: int) -> Position:
         waits = None
     return {
         "at": at,
-        "waits": None if waits is None else [waits.key, waits.count, str(waits)],
+        "waits": None if waits is None else [waits.key, waits.count, f"{waits}{waits.when}"],
         "counts": {str(key): count for key, count in dict(progress.counts).items()},
         "place": progress.place(),
+        "first": list(progress.first),
         "recent": [str(issued) for issued in progress.recent.copy()],
     }
 
@@ -84,14 +85,20 @@ def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
 
 
 def _has_left(other: Position, mine: Position) -> bool:
-    """Whether a rank that does not wait for us has ended the forward or backward that we are in, or a later one."""
-    if other["waits"] is not None or other["place"] is None or mine["place"] is None:
+    """Whether a rank has ended the forward or backward that we are in: it is in none, and was in ours.
+
+    It was, if it has issued what we issued first in ours. The numbers of forwards tell nothing: a rank may have run some
+    alone, with parameters that are kept.
+    """
+    if (
+        other["waits"] is not None
+        or not (other["place"] and mine["place"])
+        or other["place"][2]
+        or not mine["place"][2]
+    ):
         return False
-    passes, in_pass, backwards, in_backward = other["place"]
-    my_passes, my_in_pass, my_backwards, my_in_backward = mine["place"]
-    if my_in_backward:
-        return bool(backwards > my_backwards or (backwards == my_backwards and not in_backward))
-    return bool(my_in_pass and (passes > my_passes or (passes == my_passes and not in_pass)))
+    key, count = mine["first"]
+    return [key, count] != mine["waits"][:2] and bool(other["counts"].get(str(key), 0) >= count)
 
 
 def stuck(positions: Mapping[int, Position]) -> list[int]:
@@ -118,7 +125,7 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
             if rank in found:
                 text += f", which rank {_missing(positions, rank)[0]} has not come to"
         else:
-            text = "waits for nothing here, and has left the forward or backward that the others are in"
+            text = "has left the forward or backward that the others are in, by its end or an exception"
         lines.append(f"\n  rank {rank} {text}. Its last collectives: {'; '.join(place['recent']) or 'none'}")
     return f"ranks wait for each other, as they run different units:{''.join(lines)}\n{SAME_ORDER}."
 
@@ -129,8 +136,8 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
 class _Watched:
     """What the thread knows of one group."""
 
-    def __init__(self, group: Group) -> None:
-        self.ref = weakref.ref(group)
+    def __init__(self, ranks: Ranks) -> None:
+        self.ref = weakref.ref(ranks)
         self._waiting: Issued | None = None
         self._since = 0.0
         self._alarmed = False  # by us
@@ -140,15 +147,15 @@ class _Watched:
 
     def look(self) -> bool:
         """One look. Returns whether there is to be another."""
-        group = self.ref()
-        store = None if group is None else group.store()
-        if group is None or store is None or group.progress is None:
+        ranks = self.ref()
+        store = None if ranks is None else ranks.store()
+        if ranks is None or store is None or ranks.progress is None:
             return False
         waiting, now = here.waiting, time.monotonic()
         if waiting is not self._waiting:
             self._waiting, self._since = waiting, now
-        mine = waiting is not None and waiting.progress is group.progress
-        stalled = mine and now - self._since >= limit(group)
+        mine = waiting is not None and waiting.progress is ranks.progress
+        stalled = mine and now - self._since >= limit(ranks)
         if stalled is not self._alarmed:
             store.add(_ALARM, 1 if stalled else -1)
             self._alarmed = stalled
@@ -157,13 +164,13 @@ class _Watched:
             self._first.clear()
             return True
         self._at += 1
-        store.set(f"{_POSITION}{group.rank}", json.dumps(position(group.progress, self._at)))
-        return not (stalled and self._judge(group, store))
+        store.set(f"{_POSITION}{ranks.rank}", json.dumps(position(ranks.progress, self._at)))
+        return not (stalled and self._judge(ranks, store))
 
-    def _judge(self, group: Group, store: Any) -> bool:
+    def _judge(self, ranks: Ranks, store: Any) -> bool:
         """Whether this rank is stuck. Then the group has been interrupted."""
         settled = {}
-        for rank in range(group.world_size):
+        for rank in range(ranks.world_size):
             key = f"{_POSITION}{rank}"
             if not store.check([key]):
                 continue
@@ -174,17 +181,18 @@ class _Watched:
             elif first["at"] != now["at"]:
                 settled[rank] = now
         found = stuck(settled)
-        if group.rank not in found:
+        if ranks.rank not in found:
             return False
         store.compare_set(_VERDICT, "", describe(settled, found))
-        group.interrupt()
+        ranks.interrupt()
         return True
 
 
-def limit(group: Group) -> float:
+def limit(ranks: Ranks) -> float:
     """Seconds after which a wait is a long one. Shorter in the first passes, where mistakes show."""
-    checking = group.progress is not None and group.progress.check is not None
-    return min(_config.WATCH_SECONDS, 2.0) if checking else _config.WATCH_SECONDS
+    waiting = here.waiting
+    checked = waiting is not None and waiting.count <= _config.checked_collectives()
+    return min(_config.WATCH_SECONDS, 2.0) if checked else _config.WATCH_SECONDS
 
 
 class _Watch:
@@ -202,8 +210,8 @@ class _Watch:
         self._watched.clear()
         self._thread = None
 
-    def add(self, group: Group) -> None:
-        self._watched.append(_Watched(group))
+    def add(self, ranks: Ranks) -> None:
+        self._watched.append(_Watched(ranks))
         self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flatshard-watch", daemon=True)
@@ -227,8 +235,8 @@ class _Watch:
     def _pause(self) -> float | None:
         pauses = []
         for watched in self._watched:
-            if (group := watched.ref()) is not None:
-                pauses.append(max(0.25, group.world_size / 100) if watched.is_alarmed else limit(group) / 4)
+            if (ranks := watched.ref()) is not None:
+                pauses.append(max(0.25, ranks.world_size / 100) if watched.is_alarmed else limit(ranks) / 4)
         return min(pauses, default=None)
 
     @staticmethod
@@ -243,7 +251,7 @@ class _Watch:
 _watch = _Watch()
 
 
-def start(group: Group) -> None:
-    """Look after ``group`` until it is destroyed."""
+def start(ranks: Ranks) -> None:
+    """Look after ``ranks`` until it is destroyed."""
     if _config.WATCH_SECONDS > 0:
-        _watch.add(group)
+        _watch.add(ranks)

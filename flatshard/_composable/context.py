@@ -12,12 +12,11 @@ from types import FrameType
 from typing import ClassVar
 
 from torch import nn
-from torch.autograd.graph import Node
 
-from flatshard import _order_check
 from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
+from flatshard._progress import Place
 from flatshard._runtime import Runtime
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
@@ -33,12 +32,10 @@ class Context:
         self.backward = Backward()
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # of the current pass
-        self.last_nodes: set[Node] = set()  # where backward will come to that step
         # Forwards under way, outermost first, each with the frame that its module's __call__ runs in.
         self._forwards: list[tuple[Unit, FrameType]] = []
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._prefetched: dict[Unit, None] = {}  # gathered ahead and not used yet
-        self._runtimes: list[Runtime] = []  # this one, and those of replicas
         self.follow(runtime)
 
     @classmethod
@@ -49,14 +46,14 @@ class Context:
         return found
 
     def follow(self, runtime: Runtime) -> None:
-        """Have the order check and the watch on ``runtime`` know how far this rank is."""
-        if runtime.progress is not None and runtime not in self._runtimes:
-            self._runtimes.append(runtime)
+        """Have errors and the watch on ``runtime`` know where this rank is."""
+        if runtime.progress is not None:
             to_self = weakref.ref(self)
             runtime.progress.place = lambda: None if (context := to_self()) is None else context._place()
 
-    def _place(self) -> tuple[int, bool, int, bool]:
-        return self.pass_id, bool(self._forwards), self.backward.count, not self.backward.is_idle
+    def _place(self) -> Place:
+        inside = "" if self.backward.is_idle or self.backward.is_stale else "backward"
+        return self.pass_id, self.backward.count, inside or ("forward" if self._forwards else "")
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -83,11 +80,11 @@ class Context:
         self._forwards.pop()
         return True
 
-    def make_step(self, unit: Unit, nodes: set[Node], in_backward: bool) -> Step:
-        """The forward of ``unit`` that has just ended, as backward may come back to it, through ``nodes``."""
+    def make_step(self, unit: Unit, in_backward: bool) -> Step:
+        """The forward of ``unit`` that has just ended, as backward may come back to it."""
         step = Step(unit, None if in_backward else self.last_step, [u for u, _ in self._forwards])
         if not in_backward:
-            self.last_step, self.last_nodes = step, nodes
+            self.last_step = step
         return step
 
     @property
@@ -110,19 +107,14 @@ class Context:
             self.backward.recover()
         self.pass_id += 1
         self.last_step = None
-        self.last_nodes = set()
         self._order = unit.order
         self._order.start()
-        unit.passes += 1
-        for runtime in self._runtimes:
-            _order_check.begin_pass(runtime, unit.fqn, unit.passes)
         self.runtime.before_pass()
 
     def end_pass(self) -> None:
         """The outermost unit's forward is over. Keep nothing of it: the model may be dropped before the next pass."""
         self.free_unused()
         self.last_step = None
-        self.last_nodes = set()
         self._order = ForwardOrder()
 
     # -- prefetching ---------------------------------------------------------------------------------------------------

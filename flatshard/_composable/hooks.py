@@ -286,9 +286,7 @@ class UnitHooks:
                     nodes.add(node)
         if not nodes:
             return self._may_hide_tensors(output)
-        if not in_backward:
-            unit.ends_inside = not nodes.isdisjoint(unit.context.last_nodes)
-        hook = functools.partial(self.pre_backward, unit.context.make_step(unit, nodes, in_backward))
+        hook = functools.partial(self.pre_backward, unit.context.make_step(unit, in_backward))
         for node in nodes:
             node.register_prehook(hook)
         return True

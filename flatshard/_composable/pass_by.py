@@ -55,16 +55,10 @@ def _come_by(hooks: UnitHooks, tensors: Tensors, inside: Callable[[Tensors], Ten
     if not unit.is_done_with_gradients and not unit.handle.is_alias:
         watched = hooks.watch_inputs(tensors, {})
         tensors = tensors if watched is None else watched[0]
-    # Backward comes to some units by their last inner unit's output: then their own parameters are used before that.
-    if unit.ends_inside:
-        tensors = _mark(unit, tensors)
-        tensors = inside(tensors)
-    else:
-        tensors = inside(tensors)
-        tensors = _mark(unit, tensors)
+    tensors = _mark(unit, inside(tensors))
     nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
     if nodes:
-        step = unit.context.make_step(unit, nodes, in_backward)
+        step = unit.context.make_step(unit, in_backward)
         for node in nodes:
             node.register_prehook(functools.partial(hooks.pre_backward, step))
     return tensors

@@ -102,7 +102,6 @@ class Unit:
         # Called with the module each time that gradients have come into `.grad`. Not copied, as a parameter's are not.
         self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
         # Forward; written by hooks.py and full_params.py.
-        self.passes = 0  # in which this unit was outermost
         self.users = 0  # forwards under way that need the compute parameters registered; they nest
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
         self.kept = 0  # `keep_unsharded` under way: holds, but what is held may be outdated; they nest
@@ -119,7 +118,6 @@ class Unit:
         self.anchor: torch.Tensor | None = None
         self.anchor_node: Node | None = None
         self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: it never ran
-        self.ends_inside = False  # what its last forward returned was what the last of them had returned
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
