@@ -5,23 +5,27 @@ In every case the ranks must also issue the same collectives in the same order, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from parity import _assert_close
+from parity import _assert_close, in_texts
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, skip, summon_full_params
+from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, no_sync, skip, summon_full_params
 from flatshard._composable.state import units_below
 from flatshard._trace import record_events
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID = ShardingStrategy.HYBRID_SHARD
 WIDTH = 4
 
 Choices = list[bool]
@@ -237,9 +241,10 @@ class Case:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = True
     checkpointed: bool | None = None
-    run_first: bool = True  # all ranks run everything in the first step
+    run_first: bool = False  # all ranks run everything in the first step
+    accumulate: bool = False  # two backwards a step, the first of them in no_sync
     chance: float = 0.5
-    steps: int = 4
+    steps: int = 3
 
 
 def make(name: str) -> Optional:
@@ -248,10 +253,12 @@ def make(name: str) -> Optional:
 
 
 def shard(model: Optional, group: Any, case: Case) -> None:
+    mesh = init_device_mesh("cpu", (2, 2)) if case.strategy is HYBRID else None
     fully_shard(
         model,
         policy={Linear, Tower, InnerExperts},
-        process_group=group,
+        process_group=group if mesh is None else None,
+        device_mesh=mesh,
         strategy=case.strategy,
         backward_prefetch=case.backward_prefetch,
         forward_prefetch=case.forward_prefetch,
@@ -270,18 +277,19 @@ def check_case(ctx, case: Case) -> None:
     traces = []
     for step in range(case.steps):
         torch.manual_seed(step)
-        batch = torch.randn(ctx.world_size, 2, WIDTH).double()
-        everything = case.run_first and step == 0
-        choices = [
-            [everything or rng.random() < case.chance for _ in range(model.calls)] for _ in range(ctx.world_size)
-        ]
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for x, chosen in zip(batch, choices, strict=True):
-            (reference(x, chosen).square().mean() / ctx.world_size).backward()
-        with record_events() as events:
-            model(batch[ctx.rank], choices[ctx.rank]).square().mean().backward()
-        traces.append([e for e in events if e.startswith(("all-", "reduce-"))])
+        for last in (False, True) if case.accumulate else (True,):
+            batch = torch.randn(ctx.world_size, 2, WIDTH).double()
+            everything = case.run_first and step == 0
+            choices = [
+                [everything or rng.random() < case.chance for _ in range(model.calls)] for _ in range(ctx.world_size)
+            ]
+            for x, chosen in zip(batch, choices, strict=True):
+                (reference(x, chosen).square().mean() / ctx.world_size).backward()
+            with record_events() as events, contextlib.nullcontext() if last else no_sync(model):
+                model(batch[ctx.rank], choices[ctx.rank]).square().mean().backward()
+            traces.append([e for e in events if e.startswith(("all-", "reduce-"))])
         left = [u.fqn for u in units_below(model) if not u.handle.is_sharded and not u.handle.is_alias]
         assert not left, f"unsharded after the step: {left}"
         check_gradients(reference, model, f"{case} step {step}")
@@ -313,15 +321,14 @@ def check_gradients(reference: nn.Module, model: nn.Module, when: str) -> None:
 
 def same_order(ctx, traces: list[list[str]]) -> None:
     """All ranks issued the same gathers, and the same reductions, in the same order."""
-    everyone: list[Any] = [None] * ctx.world_size
-    torch.distributed.all_gather_object(everyone, traces, group=ctx.group)
+    everyone = [json.loads(text) for text in in_texts(ctx, json.dumps(traces))]
     for step, mine in enumerate(traces):
         for rank, theirs in enumerate(everyone):
             for kind in ("all-gather", "reduce-scatter", "all-reduce"):
                 a, b = ([e for e in events if e.startswith(kind)] for events in (mine, theirs[step]))
                 if a != b:
                     lines = "\n".join(f"{a:40}{b}" for a, b in itertools.zip_longest(a, b, fillvalue=""))
-                    raise AssertionError(f"step {step}, rank {ctx.rank} and {rank}:\n{lines}")
+                    raise AssertionError(f"backward {step}, rank {ctx.rank} and {rank}:\n{lines}")
 
 
 def run_cases(ctx, cases: list[Case]) -> None:
@@ -329,17 +336,16 @@ def run_cases(ctx, cases: list[Case]) -> None:
         check_case(ctx, case)
 
 
-PREFETCHES = [
-    {},
-    {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    {"backward_prefetch": None, "forward_prefetch": False},
-]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_parity(pool, name: str):
-    cases = [Case(name, run_first=first, **prefetch) for prefetch in PREFETCHES for first in (True, False)]
-    cases += [Case(name, strategy=strategy, steps=3) for strategy in (GRAD_OP, NO_SHARD)]
+    cases = [
+        Case(name, run_first=True),
+        Case(name),
+        Case(name, backward_prefetch=BackwardPrefetch.BACKWARD_POST),
+        Case(name, backward_prefetch=None, forward_prefetch=False),
+        Case(name, strategy=GRAD_OP),
+        Case(name, strategy=NO_SHARD),
+    ]
     pool.run(run_cases, cases, world_size=2)
 
 
@@ -347,22 +353,97 @@ def test_parity(pool, name: str):
 def test_more_ranks(pool, world_size: int):
     """Some units that few ranks run, or one, or none."""
     cases = [
-        Case(name, strategy=strategy, run_first=False, chance=0.25, steps=3)
+        Case(name, strategy=strategy, chance=0.25, steps=2)
         for name in ("experts", "nested", "towers after")
         for strategy in (FULL, GRAD_OP, NO_SHARD)
     ]
     pool.run(run_cases, cases, world_size=world_size)
 
 
+def test_hybrid(pool):
+    pool.run(run_cases, [Case(name, HYBRID, chance=0.25, steps=2) for name in ("experts", "nested")], world_size=4)
+
+
+def test_accumulation(pool):
+    """What one rank has used in ``no_sync``, and another one only after it, or nobody."""
+    cases = [
+        Case(name, strategy, accumulate=True, chance=0.3, steps=2)
+        for name in ("experts", "towers before, after", "tied")
+        for strategy in (FULL, NO_SHARD)
+    ]
+    pool.run(run_cases, cases)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_activation_checkpointing_outside(pool, name: str, reentrant: bool):
-    if name == "experts first" and reentrant:
-        pytest.skip("reentrant checkpoints need an input that requires grad")
-    pool.run(run_cases, [Case(name, checkpointed=reentrant, run_first=first, steps=3) for first in (True, False)])
+def test_activation_checkpointing_outside(pool, reentrant: bool):
+    names = [n for n in MODELS if not (n == "experts first" and reentrant)]  # which need an input that requires grad
+    pool.run(run_cases, [Case(name, checkpointed=reentrant, steps=2) for name in names])
 
 
 @pytest.mark.parametrize("name", ["towers before", "towers after", "nested"])
 def test_checkpointing_and_prefetching(pool, name: str):
-    cases = [Case(name, checkpointed=False, run_first=False, steps=3, **prefetch) for prefetch in PREFETCHES]
+    cases = [
+        Case(name, checkpointed=False, steps=2, backward_prefetch=when, forward_prefetch=when is not None)
+        for when in (BackwardPrefetch.BACKWARD_POST, None)
+    ]
     pool.run(run_cases, cases)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The call
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pass_by_in_many_ways(ctx) -> None:
+    model = make("experts")
+    shard(model, ctx.group, Case("experts"))
+    expert, x = model.experts[0], torch.ones(2, WIDTH).double()
+    both = skip(expert, x, torch.tensor([3]))
+    assert isinstance(both, tuple)
+    assert torch.equal(both[0], x)
+    assert both[0].requires_grad
+    assert both[1].tolist() == [3]
+    both[0].sum().backward()
+    assert all(p.grad is None for p in expert.parameters())  # nobody ran it
+    with torch.no_grad():
+        assert not skip(expert, x).requires_grad
+        assert skip(expert) == ()
+    with pytest.raises(ValueError, match=r"backward must come by unit 'experts\.0', so pass a floating-point tensor"):
+        skip(expert, torch.tensor([3]))
+    with pytest.raises(TypeError, match="what passes by must be tensors, got a list"):
+        skip(expert, [x])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
+        skip(nn.Linear(1, 1), x)
+    assert all(u.handle.is_sharded for u in units_below(model))
+
+
+def test_the_call(pool):
+    pool.run(pass_by_in_many_ways)
+
+
+def run_out_of_data(ctx) -> None:
+    """Rank 1 has fewer batches: it skips the whole model in the last step, and in evaluation."""
+    reference, model = make("towers after"), make("towers after")
+    shard(model, ctx.group, Case("towers after"))
+    everything = [True] * model.calls
+    for batches in (2, 1):
+        reference.zero_grad()
+        model.zero_grad()
+        batch = torch.randn(batches, 2, WIDTH, generator=torch.Generator().manual_seed(batches)).double()
+        for x in batch:
+            (reference(x, everything).square().mean() / 2).backward()
+        if ctx.rank < batches:
+            model(batch[ctx.rank], everything).square().mean().backward()
+        else:
+            skip(model, torch.zeros(())).backward()
+        check_gradients(reference, model, f"{batches} batches")
+    with torch.no_grad():
+        if ctx.rank == 0:
+            assert torch.equal(model(x, everything), reference(x, everything))
+        else:
+            skip(model)
+    assert all(u.handle.is_sharded for u in units_below(model))
+
+
+def test_a_rank_without_data(pool):
+    pool.run(run_out_of_data)
