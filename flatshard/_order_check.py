@@ -24,6 +24,7 @@ from flatshard._progress import CHECK_LABELS, SAME_ORDER, Issued, here
 
 _HASH, _TEXT = 8, 504  # bytes of a message
 _NAME = 80  # characters of a unit's name, in a message
+_GROUPS = 8  # ranks, and groups of ranks that agree, to tell about in an error
 
 
 class OrderCheck:
@@ -75,18 +76,19 @@ class Comparison:
         """
         self._pending.wait()
         rows = [bytes(row) for row in self._received.tolist()]
-        mine = rows[self._rank]
-        others = [rank for rank, row in enumerate(rows) if row[:_HASH] != mine[:_HASH]]
-        if others:
+        alike: dict[bytes, list[int]] = {}  # ranks by their hashes
+        for rank, row in enumerate(rows):
+            alike.setdefault(row[:_HASH], []).append(rank)
+        if len(alike) > 1:
             issued = self._issued
+            lines = [_line(ranks, rows[ranks[0]]) for ranks in list(alike.values())[:_GROUPS]]
             text = (
-                f"ranks run different units. This rank, {self._rank}, and the first that differs, in their last "
-                f"collectives{issued.when}:\n  rank {self._rank}: {_text(mine)}\n"
-                f"  rank {others[0]}: {_text(rows[others[0]])}\n"
+                f"ranks run different units. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
                 f"{SAME_ORDER}. (This is compared in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
             raise OutOfStepError(issued.verb, issued.unit, self._rank, len(rows), text)
 
 
-def _text(row: bytes) -> str:
-    return row[_HASH:].rstrip(b"\0").decode(errors="replace")
+def _line(ranks: list[int], row: bytes) -> str:
+    shown = ", ".join(map(str, ranks[:_GROUPS])) + (f" and {len(ranks) - _GROUPS} more" if len(ranks) > _GROUPS else "")
+    return f"\n  rank{'s' if len(ranks) > 1 else ''} {shown}: {row[_HASH:].rstrip(bytes(1)).decode(errors='replace')}"
