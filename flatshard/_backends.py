@@ -140,7 +140,7 @@ class GlooCollectives(BuiltinCollectives):
         then: Callable[[], object] | None = None,
     ) -> Pending:
         """Receive ``received[k]`` from every other rank ``k`` and send ``sent[k]`` to it; do ``then`` at the end."""
-        group, rank, size, tag = self.group, self.rank, self.size, here.label.tag + kind
+        group, rank, size, tag = self.group, self.rank, self.size, here.tag + kind
         sources = [(rank - step) % size for step in range(1, size)]
         works = [group.recv([received[source]], source, tag) for source in sources]
         for step in range(1, size):
@@ -156,13 +156,13 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
-        tensor, label = as_real(tensor), here.label
-        tags = torch.tensor([label.tag, -label.tag])  # their maxima: the largest, and minus the smallest
+        tensor, tag = as_real(tensor), here.tag
+        tags = torch.tensor([tag, -tag])  # their maxima: the largest, and minus the smallest
 
         def average() -> None:
             largest, smallest = tags.tolist()
             if largest != -smallest:
-                raise mixed_all_reduce(label, (-smallest, largest), self.rank, self.size)
+                raise mixed_all_reduce(tag, (-smallest, largest), self.rank, self.size)
             tensor.div_(self.size)
 
         maximum = dist.AllreduceOptions()

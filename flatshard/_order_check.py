@@ -49,11 +49,11 @@ class OrderCheck:
         rank, size = self._collectives.rank, self._collectives.size
         received = torch.empty(size, _HASH + _TEXT, dtype=torch.uint8, device=self._device)
         received[rank].copy_(message)
-        here.label, label = CHECK_LABELS[kind], here.label
+        here.tag = CHECK_LABELS[kind].tag
         try:
             pending = self._collectives.all_gather(received.view(-1), received[rank])
         finally:
-            here.label = label
+            here.tag = 0
         return Comparison(issued, pending, received, rank)
 
 

@@ -49,14 +49,15 @@ def digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
-def mixed_all_reduce(label: Label, tags: tuple[int, int], rank: int, world_size: int) -> OutOfStepError:
-    """The error for an all-reduce for ``label`` in which ranks took part for the units of ``tags``."""
-    units = " and ".join(repr(_labels[tag].unit or "<root>") if tag in _labels else "another" for tag in tags)
+def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int) -> OutOfStepError:
+    """The error for an all-reduce for the unit of ``tag`` in which ranks took part for those of ``tags``."""
+    units = " and ".join(repr(_labels[t].unit or "<root>") if t in _labels else "another" for t in tags)
+    mine = _labels[tag].unit
     text = (
         f"ranks reduced the gradients of different units together: {units}, rank {rank} those of "
-        f"{label.unit or '<root>'!r}. They are dropped. {SAME_ORDER}."
+        f"{mine or '<root>'!r}. They are dropped. {SAME_ORDER}."
     )
-    return OutOfStepError("all-reduce", label.unit, rank, world_size, text)
+    return OutOfStepError("all-reduce", mine, rank, world_size, text)
 
 
 SAME_ORDER = (
@@ -72,16 +73,15 @@ Place = tuple[int, int, str]
 class Issued:
     """One collective that this rank has issued."""
 
-    __slots__ = ("again", "count", "key", "place", "progress", "unit", "verb")
+    __slots__ = ("again", "count", "key", "place", "progress", "tag", "unit", "verb")
 
-    def __init__(
-        self, progress: Progress, verb: str, key: int, unit: str, again: bool, count: int, place: Place | None
-    ) -> None:
+    def __init__(self, progress: Progress, verb: str, kind: int, count: int, place: Place | None) -> None:
         self.progress = progress
         self.verb = verb
-        self.key = key  # the unit's tag plus the kind
-        self.unit = unit
-        self.again = again  # for a backward, of what a forward has had
+        self.tag = here.label.tag
+        self.key = self.tag + kind
+        self.unit = here.label.unit
+        self.again = here.again  # for a backward, of what a forward has had
         self.count = count  # it is this rank's n-th with this key
         self.place = place
 
@@ -127,13 +127,12 @@ class Progress:
 
     def issue(self, verb: str, kind: int) -> Issued:
         """Note that a collective for ``here.label`` is about to be issued."""
-        label = here.label
-        key = label.tag + kind
+        key = here.label.tag + kind
         self.counts[key] = count = self.counts.get(key, 0) + 1
         place = self.place()
         if place != self._last_place:
             self._last_place, self.first = place, (key, count)
-        issued = Issued(self, verb, key, label.unit, here.again, count, place)
+        issued = Issued(self, verb, kind, count, place)
         self.recent.append(issued)
         return issued
 
@@ -141,10 +140,11 @@ class Progress:
 class Here:
     """What this process is about to do, or waits for, on whatever process group."""
 
-    __slots__ = ("again", "label", "waiting")
+    __slots__ = ("again", "label", "tag", "waiting")
 
     def __init__(self) -> None:
         self.label = _labels[0]  # of the next collective
+        self.tag = 0  # of the messages that are sent now; 0: for no unit, as where a user calls collectives
         self.again = False  # it is an all-gather for backward
         self.waiting: Issued | None = None  # read by the watch's thread
 

@@ -69,7 +69,7 @@ class Awaited:
 
     def wait(self) -> None:
         issued, runtime = self._issued, self._runtime
-        here.waiting = issued
+        before, here.waiting, here.tag = (here.waiting, here.tag), issued, issued.tag
         try:
             if self._check is not None:
                 self._check.wait()
@@ -79,7 +79,7 @@ class Awaited:
                 raise OutOfStepError(issued.verb, issued.unit, runtime.rank, runtime.world_size, text) from e
             raise
         finally:
-            here.waiting = None
+            here.waiting, here.tag = before
 
 
 class StreamEvent:
@@ -250,6 +250,7 @@ class Runtime:
             return self.issued(start(*tensors))
         if check is not None and len(tensors) == 1:  # an all-reduce has no tag that keeps another unit's data out
             return Awaited(Then(check, lambda: start(*tensors)), self, issued, None)
+        here.tag = issued.tag
         try:
             return Awaited(start(*tensors), self, issued, check)
         except BaseException:
@@ -257,6 +258,8 @@ class Runtime:
                 with contextlib.suppress(Exception):
                     Awaited(check, self, issued, None).wait()
             raise
+        finally:
+            here.tag = 0
 
     def store(self) -> Any:
         """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""

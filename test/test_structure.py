@@ -274,6 +274,7 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.materialize", "broadcast_now"),
         ("_order_check", "all_gather"),
         ("_checks", "all_gather"),
+        ("_checks", "all_reduce_now"),
     }
 
 
