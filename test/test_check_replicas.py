@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from pool import Pool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import ShardingStrategy, check_replicas, fully_shard
@@ -19,6 +19,9 @@ class Net(nn.Module):
         self.first = nn.Linear(5, 3)
         self.norm = nn.BatchNorm1d(3)
         self.last = nn.Linear(3, 2, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).bfloat16())
 
 
 def shard(ctx, strategy: ShardingStrategy) -> nn.Module:
@@ -59,10 +62,10 @@ def hybrid(ctx) -> None:
     assert message(model) == message(model, buffers=True) == ""
     if ctx.rank == 3:
         with torch.no_grad():
-            model.first.weight.add_(1e-6)
+            model.first.bias.add_(1)
     found = message(model)
     if ctx.rank in (1, 3):
-        assert re.search(r"1 of 6 values: 'first\.weight' \(rank 3 against rank 1\)", found), found
+        assert re.search(r"1 of 6 values: 'first\.bias' \(rank 3 against rank 1\)", found), found
     else:
         assert "not those of this rank, but of others in its shard group, which tell more" in found
 
