@@ -16,7 +16,7 @@ from flatshard import ShardingStrategy, check_replicas, fully_shard
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 3)
+        self.first = nn.Linear(50, 3)
         self.norm = nn.BatchNorm1d(3)
         self.last = nn.Linear(3, 2, dtype=torch.bfloat16)
 

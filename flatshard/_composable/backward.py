@@ -82,8 +82,9 @@ class Backward:
         if task not in unit.counted_tasks:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
-            if not (expected == 1 and self._is_skipped(unit)):
-                unit.partial |= expected < len(unit.handle.gradient_nodes())
+            skipped = self._is_skipped(unit)
+            if expected > 1 or not skipped:
+                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes())
             unit.pending += expected
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True

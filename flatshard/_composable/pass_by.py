@@ -14,6 +14,7 @@ this rank is reduced as one whose parameters are unused: [Note: Negative zero ma
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,7 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
     in_backward = current_graph_task() != -1
     comes_back = False
     try:
-        hooks.pre_forward(unit.module, (), {})
+        hooks.pre_forward(unit.module, (), {}, sys._getframe())
         if torch.is_grad_enabled():
             tensors = _come_by(hooks, tensors, inside, in_backward)
             comes_back = any([t.requires_grad for t in tensors])
