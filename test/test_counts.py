@@ -29,6 +29,7 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._collectives import Done
 from flatshard._composable.state import Unit, units_below
+from flatshard._handle.changes import changes
 from flatshard._handle.gradients import _SMALL
 
 WIDTH = 96
@@ -492,3 +493,24 @@ def test_operations_per_unit(world, width, expected):
     for strategy in (FULL, GRAD_OP, NO_SHARD):
         operations[strategy.name] = (host_costs(6, strategy, width)[0] - host_costs(4, strategy, width)[0]) / 2
     assert operations == expected
+
+
+def test_parameters_are_looked_at_only_after_a_change(world):
+    """Once a step is like the last, a unit's Python loops don't go over its parameters, however many they are."""
+    world(8)
+    costs = []
+    for layers in (4, 12):
+        model = fully_shard(nn.Sequential(*[nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(layers)]))
+        x = torch.ones(2, SMALL_WIDTH)
+        for _ in range(3):
+            model(x).sum().backward()
+            model.zero_grad()
+        before = changes.count
+        with lines_of_flatshard() as lines:
+            model(x).sum().backward()
+        assert changes.count == before
+        costs.append(lines[0])
+        model[0].bias.requires_grad_(False)
+        assert changes.count > before
+    per_parameter = (costs[1] - costs[0]) / 16
+    assert per_parameter <= 7  # the hook of its gradient, and placing that

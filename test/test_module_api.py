@@ -388,6 +388,50 @@ def test_parameters_registered_anew(pool, world_size):
     pool.run(replace_registrations, world_size=world_size)
 
 
+def convert_by_swapping(ctx) -> None:
+    model = fully_shard(nn.Linear(4, 4), process_group=ctx.group)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
+            model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert type(model.weight) is flatshard.ShardedParameter
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_conversion_by_swapping_is_refused(pool):
+    """It would give the objects that an optimizer holds other classes and values, unseen."""
+    pool.run(convert_by_swapping)
+
+
+def fill_none(ctx) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    plain = copy.deepcopy(model)
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    copied = copy.deepcopy(model)
+    for sharded in (model, copied):
+        linear = sharded[0]
+        assert linear.bias is None
+        assert list(linear._parameters) == ["weight", "bias"]
+        linear.bias = nn.Parameter(torch.full((4,), 2.0))
+        assert isinstance(linear.bias, nn.Parameter)
+        with torch.no_grad():
+            assert torch.allclose(linear(torch.zeros(1, 4)), torch.full((1, 4), 2.0))
+        linear.bias = None
+        assert linear.bias is None
+        del linear.bias
+        with pytest.raises(AttributeError, match="bias"):
+            _ = linear.bias
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_bias_that_is_none(pool):
+    """It is found without a search, and can be registered or deleted as in any module."""
+    pool.run(fill_none)
+
+
 class Clamped(nn.Module):
     """Changes its own weights in place in forward, as some GAN critics and normalised layers do."""
 

@@ -31,6 +31,7 @@ from torch import nn
 
 from flatshard._collectives import Done, Pending
 from flatshard._errors import name_list
+from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._handle.unsharded import UnshardedBuffer
@@ -94,6 +95,7 @@ class FlatBuffers:
         self._note_addresses()
         # ``requires_grad`` as last brought in line between a parameter and its compute parameter.
         self.requires_grad = [p.requires_grad for p in self.params]
+        self._synced_at = -1  # `changes.count` then
         self.epoch = 0  # grows when the compute parameters change in a way that autograd's nodes depend on
         self._compute_version = 0
 
@@ -189,6 +191,9 @@ class FlatBuffers:
 
     def sync_requires_grad(self) -> bool:
         """Give the compute parameters the ``requires_grad`` of the user's. Returns whether any requires grad."""
+        if self._synced_at == changes.count:
+            return True in self.requires_grad
+        self._synced_at = changes.count
         now = list(map(_requires_grad, self.params))
         if now != self.requires_grad:
             for param, compute in zip(self.params, self.computes, strict=True):
@@ -196,6 +201,13 @@ class FlatBuffers:
             self.requires_grad = now
             self.epoch += 1
         return True in now
+
+    @property
+    def all_require_grad(self) -> bool:
+        """Whether all of the user's parameters do at this moment."""
+        if self._synced_at == changes.count:
+            return False not in self.requires_grad
+        return all(map(_requires_grad, self.params))
 
     def moved(self) -> list[int]:
         """Parameters whose data is no longer their slice of the shard (``p.data = ...``, ``module.to(...)``)."""

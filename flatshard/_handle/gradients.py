@@ -34,8 +34,9 @@ from torch import nn
 
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers, in_memory_order
+from flatshard._handle.parts import Parts
 from flatshard._handle.reduction import Reduction
-from flatshard._handle.sharded_gradient import plain_grad, set_gradients
+from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._runtime import Runtime
 
@@ -43,9 +44,7 @@ _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's over
 
 # Read of every parameter in every step: the loops are left to C.
 _grad = plain_grad.__get__
-_requires_grad = operator.attrgetter("requires_grad")
 _layout = operator.attrgetter("layout")
-_info = operator.attrgetter("_flatshard_info")
 _STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
 
 
@@ -93,26 +92,17 @@ class FlatGradients:
             self._slots, self._gaps = self._views_of(self._input)
             self._input.untyped_storage().resize_(0)
         self._nbytes = layout.padded_numel * self.reduction.input_dtype.itemsize
-        # How to cut a gradient shard into the parameters' parts: sizes with the padding between, and where each is.
-        self._empty = torch.empty(0, dtype=self.reduction.dtype, device=buffers.device)
-        self._empties = [self._empty if part.numel else self._empty.detach() for part in buffers.slices]
-        self._sizes: list[int] = []
-        self._piece_of: list[int] = []
-        end = 0
-        for part in buffers.slices:
-            if part.start > end:
-                self._sizes.append(part.start - end)
-            self._piece_of.append(len(self._sizes) if part.numel else -1)
-            if part.numel:
-                self._sizes.append(part.numel)
-                end = part.stop
-        if layout.shard_numel > end:
-            self._sizes.append(layout.shard_numel - end)
+        self._parts = Parts(buffers, self.reduction.dtype)
 
     def _views_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         layout = self.buffers.layout
         slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
         return slots, [flat[start:stop] for start, stop in layout.gaps()]
+
+    def rename(self, unit: str) -> None:
+        """The unit and its parameters have been renamed."""
+        self.reduction.unit = unit
+        self._parts = Parts(self.buffers, self.reduction.dtype)
 
     def use_flat_param(self) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
@@ -220,23 +210,20 @@ class FlatGradients:
         self._batching = False
         self.batch.task = -1
         grads = list(map(_grad, computes))
-        for compute in computes:
-            compute.grad = None
-        slots, here = self._slots, list(range(len(grads)))
-        if not all(map(operator.is_not, grads, _NONE)):
-            here = [i for i, grad in enumerate(grads) if grad is not None]
-            slots, grads = [slots[i] for i in here], [grads[i] for i in here]
+        set_gradients_as_they_are(computes, _NONE)
+        slots, here = self._slots, list(map(operator.is_not, grads, _NONE))
+        if False in here:
+            slots, grads = list(itertools.compress(slots, here)), list(itertools.compress(grads, here))
         if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
-            for index, grad in zip(here, grads, strict=True):
+            for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
                 self._check(index, grad)
         if True in self._filled:  # held from an earlier backward
-            for index, grad in zip(here, grads, strict=True):
+            for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
                 self._put(index, grad)
         elif grads:
             torch._foreach_copy_(slots, grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
-            for index in here:
-                self._filled[index] = True
+            self._filled = here
 
     def _begin(self) -> None:
         buffers = self.buffers
@@ -316,8 +303,7 @@ class FlatGradients:
         if self._batching:
             self._batching = False
             self.batch.task = -1
-            for compute in self.buffers.computes:
-                compute.grad = None
+            set_gradients_as_they_are(self.buffers.computes, _NONE)
         self._filled = [False] * len(self._filled)
         self.any_filled = False
         if self.buffers.is_whole:
@@ -330,13 +316,9 @@ class FlatGradients:
         held: list[torch.Tensor] = []
         new: list[torch.Tensor] = []
         buffers = self.buffers
-        params, parts = buffers.params, self._parts(output)
-        if (
-            False not in filled
-            and all(map(_requires_grad, params))
-            and all(map(operator.is_, map(_grad, params), _NONE))
-        ):
-            set_gradients(params, parts, map(_info, params))
+        params, parts = buffers.params, self._parts.of(output, as_gradients=True)
+        if False not in filled and buffers.all_require_grad and all(map(operator.is_, map(_grad, params), _NONE)):
+            set_gradients_as_they_are(params, parts)
             return params
         given = []
         for param, grad, was_filled in zip(params, parts, filled, strict=True):
@@ -363,7 +345,7 @@ class FlatGradients:
         if self.flat_param is None:
             return list(map(_grad, self.buffers.params))
         flat = self.flat_param.grad
-        return [None] * len(self.buffers.params) if flat is None else list(self._parts(flat))
+        return [None] * len(self.buffers.params) if flat is None else list(self._parts.of(flat))
 
     # -- whole gradients for the user --------------------------------------------------------------------------------
 
@@ -379,7 +361,7 @@ class FlatGradients:
                 shard.copy_(self.flat_param.grad)
                 here.fill_(1)
         else:
-            for index, (param, part) in enumerate(zip(buffers.params, self._parts(shard), strict=True)):
+            for index, (param, part) in enumerate(zip(buffers.params, self._parts.of(shard), strict=True)):
                 if param.grad is not None:
                     part.copy_(param.grad)
                     here[index] = 1
@@ -398,7 +380,7 @@ class FlatGradients:
         if self.flat_param is not None and any(g is not None for g in whole) and self.flat_param.grad is None:
             self.flat_param.grad = torch.zeros_like(buffers.shard, dtype=self.reduction.dtype)
         flat = None if self.flat_param is None else self.flat_param.grad
-        parts = None if flat is None else self._parts(flat)
+        parts = None if flat is None else self._parts.of(flat)
         for index, (param, grad) in enumerate(zip(buffers.params, whole, strict=True)):
             info, part = buffers.layout.params[index], buffers.slices[index]
             if grad is None:
@@ -412,15 +394,6 @@ class FlatGradients:
                 param.grad = mine.to(buffers.device, copy=True)
             else:
                 param.grad.copy_(mine)
-
-    def _parts(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient shard cut into the parameters' parts, each in the shape of the user's parameter."""
-        if self.buffers.is_whole:
-            return [output.as_strided(info.shape, info.stride, info.start) for info in self.buffers.layout.params]
-        pieces = output.split_with_sizes(self._sizes)
-        return [
-            empty if piece < 0 else pieces[piece] for piece, empty in zip(self._piece_of, self._empties, strict=True)
-        ]
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from flatshard import _trace
 from flatshard._collectives import Pending
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.buffers import FlatBuffers, FlatOptions
+from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
@@ -76,6 +77,7 @@ class FlatParamHandle:
                     self.slots.add(module, name, owned.param, compute)
         self.all_trainable = all(p.param.requires_grad for p in params)
         self.any_trainable = any(p.param.requires_grad for p in params)
+        self._checked_at = -1  # `changes.count` when `check_parameters` looked last
         self._nodes: list[Node] = []  # see `gradient_nodes`
         self._nodes_epoch = -1
         self._gathers: list[Pending] = []
@@ -102,7 +104,7 @@ class FlatParamHandle:
         self.lifetime.rename(new)
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             buffers.rename(old, new)
-            grads.reduction.unit = new
+            grads.rename(new)
 
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Take over one more registration of a parameter that this handle owns."""
@@ -220,6 +222,8 @@ class FlatParamHandle:
 
         ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
         """
+        if self._checked_at == changes.count and self.slots.are_guarded:
+            return
         for module, name, sharded, new in self.slots.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(
@@ -233,6 +237,7 @@ class FlatParamHandle:
             if moved := buffers.moved():
                 buffers.readopt(moved)
         self.sync_requires_grad()
+        self._checked_at = changes.count
 
     def places(self) -> list[int] | None:
         """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
@@ -242,7 +247,10 @@ class FlatParamHandle:
 
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
-        return sum([b.version() for b in self.buffers])
+        version = 0
+        for buffers in self.buffers:
+            version += buffers.version()
+        return version
 
     def sync_requires_grad(self) -> None:
         """Follow what the user froze or unfroze."""
@@ -275,7 +283,9 @@ class FlatParamHandle:
 
     def gradient_nodes(self) -> list[Node]:
         """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
-        epoch = sum([b.epoch for b in self.buffers])
+        epoch = 0
+        for buffers in self.buffers:
+            epoch += buffers.epoch
         if epoch != self._nodes_epoch:
             leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
             self._nodes = [get_gradient_edge(leaf).node for leaf in leaves]
@@ -343,14 +353,20 @@ class FlatParamHandle:
         except Exception:
             self._settle_reductions()
             raise
-        with torch.no_grad():
-            given = False
-            for grads in self.grads:
-                if grads.any_filled:
-                    given |= grads.finish(assign)
-            self.lifetime.move_grads("finish")
-            if given:
-                self.on_reduced()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._finish_gradients(assign)
+        else:  # as in most backwards
+            self._finish_gradients(assign)
+
+    def _finish_gradients(self, assign: bool) -> None:
+        given = False
+        for grads in self.grads:
+            if grads.any_filled:
+                given |= grads.finish(assign)
+        self.lifetime.move_grads("finish")
+        if given:
+            self.on_reduced()
 
     def discard_gradients(self) -> None:
         """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""

@@ -103,18 +103,20 @@ def set_gradient(param: nn.Parameter, grad: torch.Tensor | None, info: GradientI
         mark(grad, info)
 
 
-def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], infos: Iterable[GradientInfo]) -> None:
-    """The same for the parameters of one flat parameter and the gradients that were cut for them, with loops in C."""
-    infos = list(infos)
-    if infos[0].runtime is not None:
-        retype(grads, ShardedGradient, "_flatshard_info", infos)
+def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
+    """``param.grad = grad`` with the loop in C. What is to be a sharded gradient is one."""
     consume(map(plain_grad.__set__, params, grads))
 
 
 def mark(grad: torch.Tensor, info: GradientInfo) -> None:
     """Declare ``grad`` to be this rank's part of a gradient, in place, unless it has a class of its own or is sparse."""
     if type(grad) is torch.Tensor and grad.layout is torch.strided:
-        retype([grad], ShardedGradient, "_flatshard_info", [info])
+        mark_all([grad], [info])
+
+
+def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[GradientInfo]) -> None:
+    """The same for plain dense gradients, with loops in C."""
+    retype(list(grads), ShardedGradient, "_flatshard_info", infos)
 
 
 # -- functions that need the other ranks -------------------------------------------------------------------------------

@@ -21,8 +21,12 @@ from torch import nn
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._handle.changes import changes
 from flatshard._handle.sharded_gradient import plain_grad, set_gradient
 from flatshard._runtime import Runtime
+
+_plain_data: Any = torch.Tensor.data
+_plain_requires_grad: Any = torch.Tensor.requires_grad
 
 
 class Home(Protocol):
@@ -35,6 +39,8 @@ class Home(Protocol):
 
 
 _homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()  # by the sharded parameter's id
+# For the weak references themselves: see [Note: Looking only after a change].
+_unswappable: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,32 @@ class ShardedParameter(nn.Parameter):
 
     # A property of C functions where it is read, in every step of an optimizer.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
+
+    # [Note: Looking only after a change]
+
+    def _set_data(self, data: torch.Tensor) -> None:
+        _plain_data.__set__(self, data)
+        changes.count += 1
+
+    data = property(_plain_data.__get__, _set_data)
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        _plain_requires_grad.__set__(self, requires_grad)
+        changes.count += 1
+
+    requires_grad = property(_plain_requires_grad.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As in torch."""
+        super().requires_grad_(requires_grad)
+        changes.count += 1
+        return self
+
+    def set_(self, *args: Any, **kwargs: Any) -> Self:
+        """As in torch: like ``p.data = ...``."""
+        super().set_(*args, **kwargs)
+        changes.count += 1
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
@@ -122,6 +154,7 @@ class ShardedParameter(nn.Parameter):
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
+        _unswappable[id(param)] = param
         _homes[id(param)] = home
         param._pass_hooks_on()
         return param

@@ -95,6 +95,11 @@ class Slots:
         else:
             setattr(module, name, param)
 
+    @property
+    def are_guarded(self) -> bool:
+        """Whether all changes of what is registered are counted. [Note: Looking only after a change]"""
+        return not self._setattr_writes
+
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
         """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
         if self.unsharded or self._replaced:

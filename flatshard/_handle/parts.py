@@ -1,0 +1,55 @@
+"""How the gradient shard of one flat parameter is cut into the parts that its parameters get as ``.grad``."""
+
+from __future__ import annotations
+
+import torch
+
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.sharded_gradient import mark, mark_all
+from flatshard._handle.sharded_parameter import shard_info
+
+
+class Parts:
+    """Which elements are whose. Made for one dtype and device of the gradients."""
+
+    __slots__ = ("_empties", "_flat", "_here", "_infos", "_pieces", "_sizes")
+
+    def __init__(self, buffers: FlatBuffers, dtype: torch.dtype) -> None:
+        self._flat = buffers
+        self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and padding between them
+        self._here: list[int] = []  # the parameters that have elements on this rank
+        self._pieces: list[int] = []  # which piece is whose of those
+        end = 0
+        for index, part in enumerate(buffers.slices):
+            if part.start > end:
+                self._sizes.append(part.start - end)
+            if part.numel:
+                self._here.append(index)
+                self._pieces.append(len(self._sizes))
+                self._sizes.append(part.numel)
+                end = part.stop
+        if buffers.layout.shard_numel > end:
+            self._sizes.append(buffers.layout.shard_numel - end)
+        infos = [shard_info(p) for p in buffers.params]
+        self._infos = [i for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
+        # Parts without elements never change, so they are made once. The others' places here are filled for each gradient.
+        self._empties = [torch.empty(0, dtype=dtype, device=buffers.device) for _ in infos]
+        for empty, info in zip(self._empties, infos, strict=True):
+            if info is not None and info.runtime is not None:
+                mark(empty, info)
+
+    def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
+        """The parts of ``shard`` (``shard_numel`` elements), each in the shape of the user's parameter: views.
+
+        ``as_gradients``: as they go into ``.grad``, see ``ShardedGradient``.
+        """
+        if self._flat.is_whole:
+            return [shard.as_strided(info.shape, info.stride, info.start) for info in self._flat.layout.params]
+        split = shard.split_with_sizes(self._sizes)
+        here = [split[k] for k in self._pieces]
+        if as_gradients and self._infos:
+            mark_all(here, self._infos)
+        parts = self._empties.copy()
+        for index, part in zip(self._here, here, strict=True):
+            parts[index] = part
+        return parts

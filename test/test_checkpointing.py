@@ -1,0 +1,205 @@
+"""Activation checkpointing: every kind of it, in every place, under every strategy and precision, with dropout.
+
+The oracle is the plain model without checkpoints in one process, which runs each rank's slice after the other from that
+rank's random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import flatshard
+from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._trace import record_events
+
+WIDTH = 6
+FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
+
+
+def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+CALLS: dict[str, Call] = {
+    "none": lambda module, x: module(x),
+    "reentrant": lambda module, x: checkpoint(module, x, use_reentrant=True),
+    "non-reentrant": lambda module, x: checkpoint(module, x, use_reentrant=False),
+    "selective": lambda module, x: checkpoint(
+        module, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_products)
+    ),
+    "no early stop": lambda module, x: without_early_stop(module, x),
+}
+"""How a module is called."""
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "wrapper": lambda module: checkpoint_wrapper(module),
+    "composable": lambda module: composable_checkpoint(module),
+}
+"""How a module is made to checkpoint itself."""
+
+KINDS = [*CALLS, *WRAPS]
+PLACES = ["inside", "around", "across", "nested"]
+
+
+def without_early_stop(module: nn.Module, x: Tensor) -> Tensor:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(module, x, use_reentrant=False)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Block(nn.Module):
+    """A unit."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = Inner()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.call(self.inner, self.norm(x))
+
+
+class Net(nn.Module):
+    """``place``: where ``kind`` of a checkpoint is, in relation to units (``Block``)."""
+
+    def __init__(self, kind: str, place: str) -> None:
+        super().__init__()
+        plain = CALLS["none"]
+        call = CALLS.get(kind, plain)
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*[Block(call if place in ("inside", "nested") else plain) for _ in range(4)])
+        self.halves = [self.blocks[:2], self.blocks[2:]]  # not registered: their names stay those of the blocks
+        self.head = nn.Linear(WIDTH, 3)
+        self.place, self.call = place, call
+        if kind in WRAPS:
+            for block in self.blocks:
+                if place in ("inside", "nested"):
+                    block.inner = WRAPS[kind](block.inner)
+            if place == "across":
+                self.halves = [WRAPS[kind](half) for half in self.halves]
+            elif place != "inside":
+                self.around = [WRAPS[kind](block) for block in self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        if self.place == "across":
+            for half in self.halves:
+                x = self.call(half, x)
+        else:
+            for block in self.around if hasattr(self, "around") else self.blocks:
+                x = block(x) if self.place == "inside" else self.call(block, x)
+        return self.head(x)
+
+
+def make(kind: str, place: str) -> Net:
+    torch.manual_seed(0)
+    return Net(kind, place).double()
+
+
+def loss_of(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
+    torch.manual_seed(100 * step + rank)  # each rank's dropout
+    return model(x).double().square().mean()
+
+
+def train(ctx, kind: str, place: str, options: dict[str, Any], steps: int = 3) -> dict[str, Tensor]:
+    """Train sharded and plain, and compare. Returns the sharded model's parameters."""
+    options = dict(options)
+    accumulates = options.pop("accumulates", False)
+    low_precision = "mixed_precision" in options
+    hybrid = options.get("strategy") is HYBRID
+    plain, model = make("none", place), make(kind, place)
+    if options.pop("frozen", False):
+        for m in (plain, model):
+            for name, param in m.named_parameters():
+                param.requires_grad_("norm" not in name and "up" not in name)
+    group = (ctx.group, ctx.alone) if hybrid else ctx.group
+    fully_shard(model, policy={Block}, process_group=group, **options)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
+    for step, micro in itertools.product(range(steps), range(2)):
+        x = torch.randn(ctx.world_size, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        if not accumulates and micro:
+            continue
+        for rank in range(ctx.world_size):
+            (loss_of(plain, x[rank], rank, step + micro) / ctx.world_size).backward()
+        holds = flatshard.no_sync(model) if accumulates and not micro else contextlib.nullcontext()
+        with holds, record_events() as events:
+            loss_of(model, x[ctx.rank], ctx.rank, step + micro).backward()
+        # A reentrant checkpoint runs forward without gradients, so a unit in it does not stay unsharded for backward.
+        stays = options.get("strategy") is GRAD_OP and (kind != "reentrant" or place == "inside")
+        check_collectives(events, 1 if stays else 2, int(not accumulates or micro))
+        if accumulates and not micro:
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with flatshard.summon_full_params(model, writeback=False):
+        got = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if not low_precision:
+        for (name, a), b in zip(plain.named_parameters(), got.values(), strict=True):
+            torch.testing.assert_close(b, a.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    return got
+
+
+def check_collectives(events: list[str], gathers: int, reductions: int) -> None:
+    """Each unit is gathered for forward and once more for recomputation and backward together, and reduced once."""
+    counts = Counter(e.replace("._checkpoint_wrapped_module", "") for e in events)
+    for index in range(4):
+        assert counts[f"all-gather blocks.{index}"] == gathers, events
+        assert counts[f"reduce-scatter blocks.{index}"] == reductions, events
+
+
+def run_place(ctx, place: str, options: dict[str, Any]) -> None:
+    expected: dict[str, Tensor] | None = None
+    for kind in KINDS:
+        ctx.note(f"{kind} {place} {options}")
+        got = train(ctx, kind, place, options)
+        if expected is None:
+            expected = got
+        if "mixed_precision" in options:
+            for (name, a), b in zip(expected.items(), got.values(), strict=True):
+                assert torch.equal(a, b), f"{kind}: {name}"
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"{s.name}": {"strategy": s} for s in (FULL, GRAD_OP, HYBRID)},
+    **{f"{s.name}, bf16": {"strategy": s, "mixed_precision": BF16} for s in (FULL, GRAD_OP, HYBRID)},
+    "offload": {"cpu_offload": CPUOffload()},
+    "no_sync": {"accumulates": True},
+    "frozen": {"frozen": True},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_kind(pool, place: str, name: str):
+    pool.run(run_place, place, OPTIONS[name], world_size=3 if name == "FULL_SHARD" else 2)
