@@ -296,6 +296,16 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
     backend = dist.get_backend(group)
     if backend == "fake":
         return FakeCollectives(group)
-    if device.type == "cpu" and "gloo" in str(dist.get_backend_config(group)):
+    if device.type == "cpu" and _has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)
+
+
+def message_collectives(group: dist.ProcessGroup, device: torch.device) -> tuple[BuiltinCollectives, torch.device]:
+    """For messages among those who compute on ``device``, and where the messages lie: on CPU, if the group can do that."""
+    where = torch.device("cpu") if _has_gloo(group) else device
+    return builtin_collectives(group, where), where
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend_config(group))

@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 
 import torch
+import torch.distributed as dist
 
-from flatshard._backends import BuiltinCollectives
+from flatshard._backends import message_collectives
 from flatshard._collectives import Pending
 from flatshard._errors import OutOfStepError
 from flatshard._progress import CHECK_LABELS, SAME_ORDER, Issued, here
@@ -30,15 +31,15 @@ _GROUPS = 8  # ranks, and groups of ranks that agree, to tell about in an error
 class OrderCheck:
     """The collectives of one process group that have been compared, as hashes."""
 
-    def __init__(self, collectives: BuiltinCollectives, device: torch.device) -> None:
-        self._collectives = collectives
-        self._device = device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._collectives, self._device = message_collectives(group, device)
+        self._one_order = device.type != "cpu"
         self._recent: list[str] = []
         self._hashes = [b"", b""]
 
     def announce(self, issued: Issued, kind: int) -> Comparison:
         """Send a message about the collective that is to be issued next."""
-        kind = kind if self._device.type == "cpu" else 0
+        kind = 0 if self._one_order else kind
         name = issued.unit if len(issued.unit) <= _NAME else f"...{issued.unit[-_NAME:]}"
         line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
         self._recent = [*self._recent[-3:], line]

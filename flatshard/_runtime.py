@@ -158,7 +158,7 @@ class Runtime:
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
         if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
             self._checked = _config.checked_collectives()
-            self._order = self._orders.setdefault(group, OrderCheck(self._builtin, device))
+            self._order = self._orders.setdefault(group, OrderCheck(group, device))
             self.progress = self._progress.setdefault(group, Progress())
             if isinstance(self._builtin, GlooCollectives):
                 _watch.start(self)

@@ -33,8 +33,9 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     torch.zeros(())).backward()`` in a training step, ``flatshard.skip(model)`` in evaluation and generation.
 
     Units inside are joined in the order in which they ran in the last forward of the unit around them on this rank; in
-    module order if there was none. Where other ranks run them in another order, skip them one by one, in that order. The
-    module's own forward hooks do not run, and its buffers don't change.
+    module order if there was none. Where other ranks run them in another order, skip them one by one, in that order. So too
+    where other ranks run several of them in one activation checkpoint, with the calls in a checkpoint of the same kind: it
+    gathers them in another order in backward. The module's own forward hooks do not run, and its buffers don't change.
 
     Args:
         module: a unit, or a module with units inside, which then are skipped one after the other.

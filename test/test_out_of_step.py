@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from pool import RankFailure
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded
+from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, skip
 
 SECONDS = 20
 """That an error may take on a busy machine. The group's timeout is longer."""
@@ -191,6 +192,28 @@ def test_a_rank_that_has_left_the_forward(errors, body):
     first, second = errors(body)
     all_out_of_step([first], r"rank 0 waits for the all-gather of 'blocks\.3'", r"rank 1 has left the forward")
     assert second[0] == "RuntimeError"  # of the barrier
+
+
+class Tower(Net):
+    """Its forward is one activation checkpoint: in backward its units are gathered in the order of forward."""
+
+    def forward(self, x: Tensor, order: str = "0123") -> Tensor:
+        return checkpoint(super().forward, x, order, use_reentrant=False)
+
+
+def skip_a_checkpoint(ctx) -> None:
+    """What ``skip`` cannot follow."""
+    make(ctx)
+    _config.ORDER_CHECK = "first"
+    tower = nn.Sequential(nn.Linear(4, 4), Tower())
+    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    fully_shard(tower, policy={nn.Linear, Tower}, process_group=group)
+    x = tower[0](torch.ones(2, 4))
+    (skip(tower[1], x) if ctx.rank == 1 else tower[1](x)).sum().backward()
+
+
+def test_what_skip_cannot_follow(errors):
+    all_out_of_step(errors(skip_a_checkpoint), r"'1\.blocks\.0' for backward", r"'1\.blocks\.2' for backward")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
