@@ -140,6 +140,7 @@ class _Watched:
         self.ref = weakref.ref(ranks)
         self._waiting: Issued | None = None
         self._since = 0.0
+        self._told: Issued | None = None  # the wait that was logged last
         self._alarmed = False  # by us
         self._at = 0
         self._first: dict[int, Position] = {}  # of the positions that have not changed, when they were seen first
@@ -182,10 +183,23 @@ class _Watched:
                 settled[rank] = now
         found = stuck(settled)
         if ranks.rank not in found:
+            self._tell(ranks.rank, settled)
             return False
         store.compare_set(_VERDICT, "", describe(settled, found))
         ranks.interrupt()
         return True
+
+    def _tell(self, rank: int, settled: Mapping[int, Position]) -> None:
+        """Log, once, whom this rank waits for, though it may be slow only."""
+        waiting = self._waiting
+        late = _missing(settled, rank) if rank in settled and settled[rank]["waits"] is not None else []
+        if late and waiting is not self._told:
+            self._told = waiting
+            _trace.logger.warning(
+                "rank %d has waited %.0f s for the %s%s, which rank %s has not come to: it is slow, or its data ended "
+                "before those of others (then have it call flatshard.skip)",
+                *(rank, time.monotonic() - self._since, waiting, waiting.when if waiting else "", late[0]),
+            )
 
 
 def limit(ranks: Ranks) -> float:
