@@ -6,8 +6,9 @@ about to do, ``_watch.py`` what they wait for. And the tags by which gloo does s
 [Note: Data of different units never mix]
 Over gloo every message of an all-gather or reduce-scatter carries its unit's tag, the same on all ranks, and only who
 asks for that tag receives it. An all-reduce is gloo's own, matched by order: a second, tiny one of the tags goes with it,
-and where those are not equal all ranks raise before anybody reads the gradients. NCCL and the like match by order alone:
-there only the order check helps.
+and where those are not equal all ranks raise before anybody reads the gradients. (Gloo itself ends the process if the
+sizes differ, too: so while the order is checked, an all-reduce is issued only when all ranks are seen to agree.) NCCL and
+the like match by order alone: there only the order check helps.
 """
 
 from __future__ import annotations

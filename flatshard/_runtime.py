@@ -248,7 +248,7 @@ class Runtime:
             if check is not None:
                 check.wait()
             return self.issued(start(*tensors))
-        if check is not None and len(tensors) == 1:  # an all-reduce has no tag that keeps another unit's data out
+        if check is not None and len(tensors) == 1:  # an all-reduce, which has no tag
             return Awaited(Then(check, lambda: start(*tensors)), self, issued, None)
         here.tag = issued.tag
         try:
