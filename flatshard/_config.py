@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -162,6 +163,29 @@ REDUCTIONS_IN_FLIGHT = 2
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
 """``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger ``flatshard``, INFO)."""
+
+
+WATCH_SECONDS = float(os.environ.get("FLATSHARD_WATCH_SECONDS", "10"))
+"""``FLATSHARD_WATCH_SECONDS``: how long a rank may wait, over gloo, before it asks whether ranks wait for each other; 0: it
+never asks. Being slow is no error, however long."""
+
+ORDER_CHECK = os.environ.get("FLATSHARD_ORDER_CHECK", "first")
+"""``FLATSHARD_ORDER_CHECK``: when ranks compare which units they run: in the ``first`` passes, ``always`` or never
+(``off``). The same on all ranks."""
+
+CHECKED = 4
+"""Gathers of each unit, and reductions, of which ``first`` checks the order: the second step under FULL_SHARD prefetches."""
+
+
+def checked_collectives() -> float:
+    """How many gathers of each unit, and reductions, are checked. See ``ORDER_CHECK``.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    if ORDER_CHECK not in ("first", "always", "off"):
+        raise ValueError(f"FLATSHARD_ORDER_CHECK={ORDER_CHECK!r}: must be first, always or off")
+    return {"first": CHECKED, "always": math.inf, "off": 0}[ORDER_CHECK]
 
 
 def local_world_size() -> int | None:

@@ -330,3 +330,15 @@ def _assert_close(
                 values = f"{g.flatten()[index].item():.9g} instead of {e.flatten()[index].item():.9g}"
                 wrong.append(f"{name} {tuple(e.shape)}: {error:.2g} relative, element {index} is {values}")
     assert not wrong, f"{what}s differ (tolerance {rtol:g}):\n  " + "\n  ".join(wrong)
+
+
+def in_texts(ctx, text: str) -> list[str]:
+    """Every rank's ``text``. Not ``all_gather_object``, which needs numpy."""
+    mine = torch.tensor(list(text.encode()))
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ctx.world_size)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=ctx.group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.long)
+    padded[: mine.numel()] = mine
+    rows = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=ctx.group)
+    return [bytes(row[: int(n)].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]

@@ -53,6 +53,7 @@ class Backward:
         self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
         self._ready: set[Unit] = set()  # those of them that are complete
         self._tasks: list[_Task] = []  # outermost first
+        self.count = 0  # backwards that have come to a unit
         self._touched: dict[Unit, None] = {}  # units that may be unsharded for this backward
         self._reducing: deque[Unit] = deque()
         self._keep = False  # a graph of this backward is being built (create_graph): its units stay unsharded
@@ -81,7 +82,9 @@ class Backward:
         if task not in unit.counted_tasks:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
-            unit.partial |= expected < len(unit.handle.gradient_nodes())
+            skipped = self._is_skipped(unit)
+            if expected > 1 or not skipped:
+                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes())
             unit.pending += expected
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True
@@ -96,6 +99,7 @@ class Backward:
             def end() -> None:
                 self._end(task)
 
+            self.count += not self._tasks
             self._tasks.append(_Task(task, weakref.ref(end, self._on_death)))
             # FSDP and DDP use this too; autograd has no public way to run something when a backward ends.
             Variable._execution_engine.queue_callback(end)
@@ -105,7 +109,13 @@ class Backward:
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
         will_run = torch._C._will_engine_execute_node
-        return sum(map(will_run, unit.handle.gradient_nodes()))
+        nodes = unit.handle.gradient_nodes()
+        return sum(map(will_run, nodes if unit.anchor_node is None else [*nodes, unit.anchor_node]))
+
+    @staticmethod
+    def _is_skipped(unit: Unit) -> bool:
+        """Whether the running graph task passes by the unit. [Note: Taking part without running]"""
+        return unit.anchor_node is not None and torch._C._will_engine_execute_node(unit.anchor_node)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,8 @@ def fully_shard(
 
     context = Context.of(Runtime.of(group, device))
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
+    if replicas is not None:
+        context.follow(replicas)
     for unit in planned:  # what it makes is seen to be usable
         context.runtime.using(configs.get(unit.module, config).collectives)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)

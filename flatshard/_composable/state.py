@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from flatshard._collectives import CollectivesFactory
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
@@ -49,11 +51,12 @@ class Step:
     ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
     """
 
-    __slots__ = ("opened_in", "previous", "unit", "version")
+    __slots__ = ("opened_in", "outer", "previous", "unit", "version")
 
-    def __init__(self, unit: Unit, previous: Step | None) -> None:
+    def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.previous = previous
+        self.outer = outer  # the units whose forwards were around this one, outermost first
         self.version = unit.gathered_version  # of the parameters in this forward
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
@@ -111,6 +114,10 @@ class Unit:
         # What `summon_full_params` shows in place of the unsharded parameters, by id of the user's; they nest.
         self.copies: list[dict[int, nn.Parameter]] = []
         self.full_forwards = 0  # forwards under way in full precision (`full_precision_in_eval`)
+        # What a forward that passes by the unit uses in place of its parameters. [Note: Taking part without running]
+        self.anchor: torch.Tensor | None = None
+        self.anchor_node: Node | None = None
+        self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: it never ran
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`

@@ -19,13 +19,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
 from flatshard._collectives import Pending
-from flatshard._errors import CollectiveError, InternalError
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.buffers import FlatBuffers, FlatOptions
 from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.slots import Slots
+from flatshard._progress import Label, digest, here
 from flatshard._runtime import Runtime
 
 
@@ -59,6 +60,7 @@ class FlatParamHandle:
         self.lifetime = Lifetime(fqn)
         self.slots = Slots()
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.label = self._make_label(digest([(p.fqn, tuple(p.param.shape)) for p in params]))
         world, rank = (1, 0) if replicas is runtime else (runtime.world_size, runtime.rank)
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
@@ -92,9 +94,13 @@ class FlatParamHandle:
             f"{self.lifetime.params.name})"
         )
 
+    def _make_label(self, identity: str) -> Label:
+        progress = self.runtime.progress or (self.replicas and self.replicas.progress)
+        return progress.make_label(self.fqn, identity) if progress else Label(self.fqn, identity=identity)
+
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every name."""
-        self.fqn = new
+        self.fqn = self.label.unit = new
         self.lifetime.rename(new)
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             buffers.rename(old, new)
@@ -130,6 +136,7 @@ class FlatParamHandle:
             return
         if self._gathered:
             _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
+            here.label, here.again = self.label, again
             runtime = self.runtime.exact if exactly else self.runtime
             scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
             if scope is None:
@@ -185,6 +192,8 @@ class FlatParamHandle:
         if state is ParamState.UNSHARDING:
             try:
                 self.wait()
+            except OutOfStepError:
+                raise
             except CollectiveError as e:  # nobody reads what it would have brought
                 _trace.logger.warning("%s (gathered ahead of need, and dropped)", e)
                 return
@@ -287,6 +296,7 @@ class FlatParamHandle:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
         _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
+        here.label, here.again = self.label, False
         scope = _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing())
         if scope is None:
             self._start_reductions()
@@ -307,11 +317,17 @@ class FlatParamHandle:
     def advance_reduce(self) -> None:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
         if self.replicas is not None:
+            here.label, here.again = self.label, False
             for grads in self.grads:
                 grads.reduction.advance(self.runtime)
 
     def hold_gradients(self) -> None:
-        """A backward without reduction is over: keep its gradients for the next one to add to."""
+        """A backward without reduction is over: keep its gradients for the next one to add to.
+
+        Also where none came, as other ranks may have some, which are to be reduced with ours.
+        """
+        if self.lifetime.grads is GradState.NONE:
+            self.lifetime.move_grads("receive")
         if self.lifetime.grads is GradState.FILLING:
             for grads in self.grads:
                 grads.hold()
@@ -330,6 +346,7 @@ class FlatParamHandle:
         """
         if self.lifetime.grads is not GradState.REDUCING:
             return
+        here.label, here.again = self.label, False
         try:
             for grads in self.grads:
                 grads.reduction.wait(self.runtime)
@@ -387,6 +404,7 @@ class FlatParamHandle:
             owned.setdefault(id(sharded), []).append((module, name))
         result = copy.copy(self)
         memo[id(self)] = result
+        result.label = self._make_label(self.label.identity)
         result.lifetime = Lifetime(self.fqn)
         result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1

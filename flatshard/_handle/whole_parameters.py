@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._progress import here
 
 
 class WholeParameters:
@@ -22,6 +23,7 @@ class WholeParameters:
         Communicates, but for unsharded parameters that are in the user's dtype as they are.
         """
         copies = {}
+        here.label, here.again = self._handle.label, False
         for buffers in self._handle.buffers:
             if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
                 whole = buffers.gather_full_precision(self._handle.runtime).computes
@@ -65,6 +67,7 @@ class WholeParameters:
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
+        here.label, here.again = self._handle.label, False
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
             if True in buffers.requires_grad:
                 for param, compute, grad in zip(
