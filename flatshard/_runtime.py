@@ -24,7 +24,8 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from flatshard._backends import builtin_collectives
+from flatshard._ablation import NoCommunication
+from flatshard._backends import builtin_collectives, subgroup
 from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
 from flatshard._errors import CollectiveError
 
@@ -120,6 +121,7 @@ class Runtime:
         self.rank, self.world_size = self._builtin.rank, self._builtin.size
         self.collectives: Collectives = self._builtin
         self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
+        self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
 
@@ -150,6 +152,21 @@ class Runtime:
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
         return result
+
+    def split(self, size: int) -> None:
+        """Make ``within(size)`` known. Every rank of the world must call it at the same time: see ``subgroup``."""
+        group = subgroup(self.group, size, self.device)
+        if size not in self._inner:
+            self._inner[size] = copy.copy(Runtime.of(group, self.device))
+            self._inner[size]._streams = self._streams
+
+    def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
+        """The ``size`` consecutive ranks of the group that this rank is among, on the same streams. After ``split(size)``.
+
+        It hands on what was gathered before, so it is exact; or left out, where that was.
+        """
+        made = self._inner[size].using(factory)
+        return made if isinstance(factory, NoCommunication) else made.exact
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -57,7 +57,7 @@ class Options:
     divide_factor: float | None = None
     hook: str | None = None
     offload: bool = False
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None
     clip: tuple[str, float] | None = None
     """Whose ``clip_grad_norm_``, and p of the norm."""
@@ -163,7 +163,8 @@ def draw_options(
         found["divide_factor"] = rng.choice([1.0, 3.0, 2.0 * world_size])
     found["offload"] = rng.random() < 0.2
     if rng.random() < 0.4:
-        found["reshard_after_forward"] = rng.choice([False, None if no_shard else True])
+        smaller = 2 if found.get("mesh", (1, world_size)) == (1, 4) else True
+        found["reshard_after_forward"] = rng.choice([False, *[True, smaller, smaller] * (not no_shard)])
     if rng.random() < 0.2:
         found["prefetch_limit_bytes"] = rng.choice([0, 500])
     if rng.random() < 0.3 and not found.get("keep_low_precision_grads"):

@@ -788,6 +788,7 @@ def test_the_cases_cover_what_they_are_meant_to():
     for field in dataclasses.fields(Options):
         values = {getattr(case.options, field.name) for case in cases}
         assert len(values) > 1, f"{field.name} is always {values}"
+    assert {case.options.reshard_after_forward for case in cases} == {None, False, True, 2}
     meshes = {case.options.mesh for case in cases if case.world_size > 1}
     assert meshes == {None, (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2)}
     assert {how for case in cases for how in case.options.backwards} == {"sync", "hold", "flag", "partial"}

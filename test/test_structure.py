@@ -38,6 +38,7 @@ LAYERS = [
     "_handle.slots",
     "_handle.unsharded",
     "_handle.buffers",
+    "_handle.inner_shards",
     "_handle.reduction",
     "_handle.gradients",
     "_handle.handle",

@@ -6,15 +6,16 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
 from flatshard._collectives import CollectivesFactory
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_reshard_after_forward
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.whole_parameters import WholeParameters
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class UnitConfig:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     collectives: CollectivesFactory | None = None  # None: the backend's own
-    reshard_after_forward: bool | None = None  # None: as the strategy says, and not where the unit is outermost
+    # None: as the strategy says, and not where the unit is outermost. An int: to that many ranks, between 1 and all.
+    reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # of unsharded parameters gathered ahead
 
     def stays_for_backward(self, outermost: bool) -> bool:
@@ -49,12 +51,13 @@ class Step:
     ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
     """
 
-    __slots__ = ("opened_in", "previous", "unit", "version")
+    __slots__ = ("kept", "opened_in", "previous", "unit", "version")
 
     def __init__(self, unit: Unit, previous: Step | None) -> None:
         self.unit = unit
         self.previous = previous
         self.version = unit.gathered_version  # of the parameters in this forward
+        self.kept: list[Kept | None] | None = None  # held for this backward: [Note: The life of an inner shard]
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
 
@@ -137,6 +140,15 @@ class Unit:
         """Free the unsharded parameters, which no forward needs now, unless the user wants them kept."""
         if not self.kept:
             self.handle.reshard()
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:
+        """From the next forward on. ``Runtime.split`` comes before an int."""
+        value = as_reshard_after_forward(value, self.context.runtime.world_size)
+        self.config = replace(self.config, reshard_after_forward=value)
+        self.handle.inner = None
+        if value is not None and not isinstance(value, bool):
+            runtime = self.context.runtime.within(value, self.config.collectives)
+            self.handle.inner = InnerShards(runtime, value, runtime.rank)
 
     def rename(self, fqn: str) -> None:
         """Name the unit and its parameters as seen from a module further out."""

@@ -273,6 +273,11 @@ class FlatBuffers:
             shard = self._on_compute_device()
         return self._gather_into(self.unsharded, shard, runtime)
 
+    def gather_inner(self, runtime: Runtime, part: torch.Tensor, size: int, rank: int) -> Pending:
+        """The same from what ``size`` ranks kept of the last time, of which ``part`` is this one's."""
+        own = self.unsharded.allocate_inner(part, size, rank)
+        return runtime.all_gather(self.unsharded.wire, own)
+
     def _on_compute_device(self) -> torch.Tensor:
         """The shard where it is computed with. It travels as it is: a cast on CPU first would wait, in pageable memory."""
         return self.shard.to(self._compute_device, non_blocking=True)

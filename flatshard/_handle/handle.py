@@ -22,6 +22,7 @@ from flatshard._collectives import Pending
 from flatshard._errors import CollectiveError, InternalError
 from flatshard._handle.buffers import FlatBuffers, FlatOptions
 from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.slots import Slots
@@ -80,6 +81,7 @@ class FlatParamHandle:
         self.is_exact = True  # whether the last gather brought the shards bit for bit
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self.inner: InnerShards | None = None  # where it reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
@@ -127,6 +129,8 @@ class FlatParamHandle:
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
+            if self.inner is not None and self._unshard_inner(self.inner, again):
+                return
             _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
             runtime = self.runtime.exact if exactly else self.runtime
             scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
@@ -137,12 +141,28 @@ class FlatParamHandle:
                     self._start_gathers(runtime, again)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, again: bool) -> None:
-        self.is_exact = runtime is runtime.exact
+    def _unshard_inner(self, inner: InnerShards, again: bool) -> bool:
+        """Start gathering over the smaller group. Returns False where nothing is kept for that."""
+        kept = inner.take()
+        if kept is None or not again:
+            return False
+        _trace.event(f"all-gather over {inner.size}", self.fqn)
+        scope = _trace.labelled("all_gather", self.fqn, inner.runtime.gathering())
+        with scope or contextlib.nullcontext():
+            self._start_gathers(inner.runtime, again, kept)
+        self.lifetime.move_params("unshard")
+        return True
+
+    def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None = None) -> None:
         gathers: list[Pending] = []
         try:
-            for buffers in self._gathered:
-                gathers.append(buffers.gather(runtime, again))
+            if kept is not None and (inner := self.inner) is not None:  # as exact as what they were kept of
+                for buffers, part in zip(self._gathered, kept, strict=True):
+                    gathers.append(buffers.gather_inner(runtime, part, inner.size, inner.rank))
+            else:
+                self.is_exact = runtime is runtime.exact
+                for buffers in self._gathered:
+                    gathers.append(buffers.gather(runtime, again))
         except BaseException as e:
             _settle(gathers)
             for buffers in self._gathered:
@@ -195,6 +215,12 @@ class FlatParamHandle:
             for buffers in self._gathered:
                 buffers.free()
         self.lifetime.move_params("reshard")
+
+    def keep_inner_shards(self) -> Kept | None:
+        """Before ``reshard``: what to hold for as long as a backward may want these values. None: nothing."""
+        if self.inner is None or self.lifetime.params is not ParamState.UNSHARDED:
+            return None
+        return self.inner.keep(self._gathered)
 
     def forget_cast(self) -> None:
         """No backward will need the values that a forward had: see ``FlatOptions.keep_cast``."""
@@ -372,6 +398,7 @@ class FlatParamHandle:
         result = copy.copy(self)
         memo[id(self)] = result
         result.lifetime = Lifetime(self.fqn)
+        result.inner = self.inner and self.inner.copy()
         result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
         for buffers, grads in zip(self.buffers, self.grads, strict=True):

@@ -1,0 +1,73 @@
+"""What a unit keeps between forward and backward where it reshards to a group smaller than its own (an int for
+``reshard_after_forward``).
+
+After forward each rank keeps one of ``size`` equal parts of what was gathered, in the compute dtype, and backward's
+all-gather runs among ``size`` ranks only, which are usually one node.
+
+[Note: The life of an inner shard]
+It has the values of the unit's last forward, so the next all-gather over the whole group drops it. The backward that uses it
+drops it too: another backward of the same graph gathers over the whole group. And it ends with the last graph that would
+come back to it: autograd's graphs hold it, by their ``Step``, and a handle does not. All of that follows from what
+the program does, so all ranks agree on which group they gather over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._runtime import Runtime
+
+
+class Kept:
+    """The inner shards of one unit, one for each flat parameter; None once they are used. Who may need them holds this."""
+
+    __slots__ = ("__weakref__", "shards")
+
+    def __init__(self) -> None:
+        self.shards: list[torch.Tensor] | None = None
+
+
+class InnerShards:
+    """Of one unit."""
+
+    def __init__(self, runtime: Runtime, size: int, rank: int) -> None:
+        """``runtime``: its all-gathers are over ``size`` ranks, of which this one is number ``rank``."""
+        self.runtime = runtime
+        self.size = size
+        self.rank = rank
+        self._kept: weakref.ref[Kept] | None = None
+
+    def keep(self, gathered: Sequence[FlatBuffers]) -> Kept:
+        """Copy this rank's part of what was gathered. It lives as long as the result does."""
+        kept = self._alive
+        if kept is None:
+            kept = Kept()
+            self._kept = weakref.ref(kept)
+        kept.shards = [b.unsharded.inner_wire(self.size, self.rank).clone() for b in gathered]
+        return kept
+
+    def take(self) -> list[torch.Tensor] | None:
+        """What is kept, which is kept no longer."""
+        kept = self._alive
+        if kept is None:
+            return None
+        shards, kept.shards = kept.shards, None
+        return shards
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept now."""
+        kept = self._alive
+        return sum([s.nbytes for s in kept.shards]) if kept is not None and kept.shards else 0
+
+    @property
+    def _alive(self) -> Kept | None:
+        return None if self._kept is None else self._kept()
+
+    def copy(self) -> InnerShards:
+        """The same for another unit."""
+        return InnerShards(self.runtime, self.size, self.rank)
