@@ -84,6 +84,7 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
         self.requires_gradient_sync = True  # False: `no_sync`
+        self.syncs_after: bool | None = None  # inside `no_sync`: what the line above is outside, and so in a copy
         # What to gather while this unit computes, in place of the recorded order; None: as recorded.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
@@ -209,6 +210,8 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
+        if result.syncs_after is not None:
+            result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()
         result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)

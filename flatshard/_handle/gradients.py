@@ -240,10 +240,6 @@ class FlatGradients:
 
     def _begin(self) -> None:
         buffers = self.buffers
-        if self._made_for != (buffers.dtype, buffers.unsharded.flat.device):
-            self._allocate_views()
-            if self.flat_param is not None:
-                self.flat_param.data = buffers.shard
         if buffers.is_whole:  # all-reduced in place, it becomes the gradients themselves: a new one each time
             self._input = torch.empty(buffers.layout.padded_numel, dtype=self._input.dtype, device=self._input.device)
             self._slots, self._gaps = self._views_of(self._input)
@@ -258,6 +254,22 @@ class FlatGradients:
         """A backward is over, and another will add to its gradients before they are reduced."""
         if self._batching:
             self._place_batch()
+
+    def follow_parameters(self) -> None:
+        """The parameters have another dtype or device now: so do gradients that are held, and those to come."""
+        buffers, held = self.buffers, self._input
+        if self._made_for == (buffers.dtype, buffers.unsharded.flat.device):
+            return
+        self._allocate_views()
+        if self.flat_param is not None:
+            self.flat_param.data = buffers.shard
+        if self.any_filled and held.numel():
+            if buffers.is_whole:
+                self._input = held.to(self._input)
+                self._slots, self._gaps = self._views_of(self._input)
+            else:
+                self._input.untyped_storage().resize_(self._nbytes)
+                self._input.copy_(held)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -411,7 +423,7 @@ class FlatGradients:
             if parts is not None:
                 parts[index].copy_(mine)
             elif param.grad is None:
-                param.grad = mine.to(buffers.device, copy=True)
+                param.grad = mine.to(buffers.device, self.reduction.dtype, copy=True)
             else:
                 param.grad.copy_(mine)
 

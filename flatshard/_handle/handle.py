@@ -246,9 +246,10 @@ class FlatParamHandle:
             sharded.data = new.data  # the optimizer holds `sharded`, so it stays
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
-        for buffers in self.buffers:
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if moved := buffers.moved():
                 buffers.readopt(moved)
+                grads.follow_parameters()
         self.sync_requires_grad()
 
     def places(self) -> list[int] | None:
