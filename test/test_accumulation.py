@@ -297,3 +297,45 @@ def copied_inside(ctx) -> None:
 
 def test_a_copy_made_inside_no_sync_is_outside(pool):
     pool.run(copied_inside)
+
+
+def frozen_while_held(ctx) -> None:
+    """A unit that is frozen when gradients are reduced drops what it holds, like one parameter does."""
+    torch.manual_seed(0)
+    reference = Net(5)
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+    x = torch.randn(2, 5)
+    with flatshard.no_sync(model):
+        model(x).square().mean().backward()
+    model.blocks[1].requires_grad_(False)
+    model(x).square().mean().backward()
+    assert all(p.grad is None for p in model.blocks[1].parameters())
+    model.zero_grad()
+    model.blocks[1].requires_grad_(True)
+    model(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    check_gradients(model, reference, rtol=1e-5)
+
+
+def held_through_grad(ctx) -> None:
+    """``torch.autograd.grad`` with respect to the input comes to all units, and adds to none of them."""
+    torch.manual_seed(0)
+    reference = Net(5)
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+    x = torch.randn(2, 5, requires_grad=True)
+    with flatshard.no_sync(model):
+        model(x).square().mean().backward()
+    torch.autograd.grad(model(x).sum(), x)
+    for m in (reference, model):
+        m.skip = 1
+        if m is reference:
+            m.skip = -1
+            m(x).square().mean().backward()
+            m.skip = 1
+        m(x).square().mean().backward()
+    check_gradients(model, reference, rtol=1e-5)
+
+
+@pytest.mark.parametrize("body", [frozen_while_held, held_through_grad])
+def test_what_is_held_comes_into_this_step_or_none(pool, body):
+    pool.run(body)

@@ -148,8 +148,7 @@ class Unit:
         self.config = replace(self.config, reshard_after_forward=value)
         self.handle.inner = None
         if value is not None and not isinstance(value, bool):
-            runtime = self.context.runtime.within(value, self.config.collectives)
-            self.handle.inner = InnerShards(runtime, value, runtime.rank)
+            self.handle.inner = InnerShards(self.context.runtime.within(value, self.config.collectives))
 
     def rename(self, fqn: str) -> None:
         """Name the unit and its parameters as seen from a module further out."""

@@ -273,9 +273,9 @@ class FlatBuffers:
             shard = self._on_compute_device()
         return self._gather_into(self.unsharded, shard, runtime)
 
-    def gather_inner(self, runtime: Runtime, part: torch.Tensor, size: int, rank: int) -> Pending:
-        """The same from what ``size`` ranks kept of the last time, of which ``part`` is this one's."""
-        own = self.unsharded.allocate_inner(part, size, rank)
+    def gather_inner(self, runtime: Runtime, part: torch.Tensor) -> Pending:
+        """The same from what the ranks of another group kept of the last time: ``part`` here."""
+        own = self.unsharded.allocate_inner(part, runtime.world_size, runtime.rank)
         return runtime.all_gather(self.unsharded.wire, own)
 
     def _on_compute_device(self) -> torch.Tensor:

@@ -129,40 +129,29 @@ class FlatParamHandle:
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
-            if self.inner is not None and self._unshard_inner(self.inner, again):
-                return
-            _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
-            runtime = self.runtime.exact if exactly else self.runtime
+            runtime, kept = self.runtime.exact if exactly else self.runtime, None
+            if self.inner is not None and (kept := self.inner.take(again)) is not None:
+                runtime = self.inner.runtime
+            what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
+            _trace.event("cast" if self._is_whole else what, self.fqn)
             scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
             if scope is None:
-                self._start_gathers(runtime, again)
+                self._start_gathers(runtime, again, kept)
             else:
                 with scope:
-                    self._start_gathers(runtime, again)
+                    self._start_gathers(runtime, again, kept)
         self.lifetime.move_params("unshard")
 
-    def _unshard_inner(self, inner: InnerShards, again: bool) -> bool:
-        """Start gathering over the smaller group. Returns False where nothing is kept for that."""
-        kept = inner.take()
-        if kept is None or not again:
-            return False
-        _trace.event(f"all-gather over {inner.size}", self.fqn)
-        scope = _trace.labelled("all_gather", self.fqn, inner.runtime.gathering())
-        with scope or contextlib.nullcontext():
-            self._start_gathers(inner.runtime, again, kept)
-        self.lifetime.move_params("unshard")
-        return True
-
-    def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None = None) -> None:
+    def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None) -> None:
         gathers: list[Pending] = []
         try:
-            if kept is not None and (inner := self.inner) is not None:  # as exact as what they were kept of
-                for buffers, part in zip(self._gathered, kept, strict=True):
-                    gathers.append(buffers.gather_inner(runtime, part, inner.size, inner.rank))
-            else:
+            if kept is None:
                 self.is_exact = runtime is runtime.exact
                 for buffers in self._gathered:
                     gathers.append(buffers.gather(runtime, again))
+            else:  # as exact as what they were kept of
+                for buffers, part in zip(self._gathered, kept, strict=True):
+                    gathers.append(buffers.gather_inner(runtime, part))
         except BaseException as e:
             _settle(gathers)
             for buffers in self._gathered:
@@ -316,6 +305,8 @@ class FlatParamHandle:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
                     grads.reduce(self.runtime)
+                else:  # frozen since: what was held is dropped
+                    grads.reduction.discard()
                 buffers.forget_cast()
         except CollectiveError:
             self._settle_reductions()
@@ -336,8 +327,19 @@ class FlatParamHandle:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced."""
-        return self.lifetime.grads is GradState.HELD
+        """Whether gradients of earlier backwards wait to be reduced, or to be averaged over the replicas."""
+        return self.lifetime.grads is GradState.HELD or any([g.reduction.is_partial for g in self.grads])
+
+    @property
+    def wants_reduction(self) -> bool:
+        """Whether they do, and may be."""
+        held = self.lifetime.grads is GradState.HELD
+        return held or any([g.reduction.is_partial and g.reduction.reduces_replicas for g in self.grads])
+
+    @property
+    def reduces_replicas(self) -> bool:
+        """Whether reductions end in ``.grad``. No: reduction.py, [Note: Accumulating within the shard group]"""
+        return all([g.reduction.reduces_replicas for g in self.grads])
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.

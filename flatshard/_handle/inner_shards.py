@@ -1,8 +1,7 @@
-"""What a unit keeps between forward and backward where it reshards to a group smaller than its own (an int for
-``reshard_after_forward``).
+"""What a unit keeps from forward to backward where it reshards to fewer ranks (an int for ``reshard_after_forward``).
 
-After forward each rank keeps one of ``size`` equal parts of what was gathered, in the compute dtype, and backward's
-all-gather runs among ``size`` ranks only, which are usually one node.
+After forward each of the smaller group's ``k`` ranks keeps one of ``k`` equal parts of what was gathered, in the compute
+dtype, and backward's all-gather runs among these ranks only, which are usually those of one node.
 
 [Note: The life of an inner shard]
 It has the values of the unit's last forward, so the next all-gather over the whole group drops it. The backward that uses it
@@ -34,11 +33,9 @@ class Kept:
 class InnerShards:
     """Of one unit."""
 
-    def __init__(self, runtime: Runtime, size: int, rank: int) -> None:
-        """``runtime``: its all-gathers are over ``size`` ranks, of which this one is number ``rank``."""
+    def __init__(self, runtime: Runtime) -> None:
+        """``runtime``: of the smaller group."""
         self.runtime = runtime
-        self.size = size
-        self.rank = rank
         self._kept: weakref.ref[Kept] | None = None
 
     def keep(self, gathered: Sequence[FlatBuffers]) -> Kept:
@@ -47,16 +44,16 @@ class InnerShards:
         if kept is None:
             kept = Kept()
             self._kept = weakref.ref(kept)
-        kept.shards = [b.unsharded.inner_wire(self.size, self.rank).clone() for b in gathered]
+        kept.shards = [b.unsharded.inner_wire(self.runtime.world_size, self.runtime.rank).clone() for b in gathered]
         return kept
 
-    def take(self) -> list[torch.Tensor] | None:
-        """What is kept, which is kept no longer."""
+    def take(self, again: bool) -> list[torch.Tensor] | None:
+        """What is kept, which is kept no longer. None where there is nothing, or not the values of last time are wanted."""
         kept = self._alive
         if kept is None:
             return None
         shards, kept.shards = kept.shards, None
-        return shards
+        return shards if again else None
 
     @property
     def nbytes(self) -> int:
@@ -70,4 +67,4 @@ class InnerShards:
 
     def copy(self) -> InnerShards:
         """The same for another unit."""
-        return InnerShards(self.runtime, self.size, self.rank)
+        return InnerShards(self.runtime)
