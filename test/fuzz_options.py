@@ -59,6 +59,8 @@ class Options:
     offload: bool = False
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None
+    forward_before_step: bool = False
+    """Whether the sharded model runs a forward between its last backward and the optimizer's step, for no backward."""
     clip: tuple[str, float] | None = None
     """Whose ``clip_grad_norm_``, and p of the norm."""
 
@@ -169,6 +171,7 @@ def draw_options(
         found["prefetch_limit_bytes"] = rng.choice([0, 500])
     if rng.random() < 0.3 and not found.get("keep_low_precision_grads"):
         found["clip"] = rng.choice(["torch", "flatshard"]), rng.choice([2.0, 2.0, 1.0, *[float("inf")] * (not empty)])
+    found["forward_before_step"] = rng.random() < 0.2
     return Options(**found)
 
 

@@ -658,10 +658,15 @@ def run_backwards(case: Case, scale: float, model: nn.Module, inputs: Tensor, ar
             with around(count - 1):
                 (loss * scale).backward()
         case "accumulate":
+            skips = [(m, m.step) for m in model.modules() if isinstance(m, SkipOdd)]
             for i in range(count):
+                for module, step in skips:  # so that a microbatch may leave out what another trained
+                    module.step = step + i
                 another = loss if i == 0 else forward(inputs.flip(1).roll(i, 1))
                 with around(i):
                     (another * scale).backward()
+            for module, step in skips:
+                module.step = step
         case "two_forwards":
             another = forward(inputs.flip(1))
             with around(count - 1):
@@ -680,7 +685,10 @@ def run_case(ctx, case: Case, halves: Any) -> None:
     def train(model: nn.Module, inputs: Tensor, scale: float) -> Tensor:
         sharded = any(isinstance(p, flatshard.ShardedParameter) for p in model.parameters())
         around = functools.partial(options.around_backward, model) if sharded else contextlib.nullcontext
-        return run_backwards(case, scale, model, inputs, around)
+        loss = run_backwards(case, scale, model, inputs, around)
+        if sharded and options.forward_before_step:
+            model(inputs)
+        return loss
 
     def shard(model: nn.Module, group: Any) -> nn.Module:
         case.shard(model, ctx, halves)
