@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg as fake_pg
 from expecttest import assert_expected_inline
 from parity import adamw, check_parity, full_params
 from test_order import Block, Net, as_text, same_everywhere, sharded, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
@@ -26,6 +28,7 @@ from flatshard import (
     fully_shard,
     set_reshard_after_forward,
 )
+from flatshard._backends import subgroup
 from flatshard._composable.state import units_below
 from flatshard._trace import record_events
 
@@ -340,6 +343,13 @@ def groups(ctx) -> None:
         assert len(made) == before
         assert units_below(one)[0].handle.inner.runtime.group is units_below(two)[0].handle.inner.runtime.group
         assert units_below(one)[0].handle.inner.runtime.rank == ctx.rank % 2
+        mesh = init_device_mesh("cpu", (2, 2))
+        for _ in range(2):  # each rank knows the ranks of its own group only
+            before = len(made)
+            for dim in (0, 1):
+                alone = subgroup(mesh.get_group(dim), 1, torch.device("cpu"))
+                assert dist.get_process_group_ranks(alone) == [ctx.rank]
+        assert len(made) == before
     finally:
         dist.new_group = original
 
@@ -375,3 +385,15 @@ def refusals(ctx) -> None:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_refusals(pool, world_size):
     pool.run(refusals, world_size=world_size)
+
+
+def test_fake_group():
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=5, world_size=8)
+    try:
+        model = fully_shard(Net(), policy={Block}, reshard_after_forward=4)
+        with record_events() as events:
+            model(torch.ones(2, 4)).sum().backward()
+        assert sum(e.startswith("all-gather over 4 ") for e in events) == 4
+        assert units_below(model)[0].handle.inner.runtime.rank == 1
+    finally:
+        dist.destroy_process_group()
