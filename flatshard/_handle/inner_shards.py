@@ -1,7 +1,9 @@
 """What a unit keeps from forward to backward where it reshards to fewer ranks (an int for ``reshard_after_forward``).
 
 After forward each of the smaller group's ``k`` ranks keeps one of ``k`` equal parts of what was gathered, in the compute
-dtype, and backward's all-gather runs among these ranks only, which are usually those of one node.
+dtype, and backward's all-gather runs among these ranks only, which are usually those of one node. On an accelerator it is
+on another communicator than the gathers over the whole group, but on the same stream, so that their order is the same on
+all ranks.
 
 [Note: The life of an inner shard]
 It has the values of the unit's last forward, so the next all-gather over the whole group drops it. The backward that uses it
