@@ -18,9 +18,9 @@ unasked:
 from __future__ import annotations
 
 import contextlib
-import datetime
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -173,7 +173,7 @@ class GlooCollectives(BuiltinCollectives):
         """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
         never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.size, INTERRUPT_TAG)
         with contextlib.suppress(RuntimeError):  # that it timed out
-            never.wait(datetime.timedelta(milliseconds=1))
+            never.wait(timedelta(milliseconds=1))
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
@@ -285,6 +285,45 @@ class DefaultCollectives(BuiltinCollectives):
         """See :class:`BuiltinCollectives`."""
         dist.broadcast(tensor, group_src=0, group=self.group)
         return Done()
+
+
+# By id of the default group: the groups that `subgroup` made in it, by their ranks. All ranks hold the same.
+_subgroups: dict[int, tuple[weakref.ref[dist.ProcessGroup], dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]]]] = {}
+
+
+def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
+    """The ``size`` consecutive ranks of ``group`` that this rank is one of, as a group of their own.
+
+    Every rank of the world must call it at the same time, each with its own group: making groups wants all of them. Made
+    once. The default group holds it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    ranks, known = dist.get_process_group_ranks(group), dist.get_world_size()
+    rows = [[size, *ranks]]
+    if len(ranks) < known:
+        mine = torch.full((1 + known,), -1, dtype=torch.int64, device=device)
+        mine[: 1 + len(ranks)] = torch.tensor(rows[0], device=device)
+        every = [torch.empty_like(mine) for _ in range(known)]
+        dist.all_gather(every, mine)
+        rows = [[r for r in row if r >= 0] for row in torch.stack(every).tolist()]
+    found = _subgroups.get(id(world))
+    made = found[1] if found is not None and found[0]() is world else {}
+    _subgroups[id(world)] = weakref.ref(world), made
+    for step, *others in sorted(map(tuple, rows)):
+        for start in range(0, len(others), step):
+            part = tuple(others[start : start + step])
+            if part not in made:
+                new = dist.new_group(part, timeout=_timeout(group, device), backend=dist.get_backend_config(group))
+                made[part] = weakref.ref(new) if dist.get_rank() in part else weakref.ref(world)
+    at = ranks.index(dist.get_rank()) // size * size
+    return _alive(made[tuple(ranks[at : at + size])])
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """What ``group`` was made with, where its backend tells."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:

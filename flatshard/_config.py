@@ -144,18 +144,29 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
 
 
 def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
-    """``value`` is True, False or None, and has a meaning with ``strategy``."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={value}: resharding to a smaller group of ranks is not implemented; pass True, False or "
-            "None"
+    """``value`` is True, False, None or a number of ranks, and has a meaning with ``strategy``."""
+    if not isinstance(value, int | None):
+        raise ValueError(
+            "reshard_after_forward must be True, False, None (as the strategy says) or a number of ranks to reshard to, got "
+            f"{value!r}"
         )
-    if not isinstance(value, bool | None):
-        raise ValueError(f"reshard_after_forward must be True, False or None (as the strategy says), got {value!r}")
     if value and strategy is ShardingStrategy.NO_SHARD:
         raise ValueError(
-            "reshard_after_forward=True has no meaning with NO_SHARD, whose parameters are always whole: use FULL_SHARD"
+            f"reshard_after_forward={value} has no meaning with NO_SHARD, whose parameters are always whole: use FULL_SHARD"
         )
+
+
+def as_reshard_after_forward(value: bool | int | None, world_size: int) -> bool | int | None:
+    """``value`` for a unit over ``world_size`` ranks: resharding to all of them is True, to each rank alone is False."""
+    if value is None or isinstance(value, bool):
+        return value
+    if value < 1 or world_size % value:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"reshard_after_forward={value} does not divide the {world_size} ranks that the parameters are sharded over: "
+            f"pass one of {divisors}, True or False"
+        )
+    return True if value == world_size and world_size > 1 else False if value == 1 else value
 
 
 REDUCTIONS_IN_FLIGHT = 2

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from flatshard import _config, _watch
-from flatshard._backends import FakeCollectives, GlooCollectives, builtin_collectives
+from flatshard._ablation import NoCommunication
+from flatshard._backends import FakeCollectives, GlooCollectives, builtin_collectives, subgroup
 from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._order_check import Comparison, OrderCheck
@@ -153,6 +154,7 @@ class Runtime:
         self.rank, self.world_size = self._builtin.rank, self._builtin.size
         self.collectives: Collectives = self._builtin
         self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
+        self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
@@ -190,6 +192,21 @@ class Runtime:
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
         return result
+
+    def split(self, size: int) -> None:
+        """Make ``within(size)`` known. Every rank of the world must call it at the same time: see ``subgroup``."""
+        group = subgroup(self.group, size, self.device)
+        if size not in self._inner:
+            self._inner[size] = copy.copy(Runtime.of(group, self.device))
+            self._inner[size]._streams = self._streams
+
+    def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
+        """The ``size`` consecutive ranks of the group that this rank is among, on the same streams. After ``split(size)``.
+
+        It hands on what was gathered before, so it is exact; or left out, where that was.
+        """
+        made = self._inner[size].using(factory)
+        return made if isinstance(factory, NoCommunication) else made.exact
 
     @property
     def group(self) -> dist.ProcessGroup:

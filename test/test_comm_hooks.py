@@ -238,7 +238,9 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
             sharded(make_input(0, 2)).sum().backward()
     with (
         fake_world(1),
-        pytest.raises(ValueError, match=r"no gradients to reduce \(there is a single rank\).*leave it out"),
+        pytest.raises(
+            ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*leave it out"
+        ),
     ):
         register_comm_hook(built(None), None, average)
 

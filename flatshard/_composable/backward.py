@@ -133,7 +133,7 @@ class Backward:
                 self._reduce_ready()
             else:
                 unit.handle.hold_gradients()  # it stays open: whoever reduces keeps the order
-        else:
+        elif not unit.handle.holds_gradients:
             self._open.pop(unit.ref, None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
@@ -148,7 +148,8 @@ class Backward:
                 break
         for unit in allowed:
             self._ready.remove(unit)
-            del self._open[unit.ref]
+            if unit.handle.replicas is None or unit.handle.reduces_replicas:  # else it stays open
+                del self._open[unit.ref]
             self._reduce(unit)
 
     def _open_units(self) -> Iterator[Unit]:
@@ -184,7 +185,7 @@ class Backward:
         if self._tasks:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
-            self._ready.update(u for u in self._open_units() if u.handle.holds_gradients and u.requires_gradient_sync)
+            self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
         try:
             self._reduce_ready(all_of_them=True)
             for ref in [ref for ref in self._open if ref() is None]:

@@ -264,11 +264,19 @@ class UnitHooks:
                     needed.handle.slots.register_sharded()
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if needed.holds == 0 and not (stays or leaks or in_backward):
+                if needed.handle.inner is not None and comes_back and not needed.kept:
+                    self._keep_inner_shards(needed)
                 needed.free_unless_kept()
                 if not comes_back:
                     needed.handle.forget_cast()
         if outermost and not in_backward:
             context.end_pass()
+
+    def _keep_inner_shards(self, needed: Unit) -> None:
+        """The step of the forward that ends now holds them for its backward."""
+        step = self.unit.context.last_step
+        if step is not None and step.unit is self.unit:  # else the backward cannot be told from the outputs
+            step.kept = [*(step.kept or ()), needed.handle.keep_inner_shards()]
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
         """Have backward come back through ``pre_backward``. Returns whether it can."""

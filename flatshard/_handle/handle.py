@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,24 +19,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 from flatshard import _trace
 from flatshard._collectives import Pending
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
-from flatshard._handle.buffers import FlatBuffers, FlatOptions
+from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
+from flatshard._handle.param_slots import ParamSlots, group_by_kind
 from flatshard._handle.slots import Slots
 from flatshard._progress import Label, digest, here
 from flatshard._runtime import Runtime
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSlots:
-    """One parameter to flatten: its FQN and every (module, name) that it is registered under."""
-
-    fqn: str
-    param: nn.Parameter
-    slots: tuple[tuple[nn.Module, str], ...]
-    options: FlatOptions
 
 
 class FlatParamHandle:
@@ -64,7 +55,7 @@ class FlatParamHandle:
         world, rank = (1, 0) if replicas is runtime else (runtime.world_size, runtime.rank)
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
-        for group in _group_by_kind(params):
+        for group in group_by_kind(params):
             options = group[0].options
             sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
             itemsize = min((options.compute_dtype or group[0].param.dtype).itemsize, group[0].param.dtype.itemsize)
@@ -84,6 +75,7 @@ class FlatParamHandle:
         self.is_exact = True  # whether the last gather brought the shards bit for bit
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self.inner: InnerShards | None = None  # where it reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
@@ -135,23 +127,30 @@ class FlatParamHandle:
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
-            _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
+            runtime, kept = self.runtime.exact if exactly else self.runtime, None
+            if self.inner is not None and (kept := self.inner.take(again)) is not None:
+                runtime = self.inner.runtime
+            what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
             here.label, here.again = self.label, again
-            runtime = self.runtime.exact if exactly else self.runtime
+            _trace.event("cast" if self._is_whole else what, self.fqn)
             scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
             if scope is None:
-                self._start_gathers(runtime, again)
+                self._start_gathers(runtime, again, kept)
             else:
                 with scope:
-                    self._start_gathers(runtime, again)
+                    self._start_gathers(runtime, again, kept)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, again: bool) -> None:
-        self.is_exact = runtime is runtime.exact
+    def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None) -> None:
         gathers: list[Pending] = []
         try:
-            for buffers in self._gathered:
-                gathers.append(buffers.gather(runtime, again))
+            if kept is None:
+                self.is_exact = runtime is runtime.exact
+                for buffers in self._gathered:
+                    gathers.append(buffers.gather(runtime, again))
+            else:  # as exact as what they were kept of
+                for buffers, part in zip(self._gathered, kept, strict=True):
+                    gathers.append(buffers.gather_inner(runtime, part))
         except BaseException as e:
             _settle(gathers)
             for buffers in self._gathered:
@@ -207,6 +206,12 @@ class FlatParamHandle:
                 buffers.free()
         self.lifetime.move_params("reshard")
 
+    def keep_inner_shards(self) -> Kept | None:
+        """Before ``reshard``: what to hold for as long as a backward may want these values. None: nothing."""
+        if self.inner is None or self.lifetime.params is not ParamState.UNSHARDED:
+            return None
+        return self.inner.keep(self._gathered)
+
     def forget_cast(self) -> None:
         """No backward will need the values that a forward had: see ``FlatOptions.keep_cast``."""
         for buffers in self._gathered:
@@ -233,9 +238,10 @@ class FlatParamHandle:
             sharded.data = new.data  # the optimizer holds `sharded`, so it stays
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
-        for buffers in self.buffers:
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if moved := buffers.moved():
                 buffers.readopt(moved)
+                grads.follow_parameters()
         self.sync_requires_grad()
         self._checked_at = changes.count
 
@@ -309,6 +315,8 @@ class FlatParamHandle:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
                     grads.reduce(self.runtime)
+                else:  # frozen since: what was held is dropped
+                    grads.reduction.discard()
                 buffers.forget_cast()
         except CollectiveError:
             self._settle_reductions()
@@ -335,8 +343,19 @@ class FlatParamHandle:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced."""
-        return self.lifetime.grads is GradState.HELD
+        """Whether gradients of earlier backwards wait to be reduced, or to be averaged over the replicas."""
+        return self.lifetime.grads is GradState.HELD or any([g.reduction.is_partial for g in self.grads])
+
+    @property
+    def wants_reduction(self) -> bool:
+        """Whether they do, and may be."""
+        held = self.lifetime.grads is GradState.HELD
+        return held or any([g.reduction.is_partial and g.reduction.reduces_replicas for g in self.grads])
+
+    @property
+    def reduces_replicas(self) -> bool:
+        """Whether reductions end in ``.grad``. No: reduction.py, [Note: Accumulating within the shard group]"""
+        return all([g.reduction.reduces_replicas for g in self.grads])
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.
@@ -406,6 +425,7 @@ class FlatParamHandle:
         memo[id(self)] = result
         result.label = self._make_label(self.label.identity)
         result.lifetime = Lifetime(self.fqn)
+        result.inner = self.inner and self.inner.copy()
         result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
@@ -429,11 +449,3 @@ def _settle(pending: Iterable[Pending]) -> None:
     for each in pending:
         with contextlib.suppress(Exception):
             each.wait()
-
-
-def _group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:
-    """Parameters of one flat parameter each: equal in dtypes and in being trainable. Order within a group is kept."""
-    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[ParamSlots]] = {}
-    for owned in params:
-        groups.setdefault((owned.param.dtype, owned.param.requires_grad, owned.options), []).append(owned)
-    return list(groups.values())

@@ -69,7 +69,7 @@ class WholeParameters:
         """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
         here.label, here.again = self._handle.label, False
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
-            if True in buffers.requires_grad:
+            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:  # a frozen one's may be left from before
                 for param, compute, grad in zip(
                     buffers.params, buffers.computes, grads.gather(self._handle.runtime), strict=True
                 ):
