@@ -253,10 +253,7 @@ class FlatParamHandle:
 
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
-        version = 0
-        for buffers in self.buffers:
-            version += buffers.version()
-        return version
+        return sum([b.version() for b in self.buffers])
 
     def sync_requires_grad(self) -> None:
         """Follow what the user froze or unfroze."""
@@ -289,9 +286,7 @@ class FlatParamHandle:
 
     def gradient_nodes(self) -> list[Node]:
         """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
-        epoch = 0
-        for buffers in self.buffers:
-            epoch += buffers.epoch
+        epoch = sum([b.epoch for b in self.buffers])
         if epoch != self._nodes_epoch:
             leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
             self._nodes = [get_gradient_edge(leaf).node for leaf in leaves]
