@@ -471,6 +471,7 @@ def second_group(ctx) -> None:
     # Held weakly: it ends when it is destroyed, and what uses it then says so.
     third = dist.new_group()
     collectives = DefaultCollectives(ctx.group, third)
+    dist.barrier(ctx.group)  # other ranks may still be connecting
     dist.destroy_process_group(third)
     del third
     gc.collect()
