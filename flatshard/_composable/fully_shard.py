@@ -31,6 +31,7 @@ from flatshard._config import (
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle, ParamSlots
+from flatshard._handle.tensor_parallel import TensorParallel
 from flatshard._runtime import Runtime
 
 M = TypeVar("M", bound=nn.Module)
@@ -128,7 +129,8 @@ def fully_shard(
     configs = {m: _override(config, given, m) for m, given in overrides.items()}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
     validate.check_order(module, planned)
-    device = validate.check_parameters(planned, _as_device(device_id))
+    groups = [group] if replica_group is None else [group, replica_group]
+    device = validate.check_parameters(planned, _as_device(device_id), groups)
     names = {m: n for n, m in module.named_modules()}
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
 
@@ -252,9 +254,11 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
     policy, offload = config.mixed_precision, config.cpu_offload
     params = []
     for owned in planned.owned:
-        modules = [m for m, _ in owned.slots]
-        options = flat_options(owned.param, modules, policy, offload.offload_params, offload.pin_memory)
-        params.append(ParamSlots(owned.fqn, owned.param, tuple(owned.slots), options))
+        modules, param = [m for m, _ in owned.slots], owned.param
+        if (parallel := TensorParallel.of(param)) is not None:
+            param = parallel.take_apart(param)
+        options = flat_options(param, modules, policy, offload.offload_params, offload.pin_memory)
+        params.append(ParamSlots(owned.fqn, param, tuple(owned.slots), options))
     cast_buffers(planned.modules, policy)
     warn_about_low_precision_masters(owned.param for owned in planned.owned)
     runtime = context.runtime.using(config.collectives)

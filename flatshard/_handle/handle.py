@@ -26,6 +26,7 @@ from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.slots import Slots
+from flatshard._handle.tensor_parallel import local_tensor
 from flatshard._runtime import Runtime
 
 
@@ -205,6 +206,7 @@ class FlatParamHandle:
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
+        tensor = local_tensor(tensor)
         address = tensor.data_ptr() if tensor.layout is torch.strided else 0
         return any([b.unsharded.contains(address) for b in self._gathered])
 
