@@ -6,13 +6,15 @@ plain model in one process, on the whole batch.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -148,3 +150,249 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_parity(pool, sequence: bool, hidden: int, case: str):
     pool.run(train, sequence, hidden, CASES[case], world_size=4)
+
+
+# -- what else a sharded model can do ----------------------------------------------------------------------------------
+
+
+def two_dimensions(block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, DeviceMesh]:
+    """(plain, sharded, mesh)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, model = make(block, hidden), make(block, hidden)
+    parallelize(model, mesh["tp"], block is SequenceBlock)
+    fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
+    return plain, model, mesh
+
+
+def batch(step: int, ranks: int = 2) -> Tensor:
+    return torch.randn(ranks, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+        return {
+            name: None
+            if p.grad is None
+            else (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, f"{what} {name}"
+        else:
+            torch.testing.assert_close(
+                got[name], value.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}"
+            )
+
+
+def grads_of(plain: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
+
+
+def accumulate(ctx) -> None:
+    plain, model, mesh = two_dimensions()
+    mine = mesh["dp"].get_local_rank()
+    for step in range(3):
+        x = batch(step)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        if step < 2:
+            with flatshard.no_sync(model):
+                model(x[mine]).square().mean().backward()
+        else:
+            model(x[mine]).square().mean().backward()
+    assert_same(gradients(model), grads_of(plain))
+
+
+def freeze(ctx) -> None:
+    plain, model, mesh = two_dimensions()
+    mine = mesh["dp"].get_local_rank()
+    for m in (plain, model):
+        for name, param in m.named_parameters():
+            param.requires_grad_("up" not in name)
+    x = batch(0)
+    plain(x.flatten(0, 1)).square().mean().backward()
+    model(x[mine]).square().mean().backward()
+    assert_same(gradients(model), grads_of(plain))
+
+
+def copy_deeply(ctx) -> None:
+    plain, model, mesh = two_dimensions()
+    copied = copy.deepcopy(model)
+    mine = mesh["dp"].get_local_rank()
+    x = batch(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    plain(x.flatten(0, 1)).square().mean().backward()
+    copied(x[mine]).square().mean().backward()
+    assert_same(whole(copied), dict(plain.named_parameters()))
+    assert_same(gradients(copied), grads_of(plain))
+
+
+def write_back(ctx) -> None:
+    plain, model, _ = two_dimensions()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2).add_(0.5)
+        with flatshard.summon_full_params(model):
+            for param in model.parameters():
+                param.mul_(2).add_(0.5)
+    assert_same(whole(model), dict(plain.named_parameters()))
+
+
+def show_on_cpu(ctx) -> None:
+    plain, model, _ = two_dimensions()
+    with flatshard.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    for param in plain.parameters():
+        param.data.mul_(2)
+    assert_same(whole(model), dict(plain.named_parameters()))
+
+
+def convert(ctx) -> None:
+    plain, model, mesh = two_dimensions()
+    mine = mesh["dp"].get_local_rank()
+    model.float()
+    plain.float()
+    x = batch(0).float()
+    plain(x.flatten(0, 1)).square().mean().backward()
+    model(x[mine]).square().mean().backward()
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def replicate(ctx) -> None:
+    """Replicated DTensors are reduced once, and count once in a norm."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = nn.Linear(WIDTH, 5).double()
+    torch.manual_seed(0)
+    plain.reset_parameters()
+    model = copy.deepcopy(plain)
+    for name, param in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()])))
+    fully_shard(model, device_mesh=mesh["dp"])
+    mine = mesh["dp"].get_local_rank()
+    x = batch(0)
+    plain(x.flatten(0, 1)).square().mean().backward()
+    output = model(DTensor.from_local(x[mine], mesh["tp"], [Replicate()]))
+    output.to_local().square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), expected)
+    torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), expected)
+    assert_same(gradients(model), grads_of(plain))
+
+
+def train_flat(ctx) -> None:
+    plain, model, mesh = two_dimensions()
+    mine = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (plain.parameters(), flatshard.flat_parameters(model))]
+    for step in range(2):
+        x = batch(step)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mine]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole(model), dict(plain.named_parameters()))
+
+
+def in_bfloat16(ctx) -> None:
+    """Against the same model sharded over tensor-parallel ranks only, which computes with the same rounded values."""
+    policy = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    _, model, mesh = two_dimensions(mixed_precision=policy)
+    mine = mesh["dp"].get_local_rank()
+    x = batch(0)
+    output = model(x[mine])
+    assert output.dtype is torch.bfloat16
+    output.double().square().mean().backward()
+    exact, _, _ = two_dimensions()
+    exact(x.flatten(0, 1)).square().mean().backward()
+    for name, grad in gradients(model).items():
+        assert grad.dtype is torch.float64
+        expected = exact.get_parameter(name).grad
+        assert (grad - expected).norm() < 0.05 * expected.norm() + 1e-3, name
+
+
+def initialise_on_meta(ctx) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch.manual_seed(ctx.rank)  # ranks of one tensor-parallel coordinate get the first one's values all the same
+    fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear})
+    values = whole(model)
+    assert values["0.weight"].shape == (8, WIDTH)
+    for value in values.values():
+        assert value.isfinite().all()
+        same = value.clone()
+        torch.distributed.broadcast(same, 0, group=ctx.group)
+        assert torch.equal(same, value)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def scale_gradients(ctx) -> None:
+    """An overflow on one tensor-parallel rank skips the step on all."""
+    _, model, mesh = two_dimensions()
+    mine = mesh["dp"].get_local_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for overflow in (False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(batch(0)[mine]).square().mean()).backward()
+        if overflow and ctx.rank == 3:
+            param = next(p for n, p in model.named_parameters() if n.endswith("down.weight") and p.numel())
+            param.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert changed is not overflow
+        assert scaler.get_scale() == (4.0 if overflow else 8.0)
+
+
+def refuse(ctx) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = make()
+    parallelize(model, mesh["tp"], False)
+    with pytest.raises(ValueError, match=r"'blocks.0.up.weight' is a DTensor over ranks .*device_mesh=mesh\['dp'\]"):
+        fully_shard(model, process_group=ctx.group)
+    with pytest.raises(ValueError, match=r"is a DTensor over ranks"):
+        fully_shard(model, device_mesh=mesh["tp"])
+    local = torch.ones(2, 2)
+    model.blocks[1].extra = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Partial()], run_check=False))
+    with pytest.raises(
+        ValueError, match=r"'blocks.1.extra' is a DTensor placed as .*only Shard\(dim\) and Replicate\(\)"
+    ):
+        fully_shard(model, device_mesh=mesh["dp"])
+    del model.blocks[1].extra
+    fully_shard(model, device_mesh=mesh["dp"])
+    model(batch(0)[0]).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"gradient_statistics: .*'blocks.0.up.weight'.* tensor-parallel"):
+        flatshard.gradient_statistics(model)
+
+
+FEATURES = [
+    accumulate,
+    freeze,
+    copy_deeply,
+    write_back,
+    show_on_cpu,
+    convert,
+    replicate,
+    train_flat,
+    in_bfloat16,
+    initialise_on_meta,
+    scale_gradients,
+    refuse,
+]
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.__name__)
+def test_features(pool, feature: Callable[[Any], None]):
+    pool.run(feature, world_size=4)

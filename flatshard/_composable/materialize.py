@@ -184,6 +184,9 @@ def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -
     tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
     try:
         for tensor in tensors.values():
+            if (parallel := TensorParallel.of(tensor)) is not None:
+                for replicas in parallel.replicas(runtime.device):
+                    replicas.broadcast_now(local_tensor(tensor))
             runtime.broadcast_now(local_tensor(tensor))
     except Exception as e:
         runtime.fail("broadcast", unit.fqn, e)

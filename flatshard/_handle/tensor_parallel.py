@@ -14,14 +14,12 @@ tensor-parallel mesh, which count once: see ``norm_runtime``.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from flatshard._runtime import Runtime
@@ -81,6 +79,11 @@ class TensorParallel:
             dtensor = dtensor.redistribute(placements=self.placements)
         return local_tensor(dtensor)
 
+    def replicas(self, device: torch.device) -> list[Runtime]:
+        """The groups of ranks that hold the same local tensor, one for each dimension of the mesh that has any."""
+        sizes = [self.mesh.size(i) if p.is_replicate() else 1 for i, p in enumerate(self.placements)]
+        return [Runtime.of(self.mesh.get_group(i), device) for i, size in enumerate(sizes) if size > 1]
+
     def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
         """The ranks that hold the parts of a gradient. ``runtime``: of those that hold parts of the local tensor."""
         sharded = [
@@ -125,16 +128,14 @@ class ManyRuntimes(Runtime):
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is a DTensor. Does not import what defines it: half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    """Whether ``tensor`` is a DTensor. By its slots: what defines it takes half a second to import."""
+    return hasattr(type(tensor), "_local_tensor")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, when it has arrived; any other tensor itself. Without a graph."""
     if not is_dtensor(tensor):
         return tensor
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    if isinstance(local, dist._functional_collectives.AsyncCollectiveTensor):
-        local = local.wait()
-    return local
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    result: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # of an asynchronous collective
+    return result
