@@ -7,6 +7,7 @@ Same object, same class, same names; each parameter a slice of a flat shard. See
 
 from flatshard._ablation import NoCommunication
 from flatshard._backends import DefaultCollectives, GlooCollectives, builtin_collectives
+from flatshard._checks import check_replicas
 from flatshard._collectives import Collectives, Pending
 from flatshard._comm_hooks import (
     CommHookHandle,
@@ -32,7 +33,7 @@ from flatshard._controls import (
     set_modules_to_forward_prefetch,
     set_reshard_after_forward,
 )
-from flatshard._errors import CollectiveError, InternalError
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
 from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard._grad_sync import (
@@ -45,6 +46,7 @@ from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 from flatshard._quantized import QuantizedCollectives
+from flatshard._skip import skip
 
 __all__ = [
     "BackwardPrefetch",
@@ -63,6 +65,7 @@ __all__ = [
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NoCommunication",
+    "OutOfStepError",
     "Pending",
     "QuantizedCollectives",
     "ShardedGradient",
@@ -72,6 +75,7 @@ __all__ = [
     "UnshardHandle",
     "bf16_compress_hook",
     "builtin_collectives",
+    "check_replicas",
     "clip_grad_norm_",
     "describe",
     "flat_parameters",
@@ -95,6 +99,7 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_forward",
     "size_based_auto_wrap_policy",
+    "skip",
     "summon_full_params",
     "transformer_auto_wrap_policy",
     "unshard",

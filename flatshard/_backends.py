@@ -3,8 +3,9 @@
 [Note: Order of collectives]
 Collectives of one communicator match by order, and all ranks must agree on it. Ranks that take different paths through a
 unit complete it at different times, so only gathers among themselves, and reductions among themselves, have one order on
-all ranks. Over gloo each kind has a tag of its own, and nothing more is needed. Over NCCL both kinds share the group's
-communicator, unless :class:`DefaultCollectives` is given a second group for reductions. It is not made unasked:
+all ranks. Over gloo each kind has a tag of its own for each unit, and nothing more is needed. Over NCCL both kinds share
+the group's communicator, unless :class:`DefaultCollectives` is given a second group for reductions. It is not made
+unasked:
 
 - NCCL's manual calls two communicators whose operations are launched in different orders on different ranks a
   deadlock in waiting ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at once.
@@ -16,14 +17,17 @@ communicator, unless :class:`DefaultCollectives` is given a second group for red
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from flatshard._collectives import Done, Pending, Works, as_real
+from flatshard._progress import GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
 
 
 class BuiltinCollectives:
@@ -35,6 +39,8 @@ class BuiltinCollectives:
     """
 
     exact = True
+    compared: tuple[int, ...] = (GATHER, REDUCE)
+    """The kinds of collectives whose order is compared on all ranks: see ``OrderCheck``. Others may have it, too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -43,6 +49,11 @@ class BuiltinCollectives:
     @property
     def group(self) -> dist.ProcessGroup:
         return _alive(self._group)
+
+    def store(self) -> Any:
+        """The process group's store; None when the group has been destroyed."""
+        group = self._group()
+        return None if group is None else group.get_group_store()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
@@ -84,15 +95,13 @@ class GlooCollectives(BuiltinCollectives):
     Those copy the whole output once more, and do an all-reduce on a clone of the input. Measured on 2 CPU cores at 32 MB:
     the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5. Sends and receives between
     two ranks match in the order of issue, so any number may be under way. Gathers and reductions have a tag each: see
-    [Note: Order of collectives].
+    [Note: Order of collectives]. And so have units: [Note: Data of different units never mix].
     """
-
-    GATHER, REDUCE = 0, 1
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
         rows = output.view(self.size, -1).unbind()
-        return self._exchange(rows, [rows[self.rank]] * self.size, self.GATHER)
+        return self._exchange(rows, [rows[self.rank]] * self.size, GATHER)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
@@ -115,23 +124,23 @@ class GlooCollectives(BuiltinCollectives):
             if narrow:
                 output.copy_(total)
 
-        return self._exchange(received, rows, self.REDUCE, average)
+        return self._exchange(received, rows, REDUCE, average)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
         received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
         received[self.rank].copy_(sent[self.rank])
-        return self._exchange(received, sent, self.REDUCE)
+        return self._exchange(received, sent, REDUCE)
 
     def _exchange(
         self,
         received: Sequence[torch.Tensor],
         sent: Sequence[torch.Tensor],
-        tag: int,
+        kind: int,
         then: Callable[[], object] | None = None,
     ) -> Pending:
         """Receive ``received[k]`` from every other rank ``k`` and send ``sent[k]`` to it; do ``then`` at the end."""
-        group, rank, size = self.group, self.rank, self.size
+        group, rank, size, tag = self.group, self.rank, self.size, here.tag + kind
         sources = [(rank - step) % size for step in range(1, size)]
         works = [group.recv([received[source]], source, tag) for source in sources]
         for step in range(1, size):
@@ -147,12 +156,24 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
-        tensor = as_real(tensor)
+        tensor, tag = as_real(tensor), here.tag
+        tags = torch.tensor([tag, -tag])  # their maxima: the largest, and minus the smallest
 
         def average() -> None:
+            largest, smallest = tags.tolist()
+            if largest != -smallest:
+                raise mixed_all_reduce(tag, (-smallest, largest), self.rank, self.size)
             tensor.div_(self.size)
 
-        return Works([self.group.allreduce([tensor])], average)
+        maximum = dist.AllreduceOptions()
+        maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
+
+    def interrupt(self) -> None:
+        """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
+        never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.size, INTERRUPT_TAG)
+        with contextlib.suppress(RuntimeError):  # that it timed out
+            never.wait(timedelta(milliseconds=1))
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
@@ -229,6 +250,8 @@ class DefaultCollectives(BuiltinCollectives):
                     f"{'the same group' if reduce_group is group else f'one of the ranks {others}'}: make it by "
                     "torch.distributed.new_group(ranks) on every rank of the world"
                 )
+        if reduce_group is not None:  # then reductions may come before a gather on one rank and after it on another
+            self.compared = (GATHER,)
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
         # torch 2.13 renamed these; 2.11 has the old names only.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -264,6 +287,45 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
 
+# By id of the default group: the groups that `subgroup` made in it, by their ranks. All ranks hold the same.
+_subgroups: dict[int, tuple[weakref.ref[dist.ProcessGroup], dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]]]] = {}
+
+
+def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
+    """The ``size`` consecutive ranks of ``group`` that this rank is one of, as a group of their own.
+
+    Every rank of the world must call it at the same time, each with its own group: making groups wants all of them. Made
+    once. The default group holds it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    ranks, known = dist.get_process_group_ranks(group), dist.get_world_size()
+    rows = [[size, *ranks]]
+    if len(ranks) < known:
+        mine = torch.full((1 + known,), -1, dtype=torch.int64, device=device)
+        mine[: 1 + len(ranks)] = torch.tensor(rows[0], device=device)
+        every = [torch.empty_like(mine) for _ in range(known)]
+        dist.all_gather(every, mine)
+        rows = [[r for r in row if r >= 0] for row in torch.stack(every).tolist()]
+    found = _subgroups.get(id(world))
+    made = found[1] if found is not None and found[0]() is world else {}
+    _subgroups[id(world)] = weakref.ref(world), made
+    for step, *others in sorted(map(tuple, rows)):
+        for start in range(0, len(others), step):
+            part = tuple(others[start : start + step])
+            if part not in made:
+                new = dist.new_group(part, timeout=_timeout(group, device), backend=dist.get_backend_config(group))
+                made[part] = weakref.ref(new) if dist.get_rank() in part else weakref.ref(world)
+    at = ranks.index(dist.get_rank()) // size * size
+    return _alive(made[tuple(ranks[at : at + size])])
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """What ``group`` was made with, where its backend tells."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:
     """The collectives that flatshard uses over ``group`` unless told otherwise: a base for others to wrap.
 
@@ -273,6 +335,16 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
     backend = dist.get_backend(group)
     if backend == "fake":
         return FakeCollectives(group)
-    if device.type == "cpu" and "gloo" in str(dist.get_backend_config(group)):
+    if device.type == "cpu" and _has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)
+
+
+def message_collectives(group: dist.ProcessGroup, device: torch.device) -> tuple[BuiltinCollectives, torch.device]:
+    """For messages among those who compute on ``device``, and where the messages lie: on CPU, if the group can do that."""
+    where = torch.device("cpu") if _has_gloo(group) else device
+    return builtin_collectives(group, where), where
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend_config(group))

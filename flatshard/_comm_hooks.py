@@ -135,7 +135,8 @@ def register_comm_hook(
     ``-0.0`` (a sum that starts from ``+0.0``; rounding to integers) gives a parameter that no rank used a gradient of zero in
     place of None, and an optimizer will then decay it. Sums and casts keep it.
 
-    A ``copy.deepcopy`` of the module has the hook too, with the same state.
+    Under a hybrid strategy it takes the place of the reduction within the shard group; the average over the replicas is as
+    ever. A ``copy.deepcopy`` of the module has the hook too, with the same state.
 
     Example::
 
@@ -168,10 +169,10 @@ def register_comm_hook(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. Call remove() on what its "
             "registration returned first"
         )
-    reduced = [unit for unit in units if unit.handle.is_reduced]
+    reduced = [unit for unit in units if unit.handle.is_reduced and not _is_only_replicated(unit)]
     if not reduced:
         world_size = units[0].context.runtime.world_size
-        why = "there is a single rank" if world_size == 1 else "they have no floating-point parameters"
+        why = "they are sharded over a single rank" if world_size == 1 else "they have no floating-point parameters"
         raise ValueError(
             f"register_comm_hook: units {name_list(unit.fqn for unit in units)} have no gradients to reduce ({why}), so the "
             "hook would never run: leave it out here"
@@ -182,6 +183,11 @@ def register_comm_hook(
         runtime = unit.handle.runtime
         unit.handle.runtime = runtime.replacing(_Hooked(runtime, state, hook))
     return CommHookHandle(reduced)
+
+
+def _is_only_replicated(unit: Unit) -> bool:
+    """Whether a hybrid strategy leaves the unit whole, so that there is no reduction within its shard group."""
+    return unit.config.strategy.is_hybrid and unit.context.runtime.world_size == 1
 
 
 def _check_hook(hook: Any, state: object, unit: Unit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -143,18 +144,29 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
 
 
 def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
-    """``value`` is True, False or None, and has a meaning with ``strategy``."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={value}: resharding to a smaller group of ranks is not implemented; pass True, False or "
-            "None"
+    """``value`` is True, False, None or a number of ranks, and has a meaning with ``strategy``."""
+    if not isinstance(value, int | None):
+        raise ValueError(
+            "reshard_after_forward must be True, False, None (as the strategy says) or a number of ranks to reshard to, got "
+            f"{value!r}"
         )
-    if not isinstance(value, bool | None):
-        raise ValueError(f"reshard_after_forward must be True, False or None (as the strategy says), got {value!r}")
     if value and strategy is ShardingStrategy.NO_SHARD:
         raise ValueError(
-            "reshard_after_forward=True has no meaning with NO_SHARD, whose parameters are always whole: use FULL_SHARD"
+            f"reshard_after_forward={value} has no meaning with NO_SHARD, whose parameters are always whole: use FULL_SHARD"
         )
+
+
+def as_reshard_after_forward(value: bool | int | None, world_size: int) -> bool | int | None:
+    """``value`` for a unit over ``world_size`` ranks: resharding to all of them is True, to each rank alone is False."""
+    if value is None or isinstance(value, bool):
+        return value
+    if value < 1 or world_size % value:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"reshard_after_forward={value} does not divide the {world_size} ranks that the parameters are sharded over: "
+            f"pass one of {divisors}, True or False"
+        )
+    return True if value == world_size and world_size > 1 else False if value == 1 else value
 
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -162,6 +174,29 @@ REDUCTIONS_IN_FLIGHT = 2
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
 """``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger ``flatshard``, INFO)."""
+
+
+WATCH_SECONDS = float(os.environ.get("FLATSHARD_WATCH_SECONDS", "10"))
+"""``FLATSHARD_WATCH_SECONDS``: how long a rank may wait, over gloo, before it asks whether ranks wait for each other; 0: it
+never asks. Being slow is no error, however long."""
+
+ORDER_CHECK = os.environ.get("FLATSHARD_ORDER_CHECK", "first")
+"""``FLATSHARD_ORDER_CHECK``: when ranks compare which units they run: in the ``first`` passes, ``always`` or never
+(``off``). The same on all ranks."""
+
+CHECKED = 4
+"""Gathers of each unit, and reductions, of which ``first`` checks the order: the second step under FULL_SHARD prefetches."""
+
+
+def checked_collectives() -> float:
+    """How many gathers of each unit, and reductions, are checked. See ``ORDER_CHECK``.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    if ORDER_CHECK not in ("first", "always", "off"):
+        raise ValueError(f"FLATSHARD_ORDER_CHECK={ORDER_CHECK!r}: must be first, always or off")
+    return {"first": CHECKED, "always": math.inf, "off": 0}[ORDER_CHECK]
 
 
 def local_world_size() -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
@@ -12,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from flatshard._composable.exec_order import ChosenUnits
 from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.state import Unit, owner_of, unit_of, units_below
-from flatshard._config import check_reshard_after_forward
+from flatshard._config import as_reshard_after_forward, check_reshard_after_forward
 from flatshard._errors import name_list
+from flatshard._runtime import Runtime
 
 
 def _unit(module: nn.Module, verb: str) -> Unit:
@@ -63,27 +63,34 @@ def register_forward_method(module: nn.Module, method_name: str | Iterable[str])
     register_methods(unit, check_methods(module, method_name))
 
 
-def set_reshard_after_forward(module: nn.Module, value: bool | None, recurse: bool = True) -> None:
+def set_reshard_after_forward(module: nn.Module, value: bool | int | None, recurse: bool = True) -> None:
     """Whether units free their parameters after forward and gather them again for backward, from the next forward on.
 
     Args:
         module: a unit, or with ``recurse`` a module that holds units.
         value: True frees them, in the outermost unit as well. False keeps them: one all-gather a step, more memory. None: as
-            the strategy says.
+            the strategy says. An int: the size of a smaller group to reshard to, see :func:`fully_shard`; then every rank of
+            the world must make the same call.
         recurse: also the units below ``module``.
 
     Raises:
-        ValueError: ``value`` is none of these, or True for a ``NO_SHARD`` unit; nothing has been changed.
-        NotImplementedError: ``value`` is an int, which in FSDP2 is the size of a smaller group to reshard to.
+        ValueError: ``value`` is none of these, does not divide the number of ranks, or frees what a ``NO_SHARD`` unit
+            always keeps; nothing has been changed.
     """
     units = _units(module, recurse, "set_reshard_after_forward")
+    split: dict[Runtime, int] = {}
     for unit in units:
         try:
             check_reshard_after_forward(value, unit.config.strategy)
+            size = as_reshard_after_forward(value, unit.context.runtime.world_size)
         except ValueError as e:
             raise ValueError(f"unit {unit.fqn or '<root>'!r}: {e}") from None
+        if size is not None and not isinstance(size, bool):
+            split.setdefault(unit.context.runtime, size)
+    for runtime, size in split.items():
+        runtime.split(size)
     for unit in units:
-        unit.config = dataclasses.replace(unit.config, reshard_after_forward=value)
+        unit.set_reshard_after_forward(value)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,17 @@ class CollectiveError(RuntimeError):
         )
 
 
+class OutOfStepError(CollectiveError):
+    """Ranks run different units, or the same ones in different orders: a collective of one is another one's, or nobody's.
+
+    All ranks raise it, and no data of different units have been mixed, unless the message says so. The process group is of
+    no use any more. The attributes say which collective of this rank it was.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
 def name_list(names: Iterable[str], limit: int = 8) -> str:
     """``'a', 'b', ... (3 more)``: names in an error message, never a wall of text."""
     names = list(names)

@@ -29,7 +29,8 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 
     A backward counts as inside if it *runs* inside; where its forward ran does not matter. All ranks must enter alike.
     ``.grad`` does not change inside, so ``zero_grad()`` there drops nothing: the next backward outside reduces what was
-    held. To drop it, call :func:`recover`, or let the exception be raised in backward.
+    held. To drop it, call :func:`recover`, or let the exception be raised in backward. A single rank has nobody to hold
+    back from: its gradients are in ``.grad`` at once.
 
     Example::
 
@@ -42,14 +43,16 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
         ValueError: nothing in ``module`` is sharded.
     """
     units = _units(module, recurse, "no_sync")
-    before = [unit.requires_gradient_sync for unit in units]
+    before = [(unit.requires_gradient_sync, unit.syncs_after) for unit in units]
     for unit in units:
+        if unit.syncs_after is None:
+            unit.syncs_after = unit.requires_gradient_sync
         unit.requires_gradient_sync = False
     try:
         yield
     finally:
-        for unit, value in zip(units, before, strict=True):
-            unit.requires_gradient_sync = value
+        for unit, values in zip(units, before, strict=True):
+            unit.requires_gradient_sync, unit.syncs_after = values
 
 
 def set_requires_gradient_sync(module: nn.Module, value: bool, *, recurse: bool = True) -> None:

@@ -36,7 +36,7 @@ class UnitDescription:
     state: str
     flats: tuple[FlatDescription, ...]
     buffer_dtypes: tuple[torch.dtype, ...]  # of the floating-point buffers of its module and those in no unit below it
-    reshard_after_forward: bool | None = None  # None: as the strategy says
+    reshard_after_forward: bool | int | None = None  # None: as the strategy says; an int: to that many ranks
 
 
 @dataclass(frozen=True)

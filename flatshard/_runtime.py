@@ -24,9 +24,13 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from flatshard._backends import builtin_collectives
+from flatshard import _config, _watch
+from flatshard._ablation import NoCommunication
+from flatshard._backends import FakeCollectives, GlooCollectives, builtin_collectives, subgroup
 from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
-from flatshard._errors import CollectiveError
+from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._order_check import Comparison, OrderCheck
+from flatshard._progress import GATHER, REDUCE, Issued, Progress, describe_place, here
 
 
 class Then:
@@ -51,6 +55,32 @@ class Then:
         self.advance()
         assert self._second is not None
         self._second.wait()
+
+
+class Awaited:
+    """A collective that blocks the host while it is waited for: the watch knows. [Note: Slow or stuck]"""
+
+    __slots__ = ("_check", "_issued", "_pending", "_runtime")
+
+    def __init__(self, pending: Pending, runtime: Runtime, issued: Issued, check: Comparison | None) -> None:
+        self._pending = pending
+        self._runtime = runtime
+        self._issued = issued
+        self._check = check  # that all ranks have issued the same: first, as else the data never come
+
+    def wait(self) -> None:
+        issued, runtime = self._issued, self._runtime
+        before, here.waiting, here.tag = (here.waiting, here.tag), issued, issued.tag
+        try:
+            if self._check is not None:
+                self._check.wait()
+            self._pending.wait()
+        except RuntimeError as e:
+            if not isinstance(e, OutOfStepError) and (text := _watch.verdict(runtime)) is not None:
+                raise OutOfStepError(issued.verb, issued.unit, runtime.rank, runtime.world_size, text) from e
+            raise
+        finally:
+            here.waiting, here.tag = before
 
 
 class StreamEvent:
@@ -109,6 +139,10 @@ class Runtime:
     # By id of the group; another group may have the id after that one's end.
     _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
 
+    # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
+    _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
+    _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
+
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -120,8 +154,16 @@ class Runtime:
         self.rank, self.world_size = self._builtin.rank, self._builtin.size
         self.collectives: Collectives = self._builtin
         self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
+        self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
+        self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
+        if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
+            self._checked = _config.checked_collectives()
+            self._order = self._orders.setdefault(group, OrderCheck(group, device))
+            self.progress = self._progress.setdefault(group, Progress())
+            if isinstance(self._builtin, GlooCollectives):
+                _watch.start(self)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
@@ -150,6 +192,21 @@ class Runtime:
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
         return result
+
+    def split(self, size: int) -> None:
+        """Make ``within(size)`` known. Every rank of the world must call it at the same time: see ``subgroup``."""
+        group = subgroup(self.group, size, self.device)
+        if size not in self._inner:
+            self._inner[size] = copy.copy(Runtime.of(group, self.device))
+            self._inner[size]._streams = self._streams
+
+    def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
+        """The ``size`` consecutive ranks of the group that this rank is among, on the same streams. After ``split(size)``.
+
+        It hands on what was gathered before, so it is exact; or left out, where that was.
+        """
+        made = self._inner[size].using(factory)
+        return made if isinstance(factory, NoCommunication) else made.exact
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -183,13 +240,52 @@ class Runtime:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self.issued(self.collectives.all_gather(output, shard))
+        if self.progress is None:
+            return self.issued(self.collectives.all_gather(output, shard))
+        return self._issue(self.progress, "all-gather", GATHER, self.collectives.all_gather, output, shard)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        return self.issued(self.collectives.reduce_scatter(output, input))
+        if self.progress is None:
+            return self.issued(self.collectives.reduce_scatter(output, input))
+        return self._issue(self.progress, "reduce-scatter", REDUCE, self.collectives.reduce_scatter, output, input)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self.issued(self.collectives.all_reduce(tensor))
+        if self.progress is None:
+            return self.issued(self.collectives.all_reduce(tensor))
+        return self._issue(self.progress, "all-reduce", REDUCE, self.collectives.all_reduce, tensor)
+
+    def _issue(
+        self, progress: Progress, verb: str, kind: int, start: Callable[..., Pending], *tensors: torch.Tensor
+    ) -> Pending:
+        """Issue a collective by ``start``, known to the order check and the watch."""
+        issued, check = progress.issue(verb, kind), None
+        if issued.count <= self._checked and kind in getattr(self.collectives, "compared", (GATHER, REDUCE)):
+            check = self._order.announce(issued, kind)
+        if self._streams is not None:
+            if check is not None:
+                check.wait()
+            return self.issued(start(*tensors))
+        if check is not None and len(tensors) == 1:  # an all-reduce, which has no tag
+            return Awaited(Then(check, lambda: start(*tensors)), self, issued, None)
+        here.tag = issued.tag
+        try:
+            return Awaited(start(*tensors), self, issued, check)
+        except BaseException:
+            if check is not None:  # its messages are under way
+                with contextlib.suppress(Exception):
+                    Awaited(check, self, issued, None).wait()
+            raise
+        finally:
+            here.tag = 0
+
+    def store(self) -> Any:
+        """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
+        return self._builtin.store()
+
+    def interrupt(self) -> None:
+        """See ``GlooCollectives.interrupt``."""
+        if isinstance(self._builtin, GlooCollectives):
+            self._builtin.interrupt()
 
     def broadcast_now(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""
@@ -227,5 +323,6 @@ class Runtime:
             raise error
         text = str(error)  # in whole in the error that ours comes from
         text = text if len(text) <= 400 else f"{text[:400]}..."
-        cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())])
+        where = describe_place(self.progress.place()) if self.progress is not None else ""
+        cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where
         raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,19 @@ def mean_square(output: Any, inputs: Any) -> Tensor:
     return torch.stack(terms).mean()
 
 
+class RoundedOracle(Protocol):
+    """What a model must do that is trained in low precision, or whose gradients are rounded on the way."""
+
+    rtol: float
+    """Relative tolerance of the gradients."""
+    loss_rtol: float
+    scales: dict[str, float]
+    """Of the last step: the largest magnitude of each gradient on any rank, which is what rounding is relative to."""
+
+    def train(self, model: nn.Module, parts: list[Any], factor: float) -> list[Tensor]:
+        """Add to ``.grad`` what the ranks must get that train on ``parts``; return their losses."""
+
+
 def check_parity(
     ctx: Any,
     make_model: Callable[[], nn.Module],
@@ -82,6 +95,10 @@ def check_parity(
     train: Callable[[nn.Module, Any, float], Tensor] | None = None,
     set_to_none: bool = True,
     replicated: bool | None = None,
+    copies: Iterable[int] | None = None,
+    divide_factor: float | None = None,
+    rounded: RoundedOracle | None = None,
+    clip: Callable[[nn.Module], Tensor] | None = None,
     check_step: Callable[[nn.Module, nn.Module, int], None] | None = None,
 ) -> ParityRun:
     """Train a model twice, plain and sharded, and assert that losses, gradients, parameters and buffers agree.
@@ -101,10 +118,16 @@ def check_parity(
         loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
     :param set_to_none: passed to ``zero_grad``.
     :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
+    :param copies: how many ranks may hold an element of a parameter, in place of what ``replicated`` says.
+    :param divide_factor: what the sum over the ranks is divided by; None: their number. With ``oracle="slices"`` only.
+    :param rounded: the oracle of a sharded model that rounds on the way (mixed precision, compression), in place of
+        ``train``. Rounding grows from step to step, so each step starts from the sharded model's parameters and gradients.
+    :param clip: clips the gradients of either model, and returns their norm.
     :param check_step: ``check_step(reference, sharded, step)`` after each step, for what a test wants beyond this.
     :returns: both models and optimizers, for further assertions.
     """
     assert oracle in ("batch", "slices")
+    assert oracle == "slices" or not (rounded or divide_factor)
 
     def train_simply(model: nn.Module, inputs: Any, scale: float) -> Tensor:
         loss = loss_fn(model(inputs), inputs)
@@ -124,7 +147,9 @@ def check_parity(
     result = shard(sharded, ctx.group)
     assert result is None or result is sharded, "sharding must return the same object"
     opt_sharded = opt_sharded or optimizer(sharded.parameters())
-    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, replicated)
+    if copies is None:
+        copies = [1, ctx.world_size] if replicated is None else [ctx.world_size if replicated else 1]
+    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, tuple(copies))
     run.check_registration(originals)
 
     stepped: set[str] = set()
@@ -139,7 +164,12 @@ def check_parity(
             before_step(reference, step)
         opt_reference.zero_grad(set_to_none)
         parts = [batch] if oracle == "batch" else slices
-        reference_loss = sum(train(reference, part, 1 / len(parts)).double() for part in parts) / len(parts)
+        factor = divide_factor or len(parts)
+        if rounded is None:
+            losses = [train(reference, part, 1 / factor).double() for part in parts]
+        else:
+            losses = rounded.train(reference, parts, factor)
+        reference_loss = torch.stack(losses).mean()
 
         if before_step:
             before_step(sharded, step)
@@ -149,13 +179,20 @@ def check_parity(
         sharded_loss /= ctx.world_size
 
         with run.explain(f"step {step}"):
-            _assert_close({"loss": sharded_loss}, {"loss": reference_loss}, rtol, "loss")
+            loss_rtol = rtol if rounded is None else max(rtol, rounded.loss_rtol)
+            _assert_close({"loss": sharded_loss}, {"loss": reference_loss}, loss_rtol, "loss")
             run.check_missing_grads()
-            if step == 0:
+            if rounded is not None:
+                run.check_grads(rounded, adopt=True)
+            elif step == 0:
                 run.check_grads()
-        stepped |= {name for name, p in reference.named_parameters() if p.grad is not None}
-        opt_reference.step()
-        opt_sharded.step()
+            stepped |= {name for name, p in reference.named_parameters() if p.grad is not None}
+            if clip:
+                _assert_close({"norm": clip(sharded).double()}, {"norm": clip(reference).double()}, rtol, "norm")
+            opt_reference.step()
+            opt_sharded.step()
+            if rounded is not None:
+                run.check_params(adopt=True)
         if check_step:
             check_step(reference, sharded, step)
 
@@ -176,7 +213,8 @@ class ParityRun:
     opt_reference: Optimizer
     opt_sharded: Optimizer
     rtol: float
-    replicated: bool | None = None
+    copies: tuple[int, ...]
+    """How many ranks may hold an element of a parameter."""
 
     @contextlib.contextmanager
     def explain(self, when: str):
@@ -202,13 +240,10 @@ class ParityRun:
         assert not wrong, f"dtype or requires_grad changed: {wrong}"
         held = torch.tensor([p.numel() for p in now.values()])
         dist.all_reduce(held, group=self.ctx.group)
-        copies = (
-            [1, self.ctx.world_size] if self.replicated is None else [self.ctx.world_size if self.replicated else 1]
-        )
         wrong = {
             name: (n, reference[name].numel())
             for name, n in zip(now, held.tolist(), strict=True)
-            if n not in [reference[name].numel() * k for k in copies]
+            if n not in [reference[name].numel() * k for k in self.copies]
         }
         assert not wrong, f"elements on all ranks together, and in the original: {wrong}"
 
@@ -219,8 +254,8 @@ class ParityRun:
         wrong = [name for name in got if reference[name].grad is None]
         assert not wrong, f"gradients where the reference has None: {wrong}"
 
-    def check_grads(self) -> None:
-        """Full gradients agree."""
+    def check_grads(self, rounded: RoundedOracle | None = None, adopt: bool = False) -> None:
+        """Full gradients agree. ``adopt``: then give the reference those of the sharded model."""
         from flatshard import summon_full_params
 
         expected = {name: p.grad for name, p in self.reference.named_parameters()}
@@ -228,12 +263,21 @@ class ParityRun:
             got = {name: None if p.grad is None else p.grad.clone() for name, p in self.sharded.named_parameters()}
         none = [name for name in expected if (got[name] is None) != (expected[name] is None)]
         assert not none, f"gradients that are None in one model only: {none}"
-        _assert_close(got, expected, self.rtol, "gradient")
+        if rounded is None:
+            _assert_close(got, expected, self.rtol, "gradient")
+        else:
+            _assert_close(got, expected, max(self.rtol, rounded.rtol), "gradient", scales=rounded.scales)
+        for name, grad in expected.items() if adopt else ():
+            if grad is not None:
+                grad.copy_(got[name])
 
-    def check_params(self) -> None:
-        """Full parameters agree, in shape, dtype, strides and values."""
+    def check_params(self, adopt: bool = False) -> None:
+        """Full parameters agree, in shape, dtype, strides and values. ``adopt`` as in ``check_grads``."""
         expected = {name: p.detach() for name, p in self.reference.named_parameters()}
-        _assert_close(full_params(self.sharded), expected, self.rtol, "parameter", strides=True)
+        got = full_params(self.sharded)
+        _assert_close(got, expected, self.rtol, "parameter", strides=True)
+        for name, param in expected.items() if adopt else ():
+            param.copy_(got[name])
 
     def check_unchanged(self, start: _State, stepped: set[str]) -> None:
         """Parameters without a gradient, and buffers that the reference did not change, are bitwise as before."""
@@ -306,9 +350,17 @@ def _max(t: Tensor) -> float:
 
 
 def _assert_close(
-    got: dict[str, Tensor], expected: dict[str, Tensor | None], rtol: float, what: str, strides: bool = False
+    got: dict[str, Tensor],
+    expected: dict[str, Tensor | None],
+    rtol: float,
+    what: str,
+    strides: bool = False,
+    scales: dict[str, float] | None = None,
 ) -> None:
-    """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first."""
+    """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first.
+
+    ``scales``: magnitudes that a tensor may be measured by where they are larger than its own.
+    """
     assert list(got) == list(expected)
     largest = max((_max(t) for t in expected.values() if _is_float(t)), default=0.0)
     wrong = []
@@ -324,9 +376,22 @@ def _assert_close(
             if not torch.equal(g, e):
                 wrong.append(f"{name}: {g.flatten()[:4].tolist()}..., expected {e.flatten()[:4].tolist()}...")
         elif e.numel():
-            error = _max(g.double() - e.double()) / (max(_max(e), FLOOR * largest) or 1.0)
+            scale = max(_max(e), FLOOR * largest, scales.get(name, 0.0) if scales else 0.0)
+            error = _max(g.double() - e.double()) / (scale or 1.0)
             if not error <= rtol:  # also catches NaN
                 index = (g.double() - e.double()).abs().flatten().nan_to_num(torch.inf).argmax().item()
                 values = f"{g.flatten()[index].item():.9g} instead of {e.flatten()[index].item():.9g}"
                 wrong.append(f"{name} {tuple(e.shape)}: {error:.2g} relative, element {index} is {values}")
     assert not wrong, f"{what}s differ (tolerance {rtol:g}):\n  " + "\n  ".join(wrong)
+
+
+def in_texts(ctx, text: str) -> list[str]:
+    """Every rank's ``text``. Not ``all_gather_object``, which needs numpy."""
+    mine = torch.tensor(list(text.encode()))
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ctx.world_size)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=ctx.group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.long)
+    padded[: mine.numel()] = mine
+    rows = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=ctx.group)
+    return [bytes(row[: int(n)].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]

@@ -242,3 +242,100 @@ def test_misuse():
         pass
     with pytest.raises(ValueError, match="set_requires_gradient_sync: this Linear is no unit"):
         flatshard.set_requires_gradient_sync(plain, True, recurse=False)
+
+
+def held_and_converted(ctx) -> None:
+    """What is held follows the parameters to another dtype."""
+    for strategy in (FULL, GRAD_OP, NO_SHARD):
+        for mixed in (None, MixedPrecision(reduce_dtype=torch.float32)):
+            for flat in (False, True):
+                torch.manual_seed(0)
+                reference = Net(5)
+                model = copy.deepcopy(reference)
+                options = {"strategy": strategy, "mixed_precision": mixed, "process_group": ctx.group}
+                fully_shard(model, policy={Block}, **options)
+                if flat:
+                    for m in (model, reference):
+                        m.head.bias.requires_grad_(True)
+                        m.use_sometimes = True
+                    model = fully_shard(copy.deepcopy(reference), policy={Block}, **options)
+                    flats = flatshard.flat_parameters(model)
+                x = torch.randn(2, 5)
+                with flatshard.no_sync(model):
+                    model(x).square().mean().backward()
+                model.double()
+                model(x.double()).square().mean().backward()
+                reference(x).square().mean().backward()
+                reference.double()
+                reference(x.double()).square().mean().backward()
+                if flat:
+                    assert {p.grad.dtype for p in flats} == {torch.float64}
+                    reference.never.weight.grad = torch.zeros_like(reference.never.weight)
+                    reference.never.bias.grad = torch.zeros_like(reference.never.bias)
+                check_gradients(model, reference, rtol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_module_converted_while_gradients_are_held(pool, world_size):
+    pool.run(held_and_converted, world_size=world_size)
+
+
+def copied_inside(ctx) -> None:
+    torch.manual_seed(0)
+    reference = Net(5)
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+    with flatshard.no_sync(model), flatshard.no_sync(model.blocks[0]):
+        copied = copy.deepcopy(model)
+    flatshard.set_requires_gradient_sync(model, False)
+    held = copy.deepcopy(model)
+    assert not any(u.requires_gradient_sync for u in units_below(held))
+    x = torch.randn(2, 5)
+    copied(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    check_gradients(copied, reference, rtol=1e-5)
+
+
+def test_a_copy_made_inside_no_sync_is_outside(pool):
+    pool.run(copied_inside)
+
+
+def frozen_while_held(ctx) -> None:
+    """A unit that is frozen when gradients are reduced drops what it holds, like one parameter does."""
+    torch.manual_seed(0)
+    reference = Net(5)
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+    x = torch.randn(2, 5)
+    with flatshard.no_sync(model):
+        model(x).square().mean().backward()
+    model.blocks[1].requires_grad_(False)
+    model(x).square().mean().backward()
+    assert all(p.grad is None for p in model.blocks[1].parameters())
+    model.zero_grad()
+    model.blocks[1].requires_grad_(True)
+    model(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    check_gradients(model, reference, rtol=1e-5)
+
+
+def held_through_grad(ctx) -> None:
+    """``torch.autograd.grad`` with respect to the input comes to all units, and adds to none of them."""
+    torch.manual_seed(0)
+    reference = Net(5)
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
+    x = torch.randn(2, 5, requires_grad=True)
+    with flatshard.no_sync(model):
+        model(x).square().mean().backward()
+    torch.autograd.grad(model(x).sum(), x)
+    for m in (reference, model):
+        m.skip = 1
+        if m is reference:
+            m.skip = -1
+            m(x).square().mean().backward()
+            m.skip = 1
+        m(x).square().mean().backward()
+    check_gradients(model, reference, rtol=1e-5)
+
+
+@pytest.mark.parametrize("body", [frozen_while_held, held_through_grad])
+def test_what_is_held_comes_into_this_step_or_none(pool, body):
+    pool.run(body)

@@ -238,7 +238,9 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
             sharded(make_input(0, 2)).sum().backward()
     with (
         fake_world(1),
-        pytest.raises(ValueError, match=r"no gradients to reduce \(there is a single rank\).*leave it out"),
+        pytest.raises(
+            ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*leave it out"
+        ),
     ):
         register_comm_hook(built(None), None, average)
 
@@ -365,6 +367,10 @@ def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
     hook = bf16_compress_hook if dtype is torch.bfloat16 else fp16_compress_hook
     plain, model = built(ctx.group, strategy), built(ctx.group, strategy)
     register_comm_hook(model, None, hook)
+    for _ in range(4):  # in which the order is checked
+        for each in (plain, model):
+            backward(each, ctx.rank)
+            each.zero_grad()
     with sent_bytes() as sent:
         backward(plain, ctx.rank)
     with sent_bytes() as compressed:

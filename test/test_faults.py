@@ -22,7 +22,7 @@ from test_collectives import FULL, GRAD_OP, NO_SHARD, Block, Net, Recording, col
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CollectiveError, QuantizedCollectives, fully_shard, summon_full_params
+from flatshard import CollectiveError, QuantizedCollectives, _config, fully_shard, summon_full_params
 from flatshard._collectives import Works
 from flatshard._composable.state import units_below
 from flatshard._handle.lifetime import GradState
@@ -54,7 +54,10 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
     # A timeout of its own: the others must not outlive it. No shorter, as a busy machine stalls for seconds.
     group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=4))
     model = Net(blocks=3)
-    fully_shard(model, policy={Block}, process_group=group, **options)
+    with pytest.MonkeyPatch.context() as patch:  # no other help than the timeout: see test_out_of_step.py
+        patch.setattr(_config, "WATCH_SECONDS", 0)
+        patch.setattr(_config, "ORDER_CHECK", "off")
+        fully_shard(model, policy={Block}, process_group=group, **options)
     last = ctx.world_size - 1
     if ctx.rank == last and where == "forward":
         model.blocks[0].linear.register_forward_pre_hook(lambda *_: go(how))

@@ -1,4 +1,4 @@
-"""Random module trees, policies, strategies and world sizes, each against single-process training.
+"""Random module trees, policies, strategies, options and world sizes, each against single-process training.
 
 A case is a function of its seed alone: :func:`make_case` draws a :class:`Case`, a description made of plain values that
 prints and shrinks well; :func:`build` turns its tree into modules. ``--fuzz N`` runs N cases, ``--fuzz-seed S`` starts
@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fuzz_options import HOOKS, Options, Rounded, draw_options, make_halves
 from parity import check_parity, mean_square
 from pool import RankFailure
 from torch import Tensor, nn
@@ -301,6 +304,8 @@ CLASSES: dict[str, type[nn.Module]] = {
 }
 
 TRAINING = ("plain", "plain", "plain", "accumulate", "two_forwards", "retain_graph")
+STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES += ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 INTERLUDES = ("nothing", "nothing", "evaluate", "discard", "freeze", "forward_raises", "backward_raises", "summon")
 
 Spec = tuple[Any, ...]
@@ -394,6 +399,7 @@ class Case:
     """What happens before each step: one of :data:`INTERLUDES`."""
     steps: int
     batch_per_rank: int
+    options: Options
 
     def model(self) -> nn.Module:
         """Build the model; the same one at every call after the same ``torch.manual_seed``."""
@@ -405,6 +411,7 @@ class Case:
         for module in model.modules():
             if isinstance(module, Island):
                 module.to(other)
+                module.dtype = self.options.param_dtype or other
         if front is not None and self.front == "tied":
             model.head.weight = front.weight
         linears = [m for m in model.modules() if type(m) is nn.Linear]
@@ -435,26 +442,39 @@ class Case:
     def rtol(self) -> float:
         return 1e-4 if self.rounds_to_float32 else 1e-9
 
-    def shard(self, model: nn.Module, group: Any) -> nn.Module:
-        """Shard the model as the case's policy says."""
+    def shard(self, model: nn.Module, ctx: Any, halves: Any) -> nn.Module:
+        """Shard the model as the case's policy says, with its hook."""
+        options, groups = self.options, self.options.groups(ctx, halves)
 
-        def shard_one(module: nn.Module, policy: Any = None) -> nn.Module:
+        def shard_one(module: nn.Module, policy: Any = None, strategy: str = self.strategy) -> nn.Module:
             prefetch = self.backward_prefetch and getattr(flatshard.BackwardPrefetch, self.backward_prefetch)
+            where = {"process_group": ctx.group} if strategy == "NO_SHARD" else groups
             return flatshard.fully_shard(
                 module,
                 policy=policy,
-                process_group=group,
-                strategy=getattr(flatshard.ShardingStrategy, self.strategy),
+                strategy=getattr(flatshard.ShardingStrategy, strategy),
+                mixed_precision=options.mixed_precision(module is model),
+                cpu_offload=options.offload,
                 backward_prefetch=prefetch,
                 forward_prefetch=self.forward_prefetch,
+                prefetch_limit_bytes=options.prefetch_limit_bytes,
+                reshard_after_forward=options.reshard_after_forward,
+                **where,
             )
 
+        self._shard_units(model, shard_one)
+        if options.hook is not None:
+            flatshard.register_comm_hook(model, None, HOOKS[options.hook][0])
+        return model
+
+    def _shard_units(self, model: nn.Module, shard_one: Any) -> nn.Module:
         kind, *rest = self.policy
         if kind == "manual":
             candidates = nestable(model)
             chosen = {i % len(candidates) for i in rest if candidates}
+            strategies = itertools.cycle(self.options.unit_strategies or (self.strategy,))
             for i in sorted(chosen, reverse=True):  # named_modules() lists parents first
-                assert shard_one(candidates[i]) is candidates[i]
+                assert shard_one(candidates[i], strategy=next(strategies)) is candidates[i]
             return shard_one(model)
         classes = {CLASSES[name] for name in rest} if kind in ("class", "set", "wrap", "custom") else set()
         policies: dict[str, Any] = {
@@ -540,9 +560,17 @@ def make_case(seed: int) -> Case:
         policy += (rng.choice([1, 5, 20, 100]),)
     elif policy[0] == "manual":
         policy += tuple(rng.randrange(100) for _ in range(rng.randint(1, 6)))
+    strategy = rng.choice(STRATEGIES)
+    optimizer = rng.choice(["sgd", "adamw"])
+    training = rng.choice(TRAINING)
+    options = draw_options(
+        seed, make_world_size(seed), strategy, policy[0], training, optimizer == "adamw", "'empty'" in repr(tree)
+    )
+    if options.mesh is None and strategy.startswith("HYBRID"):
+        strategy = "FULL_SHARD"
     return Case(
         seed=seed,
-        world_size=1 + seed % 4,
+        world_size=make_world_size(seed),
         tree=tree,
         width=rng.choice([1, 3, 4, 5, 7, 8, 13]),
         front=rng.choice(["none", "none", "embedding", "frozen", "tied"]),
@@ -550,16 +578,17 @@ def make_case(seed: int) -> Case:
         ties=tuple((rng.randrange(20), rng.randrange(20)) for _ in range(rng.choice([0, 0, 1, 2, 3]))),
         float32=rng.random() < 0.15,
         policy=policy,
-        strategy=rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        strategy=strategy,
         backward_prefetch=rng.choice(["BACKWARD_PRE", "BACKWARD_POST", None]),
         forward_prefetch=rng.random() < 0.7,
-        optimizer=rng.choice(["sgd", "adamw"]),
+        optimizer=optimizer,
         optimizer_first=rng.random() < 0.5,
-        set_to_none=rng.random() < 0.8,
-        training=rng.choice(TRAINING),
+        set_to_none=rng.random() < 0.8 or options.mixed,  # what an interlude leaves in .grad is of other dtypes
+        training=training,
         interlude=rng.choice(INTERLUDES),
         steps=rng.choice([2, 3]),
         batch_per_rank=rng.choice([1, 2]),
+        options=options,
     )
 
 
@@ -577,10 +606,16 @@ def before_step(case: Case, model: nn.Module, step: int) -> None:
         if isinstance(module, SkipOdd):
             module.step = step
     inputs = case.inputs(step, case.batch_per_rank)
+    sharded = any(isinstance(p, flatshard.ShardedParameter) for p in model.parameters())
+    if case.options.mixed and not sharded and case.interlude != "freeze":
+        return  # what must leave no trace need not run in the reference, which cannot run in its own dtypes here
     match case.interlude:
         case "evaluate":
+            if case.options.full_precision_in_eval and "'island'" not in repr(case.tree):
+                model.eval()
             with torch.no_grad():
                 model(inputs)
+            model.train()
         case "discard":
             model(inputs)
         case "freeze":
@@ -601,7 +636,7 @@ def before_step(case: Case, model: nn.Module, step: int) -> None:
                 mean_square(model(inputs), inputs).backward()
             handle.remove()
         case "summon":
-            if any(isinstance(p, flatshard.ShardedParameter) for p in model.parameters()):
+            if sharded:
                 with flatshard.summon_full_params(model):
                     pass
 
@@ -611,34 +646,65 @@ def raise_in_backward(module: nn.Module, args: Any, output: Any) -> None:
         output.register_hook(oops)
 
 
-def run_case(ctx, case: Case) -> None:
-    """Train the case on this rank, sharded and plain, and compare."""
+def run_backwards(case: Case, scale: float, model: nn.Module, inputs: Tensor, around: Callable[[int], Any]) -> Tensor:
+    """A step's forwards and backwards, the ``index``-th of the latter inside ``around(index)``. Returns the first loss."""
+
+    def forward(inputs: Tensor) -> Tensor:
+        return mean_square(model(inputs), inputs)
+
+    loss, count = forward(inputs), len(case.options.backwards)
+    match case.training:
+        case "plain":
+            with around(count - 1):
+                (loss * scale).backward()
+        case "accumulate":
+            skips = [(m, m.step) for m in model.modules() if isinstance(m, SkipOdd)]
+            for i in range(count):
+                for module, step in skips:  # so that a microbatch may leave out what another trained
+                    module.step = step + i
+                another = loss if i == 0 else forward(inputs.flip(1).roll(i, 1))
+                with around(i):
+                    (another * scale).backward()
+            for module, step in skips:
+                module.step = step
+        case "two_forwards":
+            another = forward(inputs.flip(1))
+            with around(count - 1):
+                ((loss + another) * scale).backward()
+        case "retain_graph":
+            for i in range(count):
+                with around(i):
+                    (loss * scale * 0.5**i).backward(retain_graph=i + 1 < count)
+    return loss.detach()
+
+
+def run_case(ctx, case: Case, halves: Any) -> None:
+    """Train the case on this rank, sharded and plain, and compare. ``halves``: see ``Options.groups``."""
+    options, world_size = case.options, ctx.world_size
 
     def train(model: nn.Module, inputs: Tensor, scale: float) -> Tensor:
-        def forward(inputs: Tensor) -> Tensor:
-            return mean_square(model(inputs), inputs)
+        sharded = any(isinstance(p, flatshard.ShardedParameter) for p in model.parameters())
+        around = functools.partial(options.around_backward, model) if sharded else contextlib.nullcontext
+        loss = run_backwards(case, scale, model, inputs, around)
+        if sharded and options.forward_before_step:
+            model(inputs)
+        return loss
 
-        loss = forward(inputs)
-        match case.training:
-            case "plain":
-                (loss * scale).backward()
-            case "accumulate":
-                (loss * scale).backward()
-                (forward(inputs.flip(1)) * scale).backward()
-            case "two_forwards":
-                ((loss + forward(inputs.flip(1))) * scale).backward()
-            case "retain_graph":
-                (loss * scale).backward(retain_graph=True)
-                (loss * scale * 0.5).backward()
-        return loss.detach()
+    def shard(model: nn.Module, group: Any) -> nn.Module:
+        case.shard(model, ctx, halves)
+        flatshard.set_gradient_divide_factor(model, options.divide_factor)
+        return model
 
+    strategies = {case.strategy, *options.unit_strategies}
+    copies = {world_size for s in strategies if s == "NO_SHARD"}
+    copies |= {options.mesh[0] if options.mesh else 1 for s in strategies if s != "NO_SHARD"}
     check_parity(
         ctx,
         case.model,
         case.inputs,
         steps=case.steps,
         optimizer=case.make_optimizer,
-        shard=case.shard,
+        shard=shard,
         rtol=case.rtol,
         dtype=None,
         oracle="slices",
@@ -648,14 +714,18 @@ def run_case(ctx, case: Case) -> None:
         before_step=functools.partial(before_step, case),
         train=train,
         set_to_none=case.set_to_none,
-        replicated=case.strategy == "NO_SHARD" or ctx.world_size == 1,
+        copies=copies,
+        divide_factor=options.divide_factor,
+        rounded=Rounded(options, world_size, functools.partial(run_backwards, case, 1.0)) if options.rounds else None,
+        clip=options.clip_gradients if options.clip else None,
     )
 
 
 def run_seeds(ctx, seeds: list[int]) -> None:
+    halves = make_halves(ctx.world_size)
     for seed in seeds:
         ctx.note(f"seed {seed}")
-        run_case(ctx, make_case(seed))
+        run_case(ctx, make_case(seed), halves)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -721,8 +791,15 @@ def test_the_cases_cover_what_they_are_meant_to():
     text = " ".join(repr(case.tree) for case in cases)
     assert [name for name in LEAVES + CONTAINERS + FORMS if f"'{name}'" not in text] == []
     combinations = {(case.world_size, case.strategy, case.policy[0]) for case in cases}
-    assert len({c[:2] for c in combinations}) == 12
-    assert len({c[1:] for c in combinations}) == 3 * 7
+    assert len({c[:2] for c in combinations}) == 4 * 5
+    assert len({c[1:] for c in combinations}) >= 5 * 7 - 1
+    for field in dataclasses.fields(Options):
+        values = {getattr(case.options, field.name) for case in cases}
+        assert len(values) > 1, f"{field.name} is always {values}"
+    assert {case.options.reshard_after_forward for case in cases} == {None, False, True, 2}
+    meshes = {case.options.mesh for case in cases if case.world_size > 1}
+    assert meshes == {None, (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2)}
+    assert {how for case in cases for how in case.options.backwards} == {"sync", "hold", "flag", "partial"}
     models = [case.model() for case in cases]
     tied = [m for m in models if len(list(m.named_parameters(remove_duplicate=False))) > len(list(m.parameters()))]
     assert len(tied) > 50

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import adamw, check_parity, mean_square
+from parity import adamw, check_parity, in_texts, mean_square
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as stock_clip
 from torch.nn.utils import get_total_norm as stock_norm
@@ -70,18 +70,6 @@ class Mixed(Model):
     def forward(self, x: Tensor) -> Tensor:
         factor = self.fp32.double().sum() * self.bf16.double().square().sum()
         return super().forward(x.double()) * factor + torch.view_as_real(self.turn * self.turn).sum()
-
-
-def in_texts(ctx, text: str) -> list[str]:
-    """Every rank's ``text``. Not ``all_gather_object``, which needs numpy."""
-    mine = torch.tensor(list(text.encode()))
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ctx.world_size)]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=ctx.group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.long)
-    padded[: mine.numel()] = mine
-    rows = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded, group=ctx.group)
-    return [bytes(row[: int(n)].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]
 
 
 def inputs(n: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -241,3 +242,86 @@ def sgd_parity(ctx) -> None:
 
 def test_one_replica_is_full_shard(pool):
     pool.run(sgd_parity, world_size=3)
+
+
+def partial_left_over(ctx) -> None:
+    """What was averaged within the shard group only is averaged over the replicas by the next backward that may."""
+    where: dict[str, Any] = {"process_group": (ctx.alone, ctx.group)}
+    if ctx.world_size == 4:
+        where = {"device_mesh": init_device_mesh("cpu", (2, 2))}
+    torch.manual_seed(0)
+    reference = Net().double()
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, strategy=HYBRID[0], **where)
+    x = torch.randn(2 * ctx.world_size, 5).double()
+
+    def backward(m: nn.Module, skip: int | None = None) -> None:
+        own = x if m is reference else x[2 * ctx.rank : 2 * ctx.rank + 2]
+        for i, block in enumerate(m.blocks):
+            own = own if i == skip else block(own)
+        own.square().mean().backward()
+
+    def partially() -> None:
+        flatshard.set_requires_all_reduce(model, False)
+        backward(model)
+        flatshard.set_requires_all_reduce(model, True)
+
+    def check() -> None:
+        with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                if q.grad is not None:
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+        for m in (model, reference):
+            m.zero_grad()
+
+    partially()  # then a block is left out
+    backward(model, skip=1)
+    backward(reference)
+    backward(reference, skip=1)
+    check()
+
+    partially()
+    flatshard.recover(model)
+    backward(model)
+    backward(reference)
+    check()
+
+    partially()
+    handle = model.blocks[1].register_forward_hook(lambda m, args, out: out.register_hook(oops) and None)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+    model.zero_grad()
+    backward(model)
+    backward(reference)
+    check()
+
+    partially()  # then a block is frozen for a backward
+    model.blocks[1].requires_grad_(False)
+    backward(model)
+    model.zero_grad()
+    model.blocks[1].requires_grad_(True)
+    backward(model)
+    backward(reference)
+    check()
+
+
+def oops(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_no_later_backward_adds_to(pool, world_size):
+    pool.run(partial_left_over, world_size=world_size)
+
+
+def hook_over_nobody(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=(ctx.alone, ctx.group), strategy=HYBRID[0])
+    with pytest.raises(
+        ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*leave it out"
+    ):
+        flatshard.register_comm_hook(model, None, flatshard.bf16_compress_hook)
+
+
+def test_a_hook_that_would_never_run(pool):
+    pool.run(hook_over_nobody)

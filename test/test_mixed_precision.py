@@ -510,3 +510,18 @@ def kept_casts(ctx) -> None:
 
 def test_a_kept_cast_lives_from_forward_to_backward(pool):
     pool.run(kept_casts)
+
+
+def gradient_from_outside(ctx) -> None:
+    """A gradient that the user makes inside ``summon_full_params`` gets the dtype that gradients have here."""
+    policy = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+    model = fully_shard(nn.Linear(3, 4), process_group=ctx.group, mixed_precision=policy)
+    with flatshard.summon_full_params(model, with_grads=True):
+        model.weight.grad = torch.ones_like(model.weight)
+    assert model.weight.grad.dtype is BF16
+    assert model.bias.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradient_from_outside(pool, world_size):
+    pool.run(gradient_from_outside, world_size=world_size)

@@ -878,3 +878,23 @@ def summon_some(ctx) -> None:
 def test_summon_of_a_part_and_of_a_parent(pool):
     pool.run(summon_some, world_size=2)
     pool.run(summon_some, world_size=3)
+
+
+def frozen_with_gradient(ctx) -> None:
+    """Frozen alone in its unit after a backward: its gradient is shown, and survives the write-back."""
+    for flat in (False, True):
+        model = fully_shard(
+            nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), policy={nn.Linear}, process_group=ctx.group
+        )
+        params = flatshard.flat_parameters(model) if flat else list(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        before = [p.grad.clone() for p in params]
+        model[0].requires_grad_(False)
+        with summon_full_params(model, with_grads=True):
+            assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+        assert all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_frozen_parameter_keeps_its_gradient(pool, world_size):
+    pool.run(frozen_with_gradient, world_size=world_size)

@@ -192,8 +192,12 @@ def test_what_describe_says(fake_group):
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (8, NotImplementedError, "reshard_after_forward=8: resharding to a smaller group of ranks is not implemented"),
-        ("yes", ValueError, "reshard_after_forward must be True, False or None .as the strategy says., got 'yes'"),
+        (8, ValueError, r"reshard_after_forward=8 does not divide the 2 ranks .*: pass one of \[1, 2\], True or False"),
+        (
+            "yes",
+            ValueError,
+            "reshard_after_forward must be True, False, None .as the strategy says. or a number of ranks",
+        ),
     ],
 )
 def test_what_is_no_value(fake_group, value, kind, message):

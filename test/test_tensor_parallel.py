@@ -7,6 +7,7 @@ plain model in one process, on the whole batch.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -377,7 +378,41 @@ def refuse(ctx) -> None:
         flatshard.gradient_statistics(model)
 
 
+def warn_about_optimizers(ctx) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in (Block, SequenceBlock):
+        model = make(block)
+        parallelize(model, mesh["tp"], block is SequenceBlock)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if block is Block else None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(model, device_mesh=mesh["dp"])
+        found = [str(w.message) for w in caught if "in the place of DTensors" in str(w.message)]
+        assert bool(found) is (optimizer is not None)
+        if found:
+            assert "'blocks.0.up.weight'" in found[0]
+            assert "build it after fully_shard" in found[0]
+
+
+def other_shapes(ctx) -> None:
+    """One of the two dimensions has a single rank."""
+    for shape in ((1, 4), (4, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        plain, model = make(), make()
+        parallelize(model, mesh["tp"], False)
+        fully_shard(model, policy={Block}, device_mesh=mesh["dp"])
+        x = batch(0, shape[0])
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        torch.testing.assert_close(flatshard.get_total_norm(model), expected)
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), expected)
+        assert_same(gradients(model), grads_of(plain), str(shape))
+
+
 FEATURES = [
+    warn_about_optimizers,
+    other_shapes,
     accumulate,
     freeze,
     copy_deeply,

@@ -53,6 +53,7 @@ class Backward:
         self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
         self._ready: set[Unit] = set()  # those of them that are complete
         self._tasks: list[_Task] = []  # outermost first
+        self.count = 0  # backwards that have come to a unit
         self._touched: dict[Unit, None] = {}  # units that may be unsharded for this backward
         self._reducing: deque[Unit] = deque()
         self._keep = False  # a graph of this backward is being built (create_graph): its units stay unsharded
@@ -81,7 +82,9 @@ class Backward:
         if task not in unit.counted_tasks:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
-            unit.partial |= expected < len(unit.handle.gradient_nodes())
+            skipped = self._is_skipped(unit)
+            if expected > 1 or not skipped:
+                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes())
             unit.pending += expected
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True
@@ -96,6 +99,7 @@ class Backward:
             def end() -> None:
                 self._end(task)
 
+            self.count += not self._tasks
             self._tasks.append(_Task(task, weakref.ref(end, self._on_death)))
             # FSDP and DDP use this too; autograd has no public way to run something when a backward ends.
             Variable._execution_engine.queue_callback(end)
@@ -105,7 +109,13 @@ class Backward:
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
         will_run = torch._C._will_engine_execute_node
-        return sum(map(will_run, unit.handle.gradient_nodes()))
+        nodes = unit.handle.gradient_nodes()
+        return sum(map(will_run, nodes if unit.anchor_node is None else [*nodes, unit.anchor_node]))
+
+    @staticmethod
+    def _is_skipped(unit: Unit) -> bool:
+        """Whether the running graph task passes by the unit. [Note: Taking part without running]"""
+        return unit.anchor_node is not None and torch._C._will_engine_execute_node(unit.anchor_node)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +133,7 @@ class Backward:
                 self._reduce_ready()
             else:
                 unit.handle.hold_gradients()  # it stays open: whoever reduces keeps the order
-        else:
+        elif not unit.handle.holds_gradients:
             self._open.pop(unit.ref, None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
@@ -138,7 +148,8 @@ class Backward:
                 break
         for unit in allowed:
             self._ready.remove(unit)
-            del self._open[unit.ref]
+            if unit.handle.replicas is None or unit.handle.reduces_replicas:  # else it stays open
+                del self._open[unit.ref]
             self._reduce(unit)
 
     def _open_units(self) -> Iterator[Unit]:
@@ -174,7 +185,7 @@ class Backward:
         if self._tasks:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
-            self._ready.update(u for u in self._open_units() if u.handle.holds_gradients and u.requires_gradient_sync)
+            self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
         try:
             self._reduce_ready(all_of_them=True)
             for ref in [ref for ref in self._open if ref() is None]:

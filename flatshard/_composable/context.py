@@ -16,6 +16,7 @@ from torch import nn
 from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
+from flatshard._progress import Place
 from flatshard._runtime import Runtime
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
@@ -35,6 +36,7 @@ class Context:
         self._forwards: list[tuple[Unit, FrameType]] = []
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._prefetched: dict[Unit, None] = {}  # gathered ahead and not used yet
+        self.follow(runtime)
 
     @classmethod
     def of(cls, runtime: Runtime) -> Context:
@@ -42,6 +44,16 @@ class Context:
         if found is None:
             found = cls._instances[id(runtime)] = cls(runtime)
         return found
+
+    def follow(self, runtime: Runtime) -> None:
+        """Have errors and the watch on ``runtime`` know where this rank is."""
+        if runtime.progress is not None:
+            to_self = weakref.ref(self)
+            runtime.progress.place = lambda: None if (context := to_self()) is None else context._place()
+
+    def _place(self) -> Place:
+        inside = "" if self.backward.is_idle or self.backward.is_stale else "backward"
+        return self.pass_id, self.backward.count, inside or ("forward" if self._forwards else "")
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -67,6 +79,13 @@ class Context:
             return False
         self._forwards.pop()
         return True
+
+    def make_step(self, unit: Unit, in_backward: bool) -> Step:
+        """The forward of ``unit`` that has just ended, as backward may come back to it."""
+        step = Step(unit, None if in_backward else self.last_step, [u for u, _ in self._forwards])
+        if not in_backward:
+            self.last_step = step
+        return step
 
     @property
     def is_idle(self) -> bool:
@@ -103,6 +122,10 @@ class Context:
     def next_forward(self, unit: Unit) -> Unit | None:
         """Note that ``unit`` runs; the unit that is likely to run after it."""
         return self._order.advance(unit)
+
+    def ran_since(self, unit: Unit) -> list[Unit]:
+        """What has run since ``unit`` did, in this pass: inside it, where its forward has just ended."""
+        return self._order.since(unit)
 
     def prefetch(self, unit: Unit, limit: int | None) -> None:
         """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used.

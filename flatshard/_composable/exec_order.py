@@ -37,6 +37,14 @@ class ForwardOrder(Generic[T]):
             at = previous.index(unit)
         return previous[at + 1] if at + 1 < len(previous) else None
 
+    def since(self, unit: T) -> list[T]:
+        """What has run after ``unit`` did last, in this pass."""
+        current = self._current
+        at = len(current)
+        while at and current[at - 1] is not unit:
+            at -= 1
+        return current[at:] if at else []
+
 
 class ChosenUnits(Generic[T]):
     """Units to gather ahead of another, chosen by the user in place of the recorded order.

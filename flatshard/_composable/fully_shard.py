@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -27,10 +29,12 @@ from flatshard._config import (
     MixedPrecision,
     ShardingStrategy,
     as_enum,
+    as_reshard_after_forward,
     check_reshard_after_forward,
 )
 from flatshard._errors import InternalError, name_list
-from flatshard._handle.handle import FlatParamHandle, ParamSlots
+from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.param_slots import ParamSlots
 from flatshard._handle.tensor_parallel import TensorParallel
 from flatshard._runtime import Runtime
 
@@ -53,7 +57,7 @@ def fully_shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = True,
     prefetch_limit_bytes: int | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     forward_methods: str | Iterable[str] = (),
     limit_all_gathers: bool = True,
     collectives: CollectivesFactory | None = None,
@@ -92,7 +96,10 @@ def fully_shard(
         prefetch_limit_bytes: on the unsharded parameters gathered ahead and not in use yet: a prefetch that would exceed
             it is left out. None: no limit.
         reshard_after_forward: free the parameters after forward, and gather them again for backward. None: as the strategy
-            says, where the outermost unit always keeps them. :func:`set_reshard_after_forward` changes it.
+            says, where the outermost unit always keeps them. An int ``k`` that divides the number of ranks sharded over:
+            keep a k-th of them, in the compute dtype, and gather for backward among ``k`` consecutive ranks only, usually
+            those of a node. This makes process groups, so every rank of the world must make the same calls. All ranks: as
+            True; 1: as False. :func:`set_reshard_after_forward` changes it.
         forward_methods: methods of ``module`` that run it as a forward does: see :func:`register_forward_method`.
         limit_all_gathers: must be True; see Raises.
         collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
@@ -103,7 +110,7 @@ def fully_shard(
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
-        NotImplementedError: a tensor-subclass parameter; ``reshard_after_forward`` an int.
+        NotImplementedError: a tensor-subclass parameter.
         ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
@@ -127,6 +134,8 @@ def fully_shard(
     overrides = choose_units(module, policy, ignored, ignored_params)
     validate.check_chosen(module, overrides)
     configs = {m: _override(config, given, m) for m, given in overrides.items()}
+    world_size = dist.get_world_size(group)
+    sizes = {as_reshard_after_forward(c.reshard_after_forward, world_size) for c in (config, *configs.values())}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
     validate.check_order(module, planned)
     groups = [group] if replica_group is None else [group, replica_group]
@@ -136,8 +145,12 @@ def fully_shard(
 
     context = Context.of(Runtime.of(group, device))
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
+    if replicas is not None:
+        context.follow(replicas)
     for unit in planned:  # what it makes is seen to be usable
         context.runtime.using(configs.get(unit.module, config).collectives)
+    for size in sorted(s for s in sizes if s is not None and not isinstance(s, bool)):
+        context.runtime.split(size)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
@@ -156,6 +169,12 @@ def fully_shard(
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
         register_methods(made[module], methods)
+    if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
+        warnings.warn(
+            f"fully_shard registered new parameters in the place of DTensors, and something still holds the old "
+            f"{name_list(held)}. If it is an optimizer, it will not train them: build it after fully_shard",
+            stacklevel=2,
+        )
     for unit_below in units_below(module):  # units of earlier calls have had names from there
         if unit_below.module not in made:
             unit_below.rename(names[unit_below.module])
@@ -256,7 +275,8 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
     for owned in planned.owned:
         modules, param = [m for m, _ in owned.slots], owned.param
         if (parallel := TensorParallel.of(param)) is not None:
-            param = parallel.take_apart(param)
+            owned.was, owned.param = weakref.ref(param), parallel.take_apart(param)
+            param = owned.param
         options = flat_options(param, modules, policy, offload.offload_params, offload.pin_memory)
         params.append(ParamSlots(owned.fqn, param, tuple(owned.slots), options))
     cast_buffers(planned.modules, policy)
@@ -268,6 +288,7 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
         replicas = replicas.using(config.collectives)
     handle = FlatParamHandle(planned.fqn, params, runtime, replicas)
     unit = Unit(planned.module, planned.fqn, handle, context, config)
+    unit.set_reshard_after_forward(config.reshard_after_forward)
     set_unit(planned.module, unit)
     return unit
 

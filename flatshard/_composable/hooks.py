@@ -35,9 +35,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import current_graph_task
+from flatshard._composable.backward_order import gather, gather_last_inside, prefetch_before, prefetches
 from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
 from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
@@ -129,6 +131,8 @@ class UnitHooks:
             for needed in unit.needs:
                 if not needed.copies:
                     self._gather(needed, grad, in_backward)
+        if in_backward and unit.last_step is not None:
+            gather_last_inside(unit.last_step)
         if not in_backward:
             following = context.next_forward(unit)
             if full:
@@ -144,7 +148,7 @@ class UnitHooks:
         if cast:
             args, kwargs = cast
         if grad and not unit.is_done_with_gradients and not unit.handle.is_alias:
-            return self._watch_inputs(args, kwargs) or cast or None
+            return self.watch_inputs(args, kwargs) or cast or None
         return cast or None
 
     def _refuse_gradients(self) -> NoReturn:
@@ -239,25 +243,40 @@ class UnitHooks:
                 comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
             leaks = self._shows_parameters(output)
         finally:
-            outermost = context.is_idle
-            for needed in unit.needs:
-                needed.users -= 1
-                needed.holds -= 1
-                if needed.full_forwards:
-                    needed.full_forwards -= 1
-                    needed.handle.slots.unregister()
-                if needed.users == 0:
-                    needed.handle.write_back_if_changed()
-                    if needed.task is None:  # else backward is at the unit, and this was a recomputation
-                        needed.handle.slots.register_sharded()
-                stays = comes_back and needed.config.stays_for_backward(outermost)
-                if needed.holds == 0 and not (stays or leaks or in_backward):
-                    needed.free_unless_kept()
-                    if not comes_back:
-                        needed.handle.forget_cast()
-            if outermost and not in_backward:
-                context.end_pass()
+            self.end_forward(comes_back, leaks, in_backward)
         return cast
+
+    def end_forward(self, comes_back: bool, leaks: bool, in_backward: bool) -> None:
+        """Let go of the parameters. ``comes_back``: backward may need them; ``leaks``: the output shows them."""
+        context = self.unit.context
+        if not in_backward:
+            self.unit.ran_inside = context.ran_since(self.unit)
+        outermost = context.is_idle
+        for needed in self.unit.needs:
+            needed.users -= 1
+            needed.holds -= 1
+            if needed.full_forwards:
+                needed.full_forwards -= 1
+                needed.handle.slots.unregister()
+            if needed.users == 0:
+                needed.handle.write_back_if_changed()
+                if needed.task is None:  # else backward is at the unit, and this was a recomputation
+                    needed.handle.slots.register_sharded()
+            stays = comes_back and needed.config.stays_for_backward(outermost)
+            if needed.holds == 0 and not (stays or leaks or in_backward):
+                if needed.handle.inner is not None and comes_back and not needed.kept:
+                    self._keep_inner_shards(needed)
+                needed.free_unless_kept()
+                if not comes_back:
+                    needed.handle.forget_cast()
+        if outermost and not in_backward:
+            context.end_pass()
+
+    def _keep_inner_shards(self, needed: Unit) -> None:
+        """The step of the forward that ends now holds them for its backward."""
+        step = self.unit.context.last_step
+        if step is not None and step.unit is self.unit:  # else the backward cannot be told from the outputs
+            step.kept = [*(step.kept or ()), needed.handle.keep_inner_shards()]
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
@@ -267,16 +286,15 @@ class UnitHooks:
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
         for tensor in outputs + escaped if escaped else outputs:
             if tensor.requires_grad:
-                # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want.
-                source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+                # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want. Not so
+                # where a custom function handed out its input: that view cannot be changed in place.
+                is_view = tensor._is_view() and not isinstance(tensor.grad_fn, BackwardCFunction)
+                source = tensor._base if is_view and tensor._base is not None else tensor
                 if (node := source.grad_fn or tensor.grad_fn) is not None:
                     nodes.add(node)
         if not nodes:
             return self._may_hide_tensors(output)
-        step = Step(unit, None if in_backward else unit.context.last_step)
-        if not in_backward:
-            unit.context.last_step = step
-        hook = functools.partial(self.pre_backward, step)
+        hook = functools.partial(self.pre_backward, unit.context.make_step(unit, in_backward))
         for node in nodes:
             node.register_prehook(hook)
         return True
@@ -301,7 +319,7 @@ class UnitHooks:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _watch_inputs(
+    def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Notice when backward leaves through the inputs. [Note: Freeing in backward]"""
@@ -327,6 +345,8 @@ class UnitHooks:
         unit.active_steps += 1
         unit.has_left = False
         unit.last_step = step
+        for outer in step.outer:
+            gather(outer)
         for needed in unit.needs:
             context.used(needed)
             if needed.finished_task == task:  # it has all its gradients; only its values are needed once more
@@ -342,26 +362,8 @@ class UnitHooks:
                 "(an optimizer step, say), so its gradients would be wrong. Call backward before the step, or run forward "
                 "again after it"
             )
-        when = unit.config.backward_prefetch
-        if when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_prefetch is not None):
-            self._prefetch_before(step)
-
-    @staticmethod
-    def _prefetch_before(step: Step) -> None:
-        unit = step.unit
-        if unit.backward_prefetch is not None:
-            for chosen in unit.backward_prefetch:
-                UnitHooks._prefetch_for_backward(chosen, unit)
-        elif step.previous is not None:
-            UnitHooks._prefetch_for_backward(step.previous.unit, unit)
-
-    @staticmethod
-    def _prefetch_for_backward(unit: Unit, now: Unit) -> None:
-        """Gather ``unit`` while ``now`` computes."""
-        if unit.finished_task != current_graph_task():
-            for needed in unit.needs:
-                unit.context.backward.touch(needed)
-            unit.context.prefetch(unit, now.config.prefetch_limit_bytes)
+        if prefetches(unit):
+            prefetch_before(step)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
@@ -382,13 +384,18 @@ class UnitHooks:
             unit.handle.receive(group, index, task)
             unit.pending -= 1
             if not unit.pending and unit.task == task:
-                unit.context.backward.complete(unit)
-                if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
-                    self = to_self()
-                    assert self is not None
-                    self._free()
+                self = to_self()
+                assert self is not None
+                self.complete()
 
         return on_gradient
+
+    def complete(self) -> None:
+        """All gradients of the unit have come."""
+        unit = self.unit
+        unit.context.backward.complete(unit)
+        if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
+            self._free()
 
     def leave(self) -> None:
         """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
@@ -403,7 +410,7 @@ class UnitHooks:
         if not unit.context.backward.keeps_unsharded:
             unit.free_if_unused()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
-            self._prefetch_before(unit.last_step)
+            prefetch_before(unit.last_step)
 
 
 class _Leave(torch.autograd.Function):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from flatshard._collectives import CollectivesFactory
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_reshard_after_forward
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.whole_parameters import WholeParameters
 
 if TYPE_CHECKING:
@@ -33,7 +36,8 @@ class UnitConfig:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     collectives: CollectivesFactory | None = None  # None: the backend's own
-    reshard_after_forward: bool | None = None  # None: as the strategy says, and not where the unit is outermost
+    # None: as the strategy says, and not where the unit is outermost. An int: to that many ranks, between 1 and all.
+    reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # of unsharded parameters gathered ahead
 
     def stays_for_backward(self, outermost: bool) -> bool:
@@ -49,12 +53,14 @@ class Step:
     ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
     """
 
-    __slots__ = ("opened_in", "previous", "unit", "version")
+    __slots__ = ("kept", "opened_in", "outer", "previous", "unit", "version")
 
-    def __init__(self, unit: Unit, previous: Step | None) -> None:
+    def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.previous = previous
+        self.outer = outer  # the units whose forwards were around this one, outermost first
         self.version = unit.gathered_version  # of the parameters in this forward
+        self.kept: list[Kept | None] | None = None  # held for this backward: [Note: The life of an inner shard]
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
 
@@ -81,6 +87,7 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
         self.requires_gradient_sync = True  # False: `no_sync`
+        self.syncs_after: bool | None = None  # inside `no_sync`: what the line above is outside, and so in a copy
         # What to gather while this unit computes, in place of the recorded order; None: as recorded.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
@@ -111,6 +118,10 @@ class Unit:
         # What `summon_full_params` shows in place of the unsharded parameters, by id of the user's; they nest.
         self.copies: list[dict[int, nn.Parameter]] = []
         self.full_forwards = 0  # forwards under way in full precision (`full_precision_in_eval`)
+        # What a forward that passes by the unit uses in place of its parameters. [Note: Taking part without running]
+        self.anchor: torch.Tensor | None = None
+        self.anchor_node: Node | None = None
+        self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: it never ran
         # Backward; written by backward.py.
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
@@ -137,6 +148,14 @@ class Unit:
         """Free the unsharded parameters, which no forward needs now, unless the user wants them kept."""
         if not self.kept:
             self.handle.reshard()
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:
+        """From the next forward on. ``Runtime.split`` comes before an int."""
+        value = as_reshard_after_forward(value, self.context.runtime.world_size)
+        self.config = replace(self.config, reshard_after_forward=value)
+        self.handle.inner = None
+        if value is not None and not isinstance(value, bool):
+            self.handle.inner = InnerShards(self.context.runtime.within(value, self.config.collectives))
 
     def rename(self, fqn: str) -> None:
         """Name the unit and its parameters as seen from a module further out."""
@@ -197,6 +216,8 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
+        if result.syncs_after is not None:
+            result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()
         result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)

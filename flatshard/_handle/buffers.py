@@ -287,6 +287,11 @@ class FlatBuffers:
             shard = self._on_compute_device()
         return self._gather_into(self.unsharded, shard, runtime)
 
+    def gather_inner(self, runtime: Runtime, part: torch.Tensor) -> Pending:
+        """The same from what the ranks of another group kept of the last time: ``part`` here."""
+        own = self.unsharded.allocate_inner(part, runtime.world_size, runtime.rank)
+        return runtime.all_gather(self.unsharded.wire, own)
+
     def _on_compute_device(self) -> torch.Tensor:
         """The shard where it is computed with. It travels as it is: a cast on CPU first would wait, in pageable memory."""
         return self.shard.to(self._compute_device, non_blocking=True)

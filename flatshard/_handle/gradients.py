@@ -237,10 +237,6 @@ class FlatGradients:
 
     def _begin(self) -> None:
         buffers = self.buffers
-        if self._made_for != (buffers.dtype, buffers.unsharded.flat.device):
-            self._allocate_views()
-            if self.flat_param is not None:
-                self.flat_param.data = buffers.shard
         if buffers.is_whole:  # all-reduced in place, it becomes the gradients themselves: a new one each time
             self._input = torch.empty(buffers.layout.padded_numel, dtype=self._input.dtype, device=self._input.device)
             self._slots, self._gaps = self._views_of(self._input)
@@ -255,6 +251,22 @@ class FlatGradients:
         """A backward is over, and another will add to its gradients before they are reduced."""
         if self._batching:
             self._place_batch()
+
+    def follow_parameters(self) -> None:
+        """The parameters have another dtype or device now: so do gradients that are held, and those to come."""
+        buffers, held = self.buffers, self._input
+        if self._made_for == (buffers.dtype, buffers.unsharded.flat.device):
+            return
+        self._allocate_views()
+        if self.flat_param is not None:
+            self.flat_param.data = buffers.shard
+        if self.any_filled and held.numel():
+            if buffers.is_whole:
+                self._input = held.to(self._input)
+                self._slots, self._gaps = self._views_of(self._input)
+            else:
+                self._input.untyped_storage().resize_(self._nbytes)
+                self._input.copy_(held)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -363,26 +375,28 @@ class FlatGradients:
         """Whole gradients in the parameters' shapes; None for a parameter that has none on any rank."""
         buffers, layout = self.buffers, self.buffers.layout
         device = buffers.unsharded.flat.device
-        whole = torch.zeros(layout.padded_numel, dtype=self.reduction.dtype, device=device)
         present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=device)
-        shard, here = whole.view(layout.world_size, -1)[buffers.rank], present[buffers.rank]
-        if self.flat_param is not None:
-            if self.flat_param.grad is not None:
-                shard.copy_(self.flat_param.grad)
-                here.fill_(1)
-        else:
-            for index, (param, part) in enumerate(zip(buffers.params, self._parts.of(shard), strict=True)):
-                if param.grad is not None:
-                    part.copy_(param.grad)
-                    here[index] = 1
-        if layout.world_size > 1:
+        local, here = self.local(), present[buffers.rank]
+        here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
+        self._gather_now(runtime, present.view(-1), here)
+        seen: list[int] = present.amax(0).tolist()
+        if not any(seen):
+            return [None] * len(seen)
+        whole = torch.zeros(layout.padded_numel, dtype=self.reduction.dtype, device=device)
+        shard = whole.view(layout.world_size, -1)[buffers.rank]
+        for part, grad in zip(self._parts.of(shard), local, strict=True):
+            if grad is not None:
+                part.copy_(grad)
+        self._gather_now(runtime, whole, shard)
+        slots, _ = self._views_of(whole)
+        return [slot if somewhere else None for slot, somewhere in zip(slots, seen, strict=True)]
+
+    def _gather_now(self, runtime: Runtime, output: torch.Tensor, shard: torch.Tensor) -> None:
+        if self.buffers.layout.world_size > 1:
             try:
-                runtime.exact.all_gather(whole, shard).wait()
-                runtime.exact.all_gather(present.view(-1), here).wait()
+                runtime.exact.all_gather(output, shard).wait()
             except Exception as e:
                 runtime.fail("all-gather", self.reduction.unit, e)
-        slots, _ = self._views_of(whole)
-        return [slot if seen else None for slot, seen in zip(slots, present.amax(0).tolist(), strict=True)]
 
     def write_back(self, whole: list[torch.Tensor | None]) -> None:
         """Keep this rank's part of whole gradients: the inverse of ``gather``."""
@@ -401,7 +415,7 @@ class FlatGradients:
             if parts is not None:
                 parts[index].copy_(mine)
             elif param.grad is None:
-                param.grad = mine.to(buffers.device, copy=True)
+                param.grad = mine.to(buffers.device, self.reduction.dtype, copy=True)
             else:
                 param.grad.copy_(mine)
 

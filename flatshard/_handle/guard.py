@@ -4,15 +4,16 @@
 ``model.generate()``, when not registered as a forward, may call ``self.head(x)`` while the head is sharded. ``F.linear``
 then finds a 1-D weight: it raises something about shapes, or it multiplies by it, if the sizes happen to fit. Looking at
 every call of a module would cost 0.9 microseconds each, and at every read of a parameter 0.1. But nn.Module looks into
-``_parameters`` only for what the module's own ``__dict__`` does not have. So `Slots` puts compute parameters there as well,
-where a forward finds them sooner than it would in a plain module; what comes to this dict comes for something else. What
-is registered as None (``bias=False``) is there for good.
+``_parameters`` only for what the module's own ``__dict__`` does not have. So `Slots` puts compute parameters there, where a
+forward finds them sooner than it would in a plain module; what comes to this dict comes for something else. What is
+registered as None (``bias=False``) is there for good.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import ItemsView, Iterator, ValuesView
 from types import FrameType
 from typing import Any, Self
 
@@ -27,7 +28,10 @@ Parameters = dict[str, nn.Parameter | None]
 
 
 class GuardedParameters(Parameters):
-    """What a module has in ``_parameters``. [Note: Forwards outside of the unit's]"""
+    """What a module has in ``_parameters``. [Note: Forwards outside of the unit's]
+
+    It holds the sharded parameters, also while compute parameters are in ``attributes``, and shows these then.
+    """
 
     __slots__ = ("attributes",)
 
@@ -38,11 +42,39 @@ class GuardedParameters(Parameters):
             (name, None) for name, param in parameters.items() if param is None and name not in attributes
         )
 
+    def _look(self, name: str) -> nn.Parameter | None:
+        shown = self.attributes.get(name)
+        return shown if isinstance(shown, nn.Parameter) else super().__getitem__(name)
+
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if type(param) is ShardedParameter and param._flatshard_info.shard_world_size > 1:
-            self._check_reader(param, sys._getframe(1))
+        if type(param) is ShardedParameter:
+            shown = self.attributes.get(name)
+            if isinstance(shown, nn.Parameter):
+                return shown
+            if param._flatshard_info.shard_world_size > 1:
+                self._check_reader(param, sys._getframe(1))
         return param
+
+    # All that reads must show the same. With an iterator of its own, so do ``dict(self)`` and ``**self``.
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view reads past us
+        return {name: self._look(name) for name in self}.items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        return {name: self._look(name) for name in self}.values()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._look(name) if name in self else default
+
+    def copy(self) -> Parameters:
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
         """Raise if a forward of this dict's module reads ``param``. Anybody else may: ``model.head.weight.grad``."""
@@ -69,15 +101,15 @@ class GuardedParameters(Parameters):
         changes.count += 1
 
     def pop(self, name: str, *default: Any) -> Any:
-        self.attributes.pop(name, None)
-        changes.count += 1
-        return super().pop(name, *default)
+        if name not in self:
+            return super().pop(name, *default)
+        param = self._look(name)
+        del self[name]
+        return param
 
     def popitem(self) -> tuple[str, nn.Parameter | None]:
-        name, param = super().popitem()
-        self.attributes.pop(name, None)
-        changes.count += 1
-        return name, param
+        name = next(reversed(self))
+        return name, self.pop(name)
 
     def clear(self) -> None:
         for name in list(self):
@@ -95,7 +127,7 @@ class GuardedParameters(Parameters):
         """Of a module that is half copied: ``attributes`` are set by `Slots`, if it is sharded like this one."""
         result = GuardedParameters({}, {})
         memo[id(self)] = result
-        for name, param in self.items():
+        for name, param in super().items():
             result[name] = copy.deepcopy(param, memo)
         return result
 

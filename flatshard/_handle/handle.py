@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +18,18 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
 from flatshard._collectives import Pending
-from flatshard._errors import CollectiveError, InternalError
-from flatshard._handle.buffers import FlatBuffers, FlatOptions
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
+from flatshard._handle.param_slots import ParamSlots, group_by_kind
 from flatshard._handle.slots import Slots
 from flatshard._handle.tensor_parallel import local_tensor
+from flatshard._progress import Label, digest, here
 from flatshard._runtime import Runtime
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSlots:
-    """One parameter to flatten: its FQN and every (module, name) that it is registered under."""
-
-    fqn: str
-    param: nn.Parameter
-    slots: tuple[tuple[nn.Module, str], ...]
-    options: FlatOptions
 
 
 class FlatParamHandle:
@@ -60,10 +52,11 @@ class FlatParamHandle:
         self.lifetime = Lifetime(fqn)
         self.slots = Slots()
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.label = self._make_label(digest([(p.fqn, tuple(p.param.shape)) for p in params]))
         world, rank = (1, 0) if replicas is runtime else (runtime.world_size, runtime.rank)
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
-        for group in _group_by_kind(params):
+        for group in group_by_kind(params):
             options = group[0].options
             sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
             itemsize = min((options.compute_dtype or group[0].param.dtype).itemsize, group[0].param.dtype.itemsize)
@@ -83,6 +76,7 @@ class FlatParamHandle:
         self.is_exact = True  # whether the last gather brought the shards bit for bit
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self.inner: InnerShards | None = None  # where it reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
@@ -93,9 +87,13 @@ class FlatParamHandle:
             f"{self.lifetime.params.name})"
         )
 
+    def _make_label(self, identity: str) -> Label:
+        progress = self.runtime.progress or (self.replicas and self.replicas.progress)
+        return progress.make_label(self.fqn, identity) if progress else Label(self.fqn, identity=identity)
+
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every name."""
-        self.fqn = new
+        self.fqn = self.label.unit = new
         self.lifetime.rename(new)
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             buffers.rename(old, new)
@@ -130,22 +128,30 @@ class FlatParamHandle:
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathered:
-            _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
-            runtime = self.runtime.exact if exactly else self.runtime
+            runtime, kept = self.runtime.exact if exactly else self.runtime, None
+            if self.inner is not None and (kept := self.inner.take(again)) is not None:
+                runtime = self.inner.runtime
+            what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
+            here.label, here.again = self.label, again
+            _trace.event("cast" if self._is_whole else what, self.fqn)
             scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
             if scope is None:
-                self._start_gathers(runtime, again)
+                self._start_gathers(runtime, again, kept)
             else:
                 with scope:
-                    self._start_gathers(runtime, again)
+                    self._start_gathers(runtime, again, kept)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, again: bool) -> None:
-        self.is_exact = runtime is runtime.exact
+    def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None) -> None:
         gathers: list[Pending] = []
         try:
-            for buffers in self._gathered:
-                gathers.append(buffers.gather(runtime, again))
+            if kept is None:
+                self.is_exact = runtime is runtime.exact
+                for buffers in self._gathered:
+                    gathers.append(buffers.gather(runtime, again))
+            else:  # as exact as what they were kept of
+                for buffers, part in zip(self._gathered, kept, strict=True):
+                    gathers.append(buffers.gather_inner(runtime, part))
         except BaseException as e:
             _settle(gathers)
             for buffers in self._gathered:
@@ -186,6 +192,8 @@ class FlatParamHandle:
         if state is ParamState.UNSHARDING:
             try:
                 self.wait()
+            except OutOfStepError:
+                raise
             except CollectiveError as e:  # nobody reads what it would have brought
                 _trace.logger.warning("%s (gathered ahead of need, and dropped)", e)
                 return
@@ -198,6 +206,12 @@ class FlatParamHandle:
             for buffers in self._gathered:
                 buffers.free()
         self.lifetime.move_params("reshard")
+
+    def keep_inner_shards(self) -> Kept | None:
+        """Before ``reshard``: what to hold for as long as a backward may want these values. None: nothing."""
+        if self.inner is None or self.lifetime.params is not ParamState.UNSHARDED:
+            return None
+        return self.inner.keep(self._gathered)
 
     def forget_cast(self) -> None:
         """No backward will need the values that a forward had: see ``FlatOptions.keep_cast``."""
@@ -226,9 +240,10 @@ class FlatParamHandle:
             sharded.data = new.data  # the optimizer holds `sharded`, so it stays
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
-        for buffers in self.buffers:
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if moved := buffers.moved():
                 buffers.readopt(moved)
+                grads.follow_parameters()
         self.sync_requires_grad()
         self._checked_at = changes.count
 
@@ -240,10 +255,7 @@ class FlatParamHandle:
 
     def version(self) -> int:
         """See ``FlatBuffers.version``."""
-        version = 0
-        for buffers in self.buffers:
-            version += buffers.version()
-        return version
+        return sum([b.version() for b in self.buffers])
 
     def sync_requires_grad(self) -> None:
         """Follow what the user froze or unfroze."""
@@ -276,9 +288,7 @@ class FlatParamHandle:
 
     def gradient_nodes(self) -> list[Node]:
         """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
-        epoch = 0
-        for buffers in self.buffers:
-            epoch += buffers.epoch
+        epoch = sum([b.epoch for b in self.buffers])
         if epoch != self._nodes_epoch:
             leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
             self._nodes = [get_gradient_edge(leaf).node for leaf in leaves]
@@ -289,6 +299,7 @@ class FlatParamHandle:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
         _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
+        here.label, here.again = self.label, False
         scope = _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing())
         if scope is None:
             self._start_reductions()
@@ -301,6 +312,8 @@ class FlatParamHandle:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
                     grads.reduce(self.runtime)
+                else:  # frozen since: what was held is dropped
+                    grads.reduction.discard()
                 buffers.forget_cast()
         except CollectiveError:
             self._settle_reductions()
@@ -309,11 +322,17 @@ class FlatParamHandle:
     def advance_reduce(self) -> None:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
         if self.replicas is not None:
+            here.label, here.again = self.label, False
             for grads in self.grads:
                 grads.reduction.advance(self.runtime)
 
     def hold_gradients(self) -> None:
-        """A backward without reduction is over: keep its gradients for the next one to add to."""
+        """A backward without reduction is over: keep its gradients for the next one to add to.
+
+        Also where none came, as other ranks may have some, which are to be reduced with ours.
+        """
+        if self.lifetime.grads is GradState.NONE:
+            self.lifetime.move_grads("receive")
         if self.lifetime.grads is GradState.FILLING:
             for grads in self.grads:
                 grads.hold()
@@ -321,8 +340,19 @@ class FlatParamHandle:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced."""
-        return self.lifetime.grads is GradState.HELD
+        """Whether gradients of earlier backwards wait to be reduced, or to be averaged over the replicas."""
+        return self.lifetime.grads is GradState.HELD or any([g.reduction.is_partial for g in self.grads])
+
+    @property
+    def wants_reduction(self) -> bool:
+        """Whether they do, and may be."""
+        held = self.lifetime.grads is GradState.HELD
+        return held or any([g.reduction.is_partial and g.reduction.reduces_replicas for g in self.grads])
+
+    @property
+    def reduces_replicas(self) -> bool:
+        """Whether reductions end in ``.grad``. No: reduction.py, [Note: Accumulating within the shard group]"""
+        return all([g.reduction.reduces_replicas for g in self.grads])
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.
@@ -332,6 +362,7 @@ class FlatParamHandle:
         """
         if self.lifetime.grads is not GradState.REDUCING:
             return
+        here.label, here.again = self.label, False
         try:
             for grads in self.grads:
                 grads.reduction.wait(self.runtime)
@@ -389,7 +420,9 @@ class FlatParamHandle:
             owned.setdefault(id(sharded), []).append((module, name))
         result = copy.copy(self)
         memo[id(self)] = result
+        result.label = self._make_label(self.label.identity)
         result.lifetime = Lifetime(self.fqn)
+        result.inner = self.inner and self.inner.copy()
         result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
@@ -413,11 +446,3 @@ def _settle(pending: Iterable[Pending]) -> None:
     for each in pending:
         with contextlib.suppress(Exception):
             each.wait()
-
-
-def _group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:
-    """Parameters of one flat parameter each: equal in dtypes and in being trainable. Order within a group is kept."""
-    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[ParamSlots]] = {}
-    for owned in params:
-        groups.setdefault((owned.param.dtype, owned.param.requires_grad, owned.options), []).append(owned)
-    return list(groups.values())

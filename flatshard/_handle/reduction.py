@@ -43,6 +43,11 @@ class Reduction:
         """Of the user's ``.grad``."""
         return self.input_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether a result of earlier backwards waits to be averaged over the replicas."""
+        return self._partial is not None
+
     def start(self, runtime: Runtime, input: torch.Tensor) -> None:
         """Start averaging ``input`` (``padded_numel`` elements); where nothing is sharded it becomes the result itself.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from flatshard._handle.changes import changes
 from flatshard._handle.guard import GuardedParameters, Parameters
 
 _exhaust: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
@@ -32,18 +33,20 @@ class Slots:
         "_replaced",
         "_setattr_writes",
         "_sharded",
+        "_shown_at",
         "unsharded",
     )
 
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        # The same entries, split by how they are written: into the module's dict of parameters (as columns), or by setattr.
-        self._dicts: list[Parameters] = []
+        # The same entries, split by how compute parameters are shown: in the module's own dict (as columns), or by setattr.
+        self._dicts: list[Parameters] = []  # of the sharded parameters
         self._attributes: list[dict[str, Any]] = []  # [Note: Forwards outside of the unit's]
         self._names: list[str] = []
         self._sharded: list[nn.Parameter] = []
         self._compute: list[nn.Parameter] = []
         self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._shown_at = -1  # `changes.count` when the compute parameters were registered
         self._replaced: list[dict[int, nn.Parameter]] = []  # what each `register` under way took the place of
         self.unsharded = False  # whether the compute parameters are registered
 
@@ -74,24 +77,32 @@ class Slots:
         compute: nn.Parameter,
     ) -> None:
         self._entries.append((module, name, sharded, compute))
-        if type(module).__setattr__ is nn.Module.__setattr__:
+        # Not where the class or the object has something else of that name, which then comes first.
+        hidden = hasattr(type(module), name) or name in module.__dict__
+        if type(module).__setattr__ is nn.Module.__setattr__ and not hidden:
             if not isinstance(parameters, GuardedParameters):
                 parameters = module.__dict__["_parameters"] = GuardedParameters(parameters, module.__dict__)
-            # Not where the class or the object has something else of that name, which then comes first.
-            hidden = hasattr(type(module), name) or name in module.__dict__
-            self._attributes.append({} if hidden else module.__dict__)
+            self._attributes.append(module.__dict__)
             self._dicts.append(parameters)
             self._names.append(name)
             self._sharded.append(sharded)
             self._compute.append(compute)
         else:
-            # The class keeps more than the dict up to date: nn.RNN's __setattr__ refreshes its _flat_weights.
+            # Or the class keeps more than the dict up to date: nn.RNN's __setattr__ refreshes its _flat_weights.
             self._setattr_writes.append((module, name, sharded, compute))
 
     @staticmethod
     def _write(module: nn.Module, name: str, param: nn.Parameter) -> None:
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[name] = param
+        else:
+            setattr(module, name, param)
+
+    @staticmethod
+    def _show(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """``_write`` in a slot that holds ``sharded`` or ``compute`` already: no change of the user's."""
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            dict.__setitem__(module._parameters, name, param)
         else:
             setattr(module, name, param)
 
@@ -132,20 +143,21 @@ class Slots:
         if self.unsharded:
             return
         self.unsharded = True
-        _exhaust(map(dict.__setitem__, self._dicts, self._names, self._compute))
         _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
         for module, name, _, compute in self._setattr_writes:
-            setattr(module, name, compute)
+            self._show(module, name, compute)
+        self._shown_at = changes.count
 
     def register_sharded(self) -> None:
         """Show the user's own parameters. Idempotent."""
         if not self.unsharded:
             return
         self.unsharded = False
-        _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
         _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
+        if self._shown_at != changes.count:  # something may have been registered in between
+            _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
         for module, name, sharded, _ in self._setattr_writes:
-            setattr(module, name, sharded)
+            self._show(module, name, sharded)
 
     def register(self, replacements: dict[int, nn.Parameter]) -> None:
         """Show other parameters, by ``id`` of the sharded one, until ``unregister`` (``summon_full_params`` on CPU)."""

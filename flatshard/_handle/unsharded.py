@@ -69,6 +69,15 @@ class UnshardedBuffer:
         self._storage.resize_(self._nbytes)
         self.own.copy_(shard)
 
+    def inner_wire(self, size: int, rank: int) -> torch.Tensor:
+        """Number ``rank`` of ``size`` equal parts, as it is sent."""
+        return self.wire.view(size, -1)[rank]
+
+    def allocate_inner(self, part: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+        """Take storage, and put ``part`` into its place there, which is returned."""
+        self._storage.resize_(self._nbytes)
+        return self.inner_wire(size, rank).copy_(part)
+
     def free(self) -> None:
         """Give the storage back. Views stay valid and empty until the next ``allocate``."""
         if not self.is_alias:

@@ -9,6 +9,7 @@ from torch import nn
 
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
+from flatshard._progress import here
 
 
 class WholeParameters:
@@ -23,6 +24,7 @@ class WholeParameters:
         Communicates, but for unsharded parameters that are in the user's dtype as they are.
         """
         copies = {}
+        here.label, here.again = self._handle.label, False
         for buffers in self._handle.buffers:
             if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
                 whole = buffers.gather_full_precision(self._handle.runtime).computes
@@ -66,8 +68,9 @@ class WholeParameters:
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
+        here.label, here.again = self._handle.label, False
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
-            if True in buffers.requires_grad:
+            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:  # a frozen one's may be left from before
                 for param, compute, grad in zip(
                     buffers.params, buffers.computes, grads.gather(self._handle.runtime), strict=True
                 ):
