@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -431,3 +432,39 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.__name__)
 def test_features(pool, feature: Callable[[Any], None]):
     pool.run(feature, world_size=4)
+
+
+# -- three dimensions --------------------------------------------------------------------------------------------------
+
+
+def train_in_three_dimensions(ctx, sequence: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    block = SequenceBlock if sequence else Block
+    plain, model = make(block, 7), make(block, 7)
+    parallelize(model, mesh["tp"], sequence)
+    dp = mesh["replicate", "shard"]
+    fully_shard(model, policy={block}, device_mesh=dp, strategy=ShardingStrategy.HYBRID_SHARD)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    mine = ctx.rank // 2
+    for step in range(3):
+        x = batch(step, 4)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mine]).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.3), expected, rtol=1e-9, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole(model), dict(plain.named_parameters()))
+    flatshard.check_replicas(model)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_hybrid_sharding_on_eight_ranks():
+    eight = Pool(8)
+    try:
+        for sequence in (False, True):
+            eight.run(train_in_three_dimensions, sequence, world_size=8, timeout=120.0)
+    finally:
+        eight.close()
