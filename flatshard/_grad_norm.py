@@ -95,9 +95,16 @@ def gradient_statistics(module: nn.Module) -> dict[str, GradientStatistics]:
     name. The host waits for an accelerator.
 
     Raises:
-        RuntimeError, NotImplementedError: see :func:`get_total_norm`.
+        RuntimeError, NotImplementedError: see :func:`get_total_norm`. NotImplementedError also for tensor-parallel
+            parameters.
     """
     gradients = _gradients(module, "gradient_statistics")
+    for g in gradients:
+        if (info := shard_info(g.param)) is not None and info.parallel is not None:
+            raise NotImplementedError(
+                f"gradient_statistics: {g.fqn!r} is sharded from a tensor-parallel DTensor, over two meshes, "
+                "of which it takes no statistics yet. flatshard.get_total_norm and clip_grad_norm_ do; leave that module out"
+            )
     found: dict[str, GradientStatistics] = {}
     with torch.no_grad(), plainly():
         for runtime in _runtimes(gradients):

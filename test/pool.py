@@ -131,7 +131,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _make_groups(rank: int, port: int, prefix: str) -> dict[int, Any]:
+def _make_groups(rank: int, size: int, port: int, prefix: str) -> dict[int, Any]:
     """The default group over all ranks; for every world size k the group of ranks 0..k-1; under 0 that of this rank only."""
     import datetime
 
@@ -139,10 +139,10 @@ def _make_groups(rank: int, port: int, prefix: str) -> dict[int, Any]:
 
     timeout = datetime.timedelta(minutes=5)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=MAX_WORLD_SIZE, timeout=timeout)
-    groups = {k: dist.new_group(list(range(k)), timeout=timeout) for k in range(1, MAX_WORLD_SIZE)}
-    groups[MAX_WORLD_SIZE] = dist.group.WORLD
-    groups[0] = [dist.new_group([k], timeout=timeout) for k in range(MAX_WORLD_SIZE)][rank]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    groups = {k: dist.new_group(list(range(k)), timeout=timeout) for k in range(1, size)}
+    groups[size] = dist.group.WORLD
+    groups[0] = [dist.new_group([k], timeout=timeout) for k in range(size)][rank]
     return groups
 
 
@@ -162,7 +162,7 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
         torch.set_default_dtype(torch.float32)
 
 
-def _rank_main(rank: int, port: int, conn: Connection, stacks: str) -> None:
+def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -> None:
     """Serve requests until the parent closes the connection or dies."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops the ranks
@@ -188,7 +188,7 @@ def _rank_main(rank: int, port: int, conn: Connection, stacks: str) -> None:
         if command == "groups":
             if dist.is_initialized():
                 dist.destroy_process_group()
-            groups = _make_groups(rank, port, argument)
+            groups = _make_groups(rank, size, port, argument)
             send(("ok", None))
         else:
             world_size, payload = argument
@@ -211,9 +211,10 @@ class _Rank:
 
 
 class Pool:
-    """Four ranks, started at first use, that run test bodies; see the module's docstring."""
+    """Ranks, started at first use, that run test bodies; see the module's docstring."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = MAX_WORLD_SIZE) -> None:
+        self._size = size
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._groups_made = 0
@@ -234,8 +235,8 @@ class Pool:
         ``fn`` must be importable: a module-level function (or a ``functools.partial`` of one). Results must pickle.
         The timeout counts from the last :meth:`Context.note`, if the body makes any, and does not include starting.
         """
-        if not 1 <= world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"world_size must be 1..{MAX_WORLD_SIZE}, got {world_size}")
+        if not 1 <= world_size <= self._size:
+            raise ValueError(f"world_size must be 1..{self._size}, got {world_size}")
         try:
             payload = pickle.dumps((fn, args, kwargs))
         except Exception as e:
@@ -280,8 +281,8 @@ class Pool:
         self._stop_ranks()
         self._start()
         if not self._make_groups(START_TIMEOUT):
-            answered = {rank: ("ok", None) for rank in range(MAX_WORLD_SIZE) if self._ranks[rank].process.is_alive()}
-            raise RankFailure("the pool of ranks did not start", self._failures(answered, range(MAX_WORLD_SIZE)))
+            answered = {rank: ("ok", None) for rank in range(self._size) if self._ranks[rank].process.is_alive()}
+            raise RankFailure("the pool of ranks did not start", self._failures(answered, range(self._size)))
 
     def _start(self) -> None:
         import torch.distributed as dist
@@ -292,12 +293,12 @@ class Pool:
         start = multiprocessing.get_context("forkserver")
         start.set_forkserver_preload(["torch", "torch.distributed"])
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
-            for rank in range(MAX_WORLD_SIZE):
+            for rank in range(self._size):
                 here, there = start.Pipe()
                 stacks = self._dir / f"stacks-{rank}"
                 process = start.Process(
                     target=_rank_main,
-                    args=(rank, self._store.port, there, str(stacks)),
+                    args=(rank, self._size, self._store.port, there, str(stacks)),
                     name=f"flatshard-rank-{rank}",
                     daemon=True,
                 )
@@ -307,10 +308,10 @@ class Pool:
 
     def _make_groups(self, timeout: float) -> bool:
         self._groups_made += 1
-        for rank in range(MAX_WORLD_SIZE):
+        for rank in range(self._size):
             self._post(rank, ("groups", f"groups-{self._groups_made}"))
-        answers = self._collect(range(MAX_WORLD_SIZE), timeout)
-        self._in_step = len(answers) == MAX_WORLD_SIZE and all(kind == "ok" for kind, _ in answers.values())
+        answers = self._collect(range(self._size), timeout)
+        self._in_step = len(answers) == self._size and all(kind == "ok" for kind, _ in answers.values())
         return self._in_step
 
     def _stop_ranks(self) -> None:

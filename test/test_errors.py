@@ -384,7 +384,11 @@ def _dtensor() -> nn.Parameter:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (_dtensor, NotImplementedError, "parameter 'blocks.1.linear.weight' is a DTensor"),
+        (
+            _dtensor,
+            ValueError,
+            "parameter 'blocks.1.linear.weight' is a DTensor over ranks .* share it with rank 1 twice",
+        ),
         (
             lambda: nn.Parameter(Labelled(torch.ones(4, 4))),
             NotImplementedError,

@@ -36,6 +36,7 @@ LAYERS = [
     "_handle.lifetime",
     "_handle.partial",
     "_handle.changes",
+    "_handle.tensor_parallel",
     "_handle.sharded_gradient",
     "_handle.sharded_parameter",
     "_handle.guard",
@@ -85,7 +86,7 @@ TYPE_CHECKING_IMPORTS = {
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
 INNER_IMPORTS = {
-    ("_composable.validate", "torch.distributed.tensor"),  # half a second of `import flatshard`
+    ("_handle.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
 }
 """(module, what it imports inside a function)."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ from flatshard._config import (
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.param_slots import ParamSlots
+from flatshard._handle.tensor_parallel import TensorParallel
 from flatshard._runtime import Runtime
 
 M = TypeVar("M", bound=nn.Module)
@@ -135,7 +138,8 @@ def fully_shard(
     sizes = {as_reshard_after_forward(c.reshard_after_forward, world_size) for c in (config, *configs.values())}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
     validate.check_order(module, planned)
-    device = validate.check_parameters(planned, _as_device(device_id))
+    groups = [group] if replica_group is None else [group, replica_group]
+    device = validate.check_parameters(planned, _as_device(device_id), groups)
     names = {m: n for n, m in module.named_modules()}
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
 
@@ -165,6 +169,12 @@ def fully_shard(
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
         register_methods(made[module], methods)
+    if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
+        warnings.warn(
+            f"fully_shard registered new parameters in the place of DTensors, and something still holds the old "
+            f"{name_list(held)}. If it is an optimizer, it will not train them: build it after fully_shard",
+            stacklevel=2,
+        )
     for unit_below in units_below(module):  # units of earlier calls have had names from there
         if unit_below.module not in made:
             unit_below.rename(names[unit_below.module])
@@ -263,9 +273,12 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
     policy, offload = config.mixed_precision, config.cpu_offload
     params = []
     for owned in planned.owned:
-        modules = [m for m, _ in owned.slots]
-        options = flat_options(owned.param, modules, policy, offload.offload_params, offload.pin_memory)
-        params.append(ParamSlots(owned.fqn, owned.param, tuple(owned.slots), options))
+        modules, param = [m for m, _ in owned.slots], owned.param
+        if (parallel := TensorParallel.of(param)) is not None:
+            owned.was, owned.param = weakref.ref(param), parallel.take_apart(param)
+            param = owned.param
+        options = flat_options(param, modules, policy, offload.offload_params, offload.pin_memory)
+        params.append(ParamSlots(owned.fqn, param, tuple(owned.slots), options))
     cast_buffers(planned.modules, policy)
     warn_about_low_precision_masters(owned.param for owned in planned.owned)
     runtime = context.runtime.using(config.collectives)

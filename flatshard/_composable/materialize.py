@@ -20,6 +20,7 @@ from torch import nn
 
 from flatshard._composable.partition import PlannedUnit
 from flatshard._errors import name_list
+from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
 from flatshard._runtime import Runtime
 
 _PATTERN = 0xA7
@@ -133,8 +134,11 @@ def _allocate(module: nn.Module, device: torch.device, ignored: set[nn.Parameter
     for _, tensor in list(_tensors(module, ignored)):
         if not tensor.is_meta:
             continue
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        local, parallel = local_tensor(tensor), TensorParallel.of(tensor)
+        empty = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
         _bytes(empty).fill_(_PATTERN)
+        if parallel is not None:
+            empty = parallel.distribute(empty)
         if isinstance(tensor, nn.Parameter):
             fresh = nn.Parameter(empty, tensor.requires_grad)
             fresh.__dict__.update(tensor.__dict__)
@@ -149,7 +153,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _untouched(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` still shows what it was filled with. [Note: Nothing trains on garbage]"""
-    tensor = tensor.detach()
+    tensor = local_tensor(tensor).detach()
     if not tensor.numel():
         return False
     if bool((_bytes(tensor) == _PATTERN).all()):
@@ -180,6 +184,9 @@ def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -
     tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
     try:
         for tensor in tensors.values():
-            runtime.broadcast_now(tensor)
+            if (parallel := TensorParallel.of(tensor)) is not None:
+                for replicas in parallel.replicas(runtime.device):
+                    replicas.broadcast_now(local_tensor(tensor))
+            runtime.broadcast_now(local_tensor(tensor))
     except Exception as e:
         runtime.fail("broadcast", unit.fqn, e)

@@ -9,6 +9,7 @@ them works standalone. A parameter that was sharded by an earlier call stays whe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Owned:
     fqn: str
     param: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    was: weakref.ref[nn.Parameter] | None = None  # the DTensor that `param` has taken the place of
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from flatshard._composable.partition import PlannedUnit, walk
 from flatshard._composable.state import owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
+from flatshard._handle.tensor_parallel import is_dtensor, local_tensor
 
 # Classes of torch that manage the parameters below them, by name: importing FSDP costs time. "DDP" is what `replicate`
 # makes a module an instance of.
@@ -213,18 +214,23 @@ def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
                 )
 
 
-def check_parameters(units: list[PlannedUnit], device: torch.device | None) -> torch.device:
-    """Every parameter can be flattened. Returns the device that they are on, or will be."""
+def check_parameters(
+    units: list[PlannedUnit], device: torch.device | None, groups: Sequence[dist.ProcessGroup]
+) -> torch.device:
+    """Every parameter can be flattened, and sharded over ``groups``. Returns the device that they are on, or will be."""
     by_device: dict[torch.device, list[str]] = {}
     ranges: list[tuple[torch.device, int, int, str]] = []
     for unit in units:
         for owned in unit.owned:
             check_parameter(owned.fqn, owned.param)
+            if is_dtensor(owned.param):
+                _check_mesh(owned.fqn, owned.param, groups)
             by_device.setdefault(owned.param.device, []).append(owned.fqn)
             if not owned.param.is_meta and owned.param.numel():
-                start = owned.param.data_ptr()
-                span = sum((n - 1) * s for n, s in zip(owned.param.shape, owned.param.stride(), strict=True)) + 1
-                ranges.append((owned.param.device, start, start + span * owned.param.itemsize, owned.fqn))
+                local = local_tensor(owned.param)
+                start = local.data_ptr()
+                span = sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True)) + 1
+                ranges.append((local.device, start, start + span * local.itemsize, owned.fqn))
     _check_overlap(ranges)
     if device is not None:
         return device
@@ -247,13 +253,9 @@ def default_device() -> torch.device:
 
 
 def check_parameter(fqn: str, param: nn.Parameter) -> None:
-    from torch.distributed.tensor import DTensor  # takes half a second to import
-
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"parameter {fqn!r} is a DTensor: tensor-parallel parameters are not implemented yet")
-    if not _is_plain(param):
+    if not is_dtensor(param) and not _is_plain(param):
         raise NotImplementedError(
             f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass with its own dispatch, which is not "
             "implemented yet: pass it in ignored_states"
@@ -262,6 +264,25 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter {fqn!r} has layout {param.layout}: only dense parameters can be sharded")
     if not param.is_leaf:
         raise ValueError(f"parameter {fqn!r} is not a leaf of autograd's graph")
+
+
+def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+    """A DTensor over a tensor-parallel mesh that crosses the ``groups`` to shard over. See ``TensorParallel``."""
+    odd = [p for p in param.placements if not (p.is_replicate() or (p.is_shard() and type(p).__name__ == "Shard"))]
+    if odd:
+        raise ValueError(
+            f"parameter {fqn!r} is a DTensor placed as {odd[0]}: only Shard(dim) and Replicate() can be sharded further. "
+            "Redistribute it before fully_shard (param.redistribute(placements=[...]))"
+        )
+    mine, inside = dist.get_rank(), {int(rank) for rank in param.device_mesh.mesh.flatten()}
+    for group in groups:
+        if shared := sorted((inside & set(dist.get_process_group_ranks(group))) - {mine}):
+            raise ValueError(
+                f"parameter {fqn!r} is a DTensor over ranks {sorted(inside)}, and is to be sharded over ranks "
+                f"{dist.get_process_group_ranks(group)}: rank {mine} would share it with rank {shared[0]} twice. Shard "
+                "over the other dimension of the mesh: fully_shard(..., device_mesh=mesh['dp']), where "
+                "mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+            )
 
 
 def _is_plain(param: nn.Parameter) -> bool:

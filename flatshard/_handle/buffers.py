@@ -34,6 +34,7 @@ from flatshard._errors import name_list
 from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -117,7 +118,7 @@ class FlatBuffers:
     def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
         for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
             if part.numel:
-                whole = in_memory_order(param.detach(), info.stride)
+                whole = in_memory_order(local_tensor(param).detach(), info.stride)
                 self.shard[part.start : part.stop].copy_(whole[part.offset : part.offset + part.numel])
 
     def _place(self) -> None:
@@ -135,11 +136,12 @@ class FlatBuffers:
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
         end = part.offset + part.numel
-        ShardedParameter.adopt(
-            param,
-            ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, self.layout.world_size, self._runtime),
-            self,
-        )
+        parallel, runtime = TensorParallel.of(param), self._runtime
+        if parallel is not None:
+            runtime = parallel.norm_runtime(runtime, self._compute_device)
+        world = self.layout.world_size
+        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, parallel)
+        ShardedParameter.adopt(param, shard_info, self)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
             param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine

@@ -38,6 +38,7 @@ from flatshard._handle.parts import Parts
 from flatshard._handle.reduction import Reduction
 from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
 from flatshard._runtime import Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
@@ -72,6 +73,8 @@ class FlatGradients:
         self.any_filled = False
         self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
         self.batch = Batch()
+        self._parallels = [TensorParallel.of(compute) for compute in buffers.computes]
+        self._is_parallel = any(self._parallels)
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` was set or added to last
         self.is_watched = False  # see `Home`, which this is for the flat parameter
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
@@ -157,6 +160,7 @@ class FlatGradients:
         if self._local and self.flat_param is None:
             compute.grad = None
             self._check(index, grad)
+            grad = self._localize(index, grad)
             self._hand_over(index, grad)
             return
         if not self.any_filled:
@@ -166,7 +170,11 @@ class FlatGradients:
             return
         compute.grad = None
         self._check(index, grad)
-        self._put(index, grad)
+        self._put(index, self._localize(index, grad))
+
+    def _localize(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        parallel = self._parallels[index]
+        return grad if parallel is None else parallel.local_gradient(grad)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         if self._filled[index]:
@@ -217,6 +225,8 @@ class FlatGradients:
         if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
             for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
                 self._check(index, grad)
+        if self._is_parallel:
+            grads = list(map(self._localize, itertools.compress(itertools.count(), here), grads))
         if True in self._filled:  # held from an earlier backward
             for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
                 self._put(index, grad)
@@ -400,7 +410,7 @@ class FlatGradients:
             if grad is None:
                 param.grad = None
                 continue
-            mine = in_memory_order(grad.detach(), info.stride)[part.offset : part.offset + part.numel]
+            mine = in_memory_order(local_tensor(grad).detach(), info.stride)[part.offset : part.offset + part.numel]
             mine = mine.as_strided(info.shape, info.stride) if buffers.is_whole else mine
             if parts is not None:
                 parts[index].copy_(mine)

@@ -31,6 +31,8 @@ class Parts:
         if buffers.layout.shard_numel > end:
             self._sizes.append(buffers.layout.shard_numel - end)
         infos = [shard_info(p) for p in buffers.params]
+        if buffers.is_whole:
+            self._here = [k for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         self._infos = [i for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         # Parts without elements never change, so they are made once. The others' places here are filled for each gradient.
         self._empties = [torch.empty(0, dtype=dtype, device=buffers.device) for _ in infos]
@@ -44,7 +46,10 @@ class Parts:
         ``as_gradients``: as they go into ``.grad``, see ``ShardedGradient``.
         """
         if self._flat.is_whole:
-            return [shard.as_strided(info.shape, info.stride, info.start) for info in self._flat.layout.params]
+            whole = [shard.as_strided(info.shape, info.stride, info.start) for info in self._flat.layout.params]
+            if as_gradients and self._infos:  # of DTensors
+                mark_all([whole[k] for k in self._here], self._infos)
+            return whole
         split = shard.split_with_sizes(self._sizes)
         here = [split[k] for k in self._pieces]
         if as_gradients and self._infos:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatshard._handle.changes import changes
 from flatshard._handle.sharded_gradient import plain_grad, set_gradient
+from flatshard._handle.tensor_parallel import TensorParallel
 from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
@@ -55,6 +56,8 @@ class ShardInfo:
     shard_world_size: int
     # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
+    # With tensor parallelism, all of the above but `runtime` is about this rank's local tensor.
+    parallel: TensorParallel | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardInfo, (self.fqn, self.shape, self.stride, self.start, self.stop, self.shard_world_size)
@@ -178,4 +181,6 @@ def full_shape(param: torch.Tensor) -> torch.Size:
         decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
     """
     info = shard_info(param)
-    return param.shape if info is None else torch.Size(info.shape)
+    if info is None:
+        return param.shape
+    return torch.Size(info.shape if info.parallel is None else info.parallel.shape)

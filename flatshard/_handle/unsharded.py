@@ -3,6 +3,7 @@
 - ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. One tensor whose *storage* is resized between zero and
   full. It is the all-gather's output, and the parameters' memory at once: no copy-in, no copy-out.
 - ``computes``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees these.
+  With tensor parallelism a DTensor whose local tensor does so.
 
 [Note: .data does not share a version counter]
 ``compute.data = view`` aliases memory without sharing the buffer's version counter, while ``nn.Parameter(view)`` would
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.layout import FlatLayout
+from flatshard._handle.tensor_parallel import TensorParallel
 
 # What every gloo and NCCL build can send as it is. Anything else travels as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
@@ -34,7 +36,9 @@ class UnshardedBuffer:
 
     @staticmethod
     def _make_compute(param: nn.Parameter) -> nn.Parameter:
-        compute = nn.Parameter(torch.empty(0, dtype=param.dtype, device=param.device), param.requires_grad)
+        parallel = TensorParallel.of(param)
+        empty = torch.empty(0, dtype=param.dtype, device=param.device)
+        compute = nn.Parameter(empty if parallel is None else parallel.distribute(empty), param.requires_grad)
         compute.__dict__ = param.__dict__  # attributes set on the user's parameter are seen on both, now and later
         return compute
 
@@ -44,9 +48,13 @@ class UnshardedBuffer:
         self.is_alias = alias is not None
         self.flat = alias if alias is not None else torch.empty(layout.padded_numel, dtype=dtype, device=device)
         for info, compute in zip(layout.params, self.computes, strict=True):
+            view = self.flat.as_strided(info.shape, info.stride, info.start)
+            if (parallel := TensorParallel.of(compute)) is not None:
+                parallel.point(compute, view)
+                continue
             if compute.dtype is not dtype or compute.device != device:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
-            compute.data = self.flat.as_strided(info.shape, info.stride, info.start)
+            compute.data = view
         self.own = self.flat[self.rank * layout.shard_numel :][: layout.shard_numel]
         as_wire = dtype not in _WIRE_DTYPES
         self.wire, self.own_wire = (

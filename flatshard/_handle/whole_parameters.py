@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
 from flatshard._progress import here
 
 
@@ -76,6 +77,8 @@ class WholeParameters:
                     target = compute if copies is None else copies[id(param)]
                     if grad is not None and grad.dtype is not target.dtype:
                         target.grad_dtype = grad.dtype  # keep_low_precision_grads
+                    if grad is not None and (parallel := TensorParallel.of(target)) is not None:
+                        grad = parallel.distribute(grad)
                     target.grad = None if grad is None else grad.to(target.device)
 
     def drop_full_gradients(self) -> None:
@@ -86,5 +89,6 @@ class WholeParameters:
 
 
 def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    value = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-    return nn.Parameter(value.copy_(param.detach()), param.requires_grad)
+    local, parallel = local_tensor(param).detach(), TensorParallel.of(param)
+    value = torch.empty_strided(local.shape, local.stride(), dtype=param.dtype, device=device).copy_(local)
+    return nn.Parameter(value if parallel is None else parallel.distribute(value), param.requires_grad)

@@ -1,0 +1,141 @@
+"""Parameters that are DTensors: tensor parallelism first, sharding second.
+
+[Note: What is flattened of a DTensor]
+``parallelize_module`` makes a parameter a DTensor over the tensor-parallel mesh. Its local tensor is sharded like any other
+parameter, over the ranks of the data-parallel group, which hold the same local tensor. While it is unsharded the module sees
+a DTensor again, with the placements that it had, over this rank's range of the unsharded buffer. Between, the registered
+parameter is a :class:`ShardedParameter` with a part of the local tensor: a new object, as ``parallelize_module`` makes new
+objects, since Python cannot make a DTensor a plain tensor in place. So build the optimizer after ``fully_shard``.
+
+[Note: Norms over two meshes]
+A gradient whose DTensor is sharded has parts on all ranks of both meshes, and a replicated one has equal copies along the
+tensor-parallel mesh, which count once: see ``norm_runtime``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from flatshard._runtime import Runtime
+
+_ATTRIBUTE = "_flatshard_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """What makes a local tensor a DTensor."""
+
+    mesh: Any  # DeviceMesh
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]  # of the DTensor
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorParallel | None:
+        """That of a DTensor, or of the sharded parameter that was made of one; None for any other tensor."""
+        found: TensorParallel | None = tensor.__dict__.get(_ATTRIBUTE)
+        if found is None and is_dtensor(tensor):
+            dtensor: Any = tensor
+            found = cls(dtensor.device_mesh, tuple(dtensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
+        return found
+
+    def take_apart(self, param: nn.Parameter) -> nn.Parameter:
+        """A new, plain parameter with the local tensor and the gradient of DTensor ``param``, to be sharded in its place."""
+        with torch.no_grad():
+            result = nn.Parameter(local_tensor(param), param.requires_grad)
+            if param.grad is not None:
+                result.grad = self.local_gradient(param.grad)
+        result.__dict__.update(param.__dict__)
+        result.__dict__[_ATTRIBUTE] = self
+        return result
+
+    def distribute(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor with this ``local`` tensor. No communication."""
+        from torch.distributed.tensor import DTensor
+
+        result: torch.Tensor = DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+        return result
+
+    def point(self, param: nn.Parameter, local: torch.Tensor) -> None:
+        """Give DTensor ``param`` another ``local`` tensor, perhaps of another dtype or on another device."""
+        given: Any = self.distribute(local)
+        param.data = given
+        param._local_tensor, param._spec = given._local_tensor, given._spec  # type: ignore[attr-defined]
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``grad``, placed as the parameter is: a partial sum is reduced over the mesh."""
+        dtensor: Any = grad
+        if not is_dtensor(grad):
+            return grad
+        if tuple(dtensor.placements) != self.placements:
+            dtensor = dtensor.redistribute(placements=self.placements)
+        return local_tensor(dtensor)
+
+    def replicas(self, device: torch.device) -> list[Runtime]:
+        """The groups of ranks that hold the same local tensor, one for each dimension of the mesh that has any."""
+        sizes = [self.mesh.size(i) if p.is_replicate() else 1 for i, p in enumerate(self.placements)]
+        return [Runtime.of(self.mesh.get_group(i), device) for i, size in enumerate(sizes) if size > 1]
+
+    def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
+        """The ranks that hold the parts of a gradient. ``runtime``: of those that hold parts of the local tensor."""
+        sharded = [
+            self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard() and self.mesh.size(i) > 1
+        ]
+        runtimes = [*([] if runtime is None else [runtime]), *(Runtime.of(group, device) for group in sharded)]
+        if len(runtimes) < 2:
+            return runtimes[0] if runtimes else None
+        return ManyRuntimes.of(runtimes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
+
+
+class ManyRuntimes(Runtime):
+    """The ranks of several process groups that are orthogonal, as one: for reductions of a few numbers."""
+
+    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyRuntimes]] = weakref.WeakValueDictionary()
+
+    def __init__(self, runtimes: Sequence[Runtime]) -> None:
+        self._runtimes = list(runtimes)
+        self.number = next(self._numbers)
+        self.device = runtimes[0].device
+        self.rank, self.world_size = 0, 1
+        for runtime in runtimes:
+            self.rank = self.rank * runtime.world_size + runtime.rank
+            self.world_size *= runtime.world_size
+
+    @classmethod
+    def of(cls, runtimes: Sequence[Runtime]) -> ManyRuntimes:  # type: ignore[override]
+        """The one for ``runtimes``: gradients are told apart by theirs."""
+        key = tuple(map(id, runtimes))  # alive as long as it is
+        found = cls._by_parts.get(key)
+        if found is None:
+            found = cls._by_parts[key] = cls(runtimes)
+        return found
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """See :class:`Runtime`."""
+        for runtime in self._runtimes:
+            runtime.all_reduce_now(tensor, op)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is a DTensor. By its slots: what defines it takes half a second to import."""
+    return hasattr(type(tensor), "_local_tensor")
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, when it has arrived; any other tensor itself. Without a graph."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    result: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # of an asynchronous collective
+    return result
