@@ -387,7 +387,7 @@ def _dtensor() -> nn.Parameter:
         (
             _dtensor,
             ValueError,
-            "parameter 'blocks.1.linear.weight' is a DTensor over ranks .* share it with rank 1 twice",
+            "parameter 'blocks.1.linear.weight' is a DTensor over ranks [0, 1, 2, 3], and is to be sharded over ranks [0, 1, 2, 3]",
         ),
         (
             lambda: nn.Parameter(Labelled(torch.ones(4, 4))),
