@@ -26,6 +26,7 @@ LAYERS = [
     "_progress",
     "_watch",
     "_collectives",
+    "_compile",
     "_backends",
     "_ablation",
     "_quantized",
@@ -86,6 +87,7 @@ TYPE_CHECKING_IMPORTS = {
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
 INNER_IMPORTS = {
+    ("_compile", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_handle.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
 }
 """(module, what it imports inside a function)."""
@@ -357,6 +359,7 @@ def test_each_private_api_of_torch_is_used_in_one_file():
     assert_expected_inline(
         "\n".join(sorted(f"{name}: {api}" for name, api in uses)),
         """\
+_compile: torch._dynamo.trace_rules
 _composable.backward: Variable._execution_engine.queue_callback
 _composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node

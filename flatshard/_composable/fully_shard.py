@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._collectives import CollectivesFactory, check_factory
+from flatshard._compile import keep_out_of_graphs
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
 from flatshard._composable.forward_method import check_methods, register_methods
@@ -127,6 +128,7 @@ def fully_shard(
     )
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
+    keep_out_of_graphs()
     methods = check_methods(module, forward_methods)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
