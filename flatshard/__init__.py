@@ -38,6 +38,7 @@ from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_
 from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard._grad_sync import (
     no_sync,
+    reduce_gradients,
     set_gradient_divide_factor,
     set_requires_all_reduce,
     set_requires_gradient_sync,
@@ -88,6 +89,7 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "no_sync",
     "recover",
+    "reduce_gradients",
     "register_comm_hook",
     "register_forward_method",
     "register_gradients_reduced_hook",

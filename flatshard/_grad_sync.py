@@ -55,6 +55,30 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
             unit.requires_gradient_sync, unit.syncs_after = values
 
 
+def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
+    """Reduce into ``.grad`` what backwards under :func:`no_sync` hold, without another backward. Every rank must call it.
+
+    For loops whose last backward cannot be told from the others, such as a pipeline schedule's::
+
+        with flatshard.no_sync(stage):
+            schedule.step(x)
+        flatshard.reduce_gradients(stage)  # one reduction, whatever the number of microbatches
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+        RuntimeError: called inside a forward or a backward.
+        CollectiveError: a reduction failed. What was held is dropped.
+    """
+    units = _units(module, recurse, "reduce_gradients")
+    contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
+    if any(context.is_running for context in contexts):
+        raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
+    for context in contexts:
+        if context.backward.is_stale:
+            context.recover()
+        context.backward.reduce_held({unit for unit in units if unit.context is context})
+
+
 def set_requires_gradient_sync(module: nn.Module, value: bool, *, recurse: bool = True) -> None:
     """Whether backwards from now on reduce gradients: :func:`no_sync` without a context, as FSDP2 has it."""
     for unit in _units(module, recurse, "set_requires_gradient_sync"):

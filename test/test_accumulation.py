@@ -339,3 +339,53 @@ def held_through_grad(ctx) -> None:
 @pytest.mark.parametrize("body", [frozen_while_held, held_through_grad])
 def test_what_is_held_comes_into_this_step_or_none(pool, body):
     pool.run(body)
+
+
+# -- reducing what is held, without another backward -------------------------------------------------------------------
+
+
+def reduce_held(ctx, strategy: ShardingStrategy, width: int) -> None:
+    torch.manual_seed(0)
+    reference = Net(width).double()
+    model = copy.deepcopy(reference)
+    fully_shard(model, policy={Block}, process_group=ctx.group, strategy=strategy)
+    for step in range(3):
+        xs = torch.randn(2, ctx.world_size, 2, width, dtype=torch.double)
+        for number, micro in enumerate(xs):
+            reference.skip = model.skip = number if step == 1 else -1
+            for x in micro:
+                (reference(x).square().mean() / ctx.world_size).backward()
+            with flatshard.no_sync(model):
+                model(micro[ctx.rank]).square().mean().backward()
+        assert ctx.world_size == 1 or all(p.grad is None for p in model.parameters()) or step
+        with record_events() as events:
+            flatshard.reduce_gradients(model)
+            flatshard.reduce_gradients(model)  # nothing is left to reduce
+        reductions = [e for e in events if e.startswith(("reduce-scatter", "all-reduce"))]
+        assert len(reductions) == (4 if ctx.world_size > 1 else 0), reductions
+        check_gradients(model, reference)
+    # The next backward reduces its own gradients only.
+    x = torch.randn(2, width, dtype=torch.double)
+    for m in (reference, model):
+        m.zero_grad()
+        m(x).square().mean().backward()
+    check_gradients(model, reference)
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+def test_reduce_gradients(pool, strategy: ShardingStrategy):
+    for world_size, width in ((2, 5), (3, 200), (1, 5)):
+        pool.run(reduce_held, strategy, width, world_size=world_size)
+
+
+def refuse_to_reduce(ctx) -> None:
+    model = fully_shard(Block(4), process_group=ctx.group)
+    model.inner.register_forward_hook(lambda *_: flatshard.reduce_gradients(model))
+    with pytest.raises(RuntimeError, match="reduce_gradients: called inside a forward or a backward"):
+        model(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="reduce_gradients: nothing in this Linear is sharded"):
+        flatshard.reduce_gradients(nn.Linear(2, 2))
+
+
+def test_reduce_gradients_inside_a_forward(pool):
+    pool.run(refuse_to_reduce)

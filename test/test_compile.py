@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from parity import check_parity
+from pool import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -84,6 +85,14 @@ def shard(model: nn.Sequential, group: Any, order: str, backend: Any, **options:
     return model
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Ranks of their own, as compilers leave threads and caches behind."""
+    p = Pool(3)
+    yield p
+    p.close()
+
+
 def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     model: list[nn.Module] = []
@@ -101,14 +110,14 @@ def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_parity(pool, order: str, checkpointed: bool):
+def test_parity(ranks, order: str, checkpointed: bool):
     for options in ({}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}):
-        pool.run(train, order, "aot_eager", checkpointed, options)
+        ranks.run(train, order, "aot_eager", checkpointed, options)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_eager_backend(pool, order: str):
-    pool.run(train, order, "eager", False, {}, world_size=3)
+def test_eager_backend(ranks, order: str):
+    ranks.run(train, order, "eager", False, {}, world_size=3)
 
 
 def count_graphs(ctx, order: str, options: dict[str, Any]) -> list[int]:
@@ -131,11 +140,11 @@ GRAPHS = 2  # that of the first block, whose input requires no gradient, and tha
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_nothing_is_compiled_twice(pool, order: str):
+def test_nothing_is_compiled_twice(ranks, order: str):
     """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
     bf16 = MixedPrecision(param_dtype=torch.bfloat16)
     for options in ({}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}):
-        for counts in pool.run(count_graphs, order, options):
+        for counts in ranks.run(count_graphs, order, options):
             assert counts == [GRAPHS] * 4, options
 
 
@@ -148,9 +157,9 @@ def train_compiled_class(ctx) -> None:
     )
 
 
-def test_an_optimized_module_can_be_a_unit(pool):
+def test_an_optimized_module_can_be_a_unit(ranks):
     """``torch.compile(module)`` is a module whose forward is in the instance, and looks like one without any."""
-    pool.run(train_compiled_class, world_size=2)
+    ranks.run(train_compiled_class, world_size=2)
 
 
 def units_inside(ctx) -> None:
@@ -164,12 +173,12 @@ def units_inside(ctx) -> None:
     )
 
 
-def test_units_inside_an_optimized_module(pool):
-    pool.run(units_inside, world_size=2)
+def test_units_inside_an_optimized_module(ranks):
+    ranks.run(units_inside, world_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("order", ["blocks after", "model before"])
-def test_inductor(pool, order: str):
-    pool.run(train, order, "inductor", False, {}, timeout=110.0)
+def test_inductor(ranks, order: str):
+    ranks.run(train, order, "inductor", False, {}, timeout=110.0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch.autograd import Variable
@@ -186,6 +186,17 @@ class Backward:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
             self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
+        self._reduce_all()
+        self._release_touched()
+        self._keep = False
+
+    def reduce_held(self, units: Collection[Unit]) -> None:
+        """Outside of a backward: reduce what earlier ones hold for ``units``."""
+        self._ready.update(u for u in self._open_units() if u in units and u.handle.wants_reduction)
+        self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        """Reduce every complete unit, and wait for all reductions."""
         try:
             self._reduce_ready(all_of_them=True)
             for ref in [ref for ref in self._open if ref() is None]:
@@ -195,8 +206,6 @@ class Backward:
         except BaseException:  # of a user's hook
             self.recover(drop_held=True)
             raise
-        self._release_touched()
-        self._keep = False
 
     def _release_touched(self) -> None:
         touched, self._touched = self._touched, {}
