@@ -67,6 +67,7 @@ class Context:
     alone: Any = None
     """A process group of this rank only."""
     _send: Callable[[tuple[str, Any]], None] = dataclasses.field(repr=False, default=lambda message: None)
+    _meshes: dict[Any, Any] = dataclasses.field(repr=False, default_factory=dict)
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -74,6 +75,17 @@ class Context:
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
+
+    def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+        """A CPU device mesh over all ranks of the pool, which all must ask for. Later bodies get the same one.
+
+        The process groups of a mesh live as long as the default group, each with threads of its own.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if (shape, names) not in self._meshes:
+            self._meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return self._meshes[shape, names]
 
     def note(self, text: str) -> None:
         """Say what this rank is about to do: the last note is shown if the rank then fails, hangs or dies."""
@@ -174,6 +186,7 @@ def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -
 
     torch.set_num_threads(1)
     groups: dict[int, Any] = {}
+    meshes: dict[Any, Any] = {}
     gc.collect()
     gc.freeze()  # the imports' objects never die: collecting after every body need not look at them
 
@@ -188,11 +201,12 @@ def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -
         if command == "groups":
             if dist.is_initialized():
                 dist.destroy_process_group()
+            meshes = {}
             groups = _make_groups(rank, size, port, argument)
             send(("ok", None))
         else:
             world_size, payload = argument
-            answer = _run_body(Context(rank, world_size, groups[world_size], groups[0], send), payload)
+            answer = _run_body(Context(rank, world_size, groups[world_size], groups[0], send, meshes), payload)
             gc.collect()
             send(answer)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_checkpointing import BF16, FULL, GRAD_OP, HYBRID, Block, Inner, Net
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -85,9 +85,9 @@ def train(ctx, mesh: DeviceMesh, kind: str, place: str, sequence: bool, options:
 
 def run_cells(ctx, sequence: bool, options: dict[str, Any]) -> None:
     if options["strategy"] is HYBRID:
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        mesh = ctx.device_mesh((2, 1, 2), ("replicate", "shard", "tp"))
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     expected: dict[str, Tensor] | None = None
     for place, kind in itertools.product(PLACES, KINDS):
         ctx.note(f"{kind} {place} {'tp+sp' if sequence else 'tp'} {options}")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -108,7 +108,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(ctx, sequence: bool, hidden: int, options: dict[str, Any]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     block = SequenceBlock if sequence else Block
     plain, model = make(block, hidden), make(block, hidden)
     parallelize(model, mesh["tp"], sequence)
@@ -157,9 +157,9 @@ def test_parity(pool, sequence: bool, hidden: int, case: str):
 # -- what else a sharded model can do ----------------------------------------------------------------------------------
 
 
-def two_dimensions(block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, DeviceMesh]:
+def two_dimensions(ctx, block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, DeviceMesh]:
     """(plain, sharded, mesh)."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     plain, model = make(block, hidden), make(block, hidden)
     parallelize(model, mesh["tp"], block is SequenceBlock)
     fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
@@ -196,7 +196,7 @@ def grads_of(plain: nn.Module) -> dict[str, Tensor | None]:
 
 
 def accumulate(ctx) -> None:
-    plain, model, mesh = two_dimensions()
+    plain, model, mesh = two_dimensions(ctx)
     mine = mesh["dp"].get_local_rank()
     for step in range(3):
         x = batch(step)
@@ -210,7 +210,7 @@ def accumulate(ctx) -> None:
 
 
 def freeze(ctx) -> None:
-    plain, model, mesh = two_dimensions()
+    plain, model, mesh = two_dimensions(ctx)
     mine = mesh["dp"].get_local_rank()
     for m in (plain, model):
         for name, param in m.named_parameters():
@@ -222,7 +222,7 @@ def freeze(ctx) -> None:
 
 
 def copy_deeply(ctx) -> None:
-    plain, model, mesh = two_dimensions()
+    plain, model, mesh = two_dimensions(ctx)
     copied = copy.deepcopy(model)
     mine = mesh["dp"].get_local_rank()
     x = batch(0)
@@ -236,7 +236,7 @@ def copy_deeply(ctx) -> None:
 
 
 def write_back(ctx) -> None:
-    plain, model, _ = two_dimensions()
+    plain, model, _ = two_dimensions(ctx)
     with torch.no_grad():
         for param in plain.parameters():
             param.mul_(2).add_(0.5)
@@ -247,7 +247,7 @@ def write_back(ctx) -> None:
 
 
 def show_on_cpu(ctx) -> None:
-    plain, model, _ = two_dimensions()
+    plain, model, _ = two_dimensions(ctx)
     with flatshard.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
@@ -257,7 +257,7 @@ def show_on_cpu(ctx) -> None:
 
 
 def convert(ctx) -> None:
-    plain, model, mesh = two_dimensions()
+    plain, model, mesh = two_dimensions(ctx)
     mine = mesh["dp"].get_local_rank()
     model.float()
     plain.float()
@@ -270,7 +270,7 @@ def convert(ctx) -> None:
 
 def replicate(ctx) -> None:
     """Replicated DTensors are reduced once, and count once in a norm."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     plain = nn.Linear(WIDTH, 5).double()
     torch.manual_seed(0)
     plain.reset_parameters()
@@ -290,7 +290,7 @@ def replicate(ctx) -> None:
 
 
 def train_flat(ctx) -> None:
-    plain, model, mesh = two_dimensions()
+    plain, model, mesh = two_dimensions(ctx)
     mine = mesh["dp"].get_local_rank()
     optimizers = [torch.optim.SGD(p, lr=0.1) for p in (plain.parameters(), flatshard.flat_parameters(model))]
     for step in range(2):
@@ -306,13 +306,13 @@ def train_flat(ctx) -> None:
 def in_bfloat16(ctx) -> None:
     """Against the same model sharded over tensor-parallel ranks only, which computes with the same rounded values."""
     policy = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
-    _, model, mesh = two_dimensions(mixed_precision=policy)
+    _, model, mesh = two_dimensions(ctx, mixed_precision=policy)
     mine = mesh["dp"].get_local_rank()
     x = batch(0)
     output = model(x[mine])
     assert output.dtype is torch.bfloat16
     output.double().square().mean().backward()
-    exact, _, _ = two_dimensions()
+    exact, _, _ = two_dimensions(ctx)
     exact(x.flatten(0, 1)).square().mean().backward()
     for name, grad in gradients(model).items():
         assert grad.dtype is torch.float64
@@ -321,7 +321,7 @@ def in_bfloat16(ctx) -> None:
 
 
 def initialise_on_meta(ctx) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -340,7 +340,7 @@ def initialise_on_meta(ctx) -> None:
 
 def scale_gradients(ctx) -> None:
     """An overflow on one tensor-parallel rank skips the step on all."""
-    _, model, mesh = two_dimensions()
+    _, model, mesh = two_dimensions(ctx)
     mine = mesh["dp"].get_local_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -359,7 +359,7 @@ def scale_gradients(ctx) -> None:
 
 
 def refuse(ctx) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     model = make()
     parallelize(model, mesh["tp"], False)
     with pytest.raises(ValueError, match=r"'blocks.0.up.weight' is a DTensor over ranks .*device_mesh=mesh\['dp'\]"):
@@ -380,7 +380,7 @@ def refuse(ctx) -> None:
 
 
 def warn_about_optimizers(ctx) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     for block in (Block, SequenceBlock):
         model = make(block)
         parallelize(model, mesh["tp"], block is SequenceBlock)
@@ -398,7 +398,7 @@ def warn_about_optimizers(ctx) -> None:
 def other_shapes(ctx) -> None:
     """One of the two dimensions has a single rank."""
     for shape in ((1, 4), (4, 1)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = ctx.device_mesh(shape, ("dp", "tp"))
         plain, model = make(), make()
         parallelize(model, mesh["tp"], False)
         fully_shard(model, policy={Block}, device_mesh=mesh["dp"])
@@ -438,7 +438,7 @@ def test_features(pool, feature: Callable[[Any], None]):
 
 
 def train_in_three_dimensions(ctx, sequence: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = ctx.device_mesh((2, 2, 2), ("replicate", "shard", "tp"))
     block = SequenceBlock if sequence else Block
     plain, model = make(block, 7), make(block, 7)
     parallelize(model, mesh["tp"], sequence)
