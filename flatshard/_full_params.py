@@ -113,7 +113,8 @@ def _gather(shown: _Shown, offload_to_cpu: bool) -> None:
             handle.reshard()
         unit.context.runtime.before_pass()
         handle.check_parameters()
-    mixed = handle.is_mixed_precision  # then the unsharded parameters are not what the user calls the parameters
+    # Then the unsharded parameters are not what the user calls the parameters; nor is the dtype of the inputs.
+    mixed = handle.is_mixed_precision or (unit.casts and not any(b.dtype.is_floating_point for b in handle.buffers))
     if unit.copies and not offload_to_cpu:
         shown.copies, shown.shares_copies = unit.copies[-1], True
         shown.before = [p.detach().clone() for p in shown.copies.values()]

@@ -134,7 +134,7 @@ def test_another_order_later(errors):
     all_out_of_step(
         errors(swap_later, world_size=3),
         r"ranks wait for each other, as they run different units",
-        r"rank 0 waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
+        r"rank [02] waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
         r"rank 1 waits for the all-gather of 'blocks\.[123]'",
         r"have it call flatshard\.skip",
     )
@@ -194,6 +194,19 @@ def test_a_rank_that_has_left_the_forward(errors, body):
     first, second = errors(body)
     all_out_of_step([first], r"rank 0 waits for the all-gather of 'blocks\.3'", r"rank 1 has left the forward")
     assert second[0] == "RuntimeError"  # of the barrier
+
+
+def generate_unevenly(ctx) -> None:
+    model, _ = make(ctx)
+    train(model)
+    with torch.no_grad():
+        for _ in range(3 + ctx.rank):
+            model(torch.ones(2, 4))
+    train(model)  # a rank's fourth forward gathers what another's training does, and only then do they differ
+
+
+def test_generation_of_uneven_length(errors):
+    all_out_of_step(errors(generate_unevenly), r"\(in (pass|backward) \d of this process\)", r"'blocks\.\d'")
 
 
 class Tower(Net):

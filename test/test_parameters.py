@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 import flatshard
 from flatshard import ShardedParameter, ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.state import unit_of, units_below
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 13  # no world size divides it, and a (WIDTH, WIDTH) weight spans the shards of all four ranks
@@ -208,6 +209,20 @@ def weight_norm(linear: nn.Module) -> nn.Module:
         return nn.utils.weight_norm(linear)
 
 
+class Attention(nn.Module):
+    """Without gradients and in eval, both of these go torch's fast path, past the forwards of the modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 10)
+        self.attention = nn.MultiheadAttention(10, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(10, 2, 9, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).unflatten(1, (1, 10)).expand(-1, 3, -1).cumsum(1)
+        return self.encoder(x + self.attention(x, x, x, need_weights=False)[0])
+
+
 def rnn(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
     return lambda: Recurrent(kind(WIDTH, 5, batch_first=True, **options))
 
@@ -254,6 +269,8 @@ CASES = {
     "spectral_norm": Case(lambda: parametrized(parametrizations.spectral_norm), [None, {nn.Linear}]),
     "orthogonal": Case(lambda: parametrized(parametrizations.orthogonal), [None, {nn.Linear}]),
     "old weight_norm": Case(lambda: parametrized(weight_norm), [None, {nn.Linear}]),
+    "old spectral_norm": Case(lambda: parametrized(nn.utils.spectral_norm), [None, {nn.Linear}]),
+    "attention": Case(Attention, [None, {nn.MultiheadAttention}, {nn.TransformerEncoderLayer}, {nn.Linear}]),
 }
 
 
@@ -293,9 +310,53 @@ def test_trains_as_in_one_process(pool, name, world_size):
 SINGLE_PRECISION: dict[str, dict[str, Any]] = {
     # Each forward moves the power iteration on: the reference must run as many as a rank does.
     "spectral_norm": {"oracle": "batch"},
+    "old spectral_norm": {"oracle": "batch"},
+    # Behind a LayerNorm: the gradients of the mean square of its output cancel.
+    "attention": {"rtol": 1e-5},
     # Normalising over three elements amplifies rounding beyond the tolerance; in float64 it holds 1e-9 as all others do.
     "fewer elements than ranks": {"rtol": 5e-5},
 }
+
+
+def attend_fast(ctx) -> None:
+    torch.manual_seed(0)
+    plain = Attention().double().eval()
+    x = torch.randn(2, WIDTH).double()
+    for policy in CASES["attention"].policies:
+        model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group)
+        assert unit_of(model.attention.out_proj) is None
+        for guard in (torch.no_grad, torch.inference_mode):
+            with guard(), contextlib.ExitStack() as stack:
+                calls: list[Any] = []
+                stack.enter_context(counted(torch, "_native_multi_head_attention", calls))
+                stack.enter_context(counted(torch, "_transformer_encoder_layer_fwd", calls))
+                expected = plain(x)
+                assert calls == ["_native_multi_head_attention", "_transformer_encoder_layer_fwd"]
+                torch.testing.assert_close(model(x), expected)
+                # The layer looks for hooks on all its modules, ours included, and then calls its parts one by one.
+                assert calls[2:].count("_transformer_encoder_layer_fwd") == (policy is None)
+                assert "_native_multi_head_attention" in calls[2:]
+    with pytest.raises(ValueError, match=r"out_proj of an nn\.MultiheadAttention.*Shard the MultiheadAttention"):
+        fully_shard(plain.attention.out_proj, process_group=ctx.group)
+
+
+@contextlib.contextmanager
+def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def test_fast_paths_of_attention(pool):
+    pool.run(attend_fast, world_size=2)
 
 
 def train_in_single_precision(ctx) -> None:

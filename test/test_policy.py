@@ -165,12 +165,16 @@ class Wrapper(nn.Module):
 
 
 def fsdp1_units(root: nn.Module, policy, ignored_modules=(), ignored_params=()) -> list[str]:
-    """The FQNs of the units that FSDP1's recursion makes of ``root``, which it changes."""
+    """The FQNs of the units that FSDP1's recursion makes of ``root``, which it changes.
+
+    But for ``out_proj`` of attention, of which FSDP1 makes a unit that is never called: its model then fails.
+    """
     names = {m: n for n, m in root.named_modules()}
     torch_wrap._recursive_wrap(
         root, policy, Wrapper, set(ignored_modules), set(ignored_params), only_wrap_children=True
     )
-    return ["", *(names[m.wrapped] for m in root.modules() if isinstance(m, Wrapper))]
+    chosen = [names[m.wrapped] for m in root.modules() if isinstance(m, Wrapper)]
+    return ["", *(name for name in chosen if not name.endswith("out_proj"))]
 
 
 class Tower(nn.Module):

@@ -267,6 +267,25 @@ reshard blocks.2""",
     )
 
 
+def generate_unevenly(ctx) -> None:
+    """As ranks do whose sequences end at different lengths. Afterwards they train together."""
+    for guard in (torch.no_grad, torch.inference_mode):
+        model = sharded(ctx, Net())
+        with record_events() as events, guard(), keep_unsharded(model):
+            for _ in range(1 + 3 * ctx.rank):
+                model(torch.ones(2, 4))
+        assert events.count("all-gather blocks.1") == 1
+        assert not unsharded(model)
+        model(torch.ones(2, 4)).sum().backward()
+        for grad in (p.grad for p in model.parameters()):
+            assert grad is not None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_call_it_unequally_often(pool, world_size):
+    pool.run(generate_unevenly, world_size=world_size)
+
+
 def training(ctx) -> None:
     """Steps inside are noticed. Numbers are those of training outside; a gather a step is left."""
     torch.set_default_dtype(torch.float64)

@@ -59,6 +59,7 @@ LAYERS = [
     "_composable.backward_order",
     "_composable.escapes",
     "_composable.precision",
+    "_composable.transforms",
     "_composable.user_hooks",
     "_composable.hooks",
     "_composable.forward_method",
@@ -361,13 +362,19 @@ def test_each_private_api_of_torch_is_used_in_one_file():
         """\
 _compile: torch._dynamo.trace_rules
 _composable.backward: Variable._execution_engine.queue_callback
+_composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
 _composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node
+_composable.hooks: forward_ad._current_level
 _composable.hooks: torch.utils._pytree.tree_flatten
 _composable.hooks: torch.utils._pytree.tree_unflatten
 _composable.precision: torch.utils._pytree.tree_map
+_composable.transforms: torch._C._functorch.get_unwrapped
+_composable.transforms: torch._C._functorch.is_functorch_wrapped_tensor
+_composable.transforms: torch._C._functorch.peek_interpreter_stack
 _composable.validate: dist.distributed_c10d._get_default_group
 _composable.validate: torch._C._disabled_torch_function_impl
+_handle.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.sharded_gradient: _foreach_utils._foreach_supported_types.append
 _handle.sharded_gradient: torch.utils._foreach_utils

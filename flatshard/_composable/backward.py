@@ -29,8 +29,10 @@ from torch.autograd import Variable
 from flatshard import _config
 from flatshard._composable.state import Unit
 
-# The id of the running graph task, -1 outside backward. Private API: there is no public way to ask.
+# The id of the running graph task, -1 outside backward, and whether it was told to retain the graph. Private API: there is
+# no public way to ask.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class _Task:
@@ -56,7 +58,10 @@ class Backward:
         self.count = 0  # backwards that have come to a unit
         self._touched: dict[Unit, None] = {}  # units that may be unsharded for this backward
         self._reducing: deque[Unit] = deque()
-        self._keep = False  # a graph of this backward is being built (create_graph): its units stay unsharded
+        # A graph of this backward is being built (create_graph), or one that was built is kept (retain_graph), in which
+        # no hook of ours is: its units stay unsharded.
+        self._keep = False
+        self._kept = False  # the last backward's did
 
     # -- before and during -------------------------------------------------------------------------------------------
 
@@ -72,7 +77,7 @@ class Backward:
     def begin(self, unit: Unit) -> int:
         """Backward is at ``unit``: open it if it is not open, and count what the running graph task will bring."""
         task = self._enter()
-        self._keep |= torch.is_grad_enabled()
+        self._keep |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
         if unit.task is None:
             unit.task = task
             self._touched[unit] = None
@@ -188,7 +193,7 @@ class Backward:
             self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
         self._reduce_all()
         self._release_touched()
-        self._keep = False
+        self._keep, self._kept = False, self._keep
 
     def reduce_held(self, units: Collection[Unit]) -> None:
         """Outside of a backward: reduce what earlier ones hold for ``units``."""
@@ -235,7 +240,7 @@ class Backward:
         drop_held |= bool(self._tasks)
         self._tasks.clear()
         self._ready.clear()
-        self._keep = False
+        self._keep = self._kept = False
         self._reducing.clear()
         for unit in {*self._touched, *self._open_units()}:
             if unit.handle.holds_gradients and not drop_held:
@@ -250,7 +255,7 @@ class Backward:
 
     @property
     def keeps_unsharded(self) -> bool:
-        """Whether units must outlive this backward: it builds a graph (create_graph) that will be run backward too."""
+        """Whether units must outlive this backward: a graph of it, or of one before it, will be run backward yet."""
         return self._keep
 
     @property

@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -43,6 +44,7 @@ from flatshard._composable.backward_order import gather, gather_last_inside, pre
 from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
 from flatshard._composable.precision import FullPrecisionModule, cast_floats
 from flatshard._composable.state import Step, Unit
+from flatshard._composable.transforms import check_no_graph, check_whole, in_transform, tangents_of
 from flatshard._composable.user_hooks import run_user_hooks
 from flatshard._config import BackwardPrefetch
 
@@ -119,10 +121,14 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # a recomputation of activation checkpointing
+        if transformed := in_transform():
+            check_whole(unit)
         context.enter_forward(unit, in_backward, frame)
         for needed in unit.needs:
             needed.users += 1
             needed.holds += 1
+        if transformed:
+            return None
         grad = torch.is_grad_enabled()
         if grad and (unit.shows_gradients or unit.copies):
             self._refuse_gradients()
@@ -235,6 +241,9 @@ class UnitHooks:
         comes_back = leaks = False
         cast = None
         try:
+            if in_transform():
+                check_no_graph(unit, tensors_in(output))
+                return None
             if unit.casts and output is not None and (dtype := unit.config.mixed_precision.output_dtype) is not None:
                 output = cast = cast_floats(output, dtype)
             if torch.is_grad_enabled():
@@ -284,6 +293,8 @@ class UnitHooks:
         nodes = set()
         escaped = self.watch.after_forward()
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
+        if forward_ad._current_level >= 0:
+            outputs += tangents_of(outputs)
         for tensor in outputs + escaped if escaped else outputs:
             if tensor.requires_grad:
                 # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want. Not so

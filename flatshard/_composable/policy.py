@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatshard._composable.state import units_below
 from flatshard._errors import name_list
@@ -113,6 +114,7 @@ def choose_units(
         chosen = {}
         _walk(root, _checked_callable(policy), ignored, ignored_params, chosen, is_root=True)
         sought = "the policy's condition"
+    chosen = {m: overrides for m, overrides in chosen.items() if not is_never_called(m)}
     if not chosen:
         seen = sorted({type(m).__name__ for m in root.modules()})
         warnings.warn(
@@ -121,6 +123,14 @@ def choose_units(
             stacklevel=3,
         )
     return chosen
+
+
+def is_never_called(module: nn.Module) -> bool:
+    """Whether this is the ``out_proj`` of an ``nn.MultiheadAttention``, which reads its weight and never calls it.
+
+    Hooks on it would never run, so its parameters belong to the unit around it.
+    """
+    return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:

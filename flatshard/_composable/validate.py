@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.partition import PlannedUnit, walk
+from flatshard._composable.policy import is_never_called
 from flatshard._composable.state import owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
@@ -36,6 +37,11 @@ def check_module(module: Any, what: str = "module") -> None:
         raise ValueError(
             f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
             "fully_shard once a module, inner modules first"
+        )
+    if is_never_called(module):
+        raise ValueError(
+            "this is the out_proj of an nn.MultiheadAttention, which reads its weight and never calls it, so its hooks would "
+            "never run. Shard the MultiheadAttention"
         )
     if not _has_forward(module):
         raise ValueError(

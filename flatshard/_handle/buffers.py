@@ -224,6 +224,17 @@ class FlatBuffers:
             if now != then or p.dtype is not self.dtype or p.device != self.device
         ]
 
+    def check_shape(self, param: nn.Parameter, new: torch.Tensor) -> None:
+        """Raise if ``new`` cannot take the place of ``param``, where that is one of ``params``."""
+        for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self._part_view(i).shape]:
+            info = self.layout.params[i]
+            raise RuntimeError(
+                f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
+                f"{tuple(self._part_view(i).shape)} (of {info.shape} in whole). A sharded parameter cannot be resized: "
+                "resize the module before fully_shard, or change values inside "
+                "`with flatshard.summon_full_params(module):`"
+            )
+
     def readopt(self, indices: Sequence[int]) -> None:
         """Take over parameters whose data the user replaced: copy values in, or follow a new dtype or device.
 
@@ -232,13 +243,7 @@ class FlatBuffers:
         """
         infos = self.layout.params
         for i in indices:
-            if self.params[i].shape != self._part_view(i).shape:
-                raise RuntimeError(
-                    f"parameter {infos[i].fqn!r} was replaced by a tensor of shape {tuple(self.params[i].shape)}; this "
-                    f"rank's part has shape {tuple(self._part_view(i).shape)} (of {infos[i].shape} in whole). A sharded "
-                    "parameter cannot be resized: resize the module before fully_shard, or change values inside "
-                    "`with flatshard.summon_full_params(module):`"
-                )
+            self.check_shape(self.params[i], self.params[i])
         kinds = {(p.dtype, p.device) for p in self.params}
         if len(kinds) > 1:
             odd = [infos[i].fqn for i in indices]

@@ -18,11 +18,13 @@ from types import FrameType
 from typing import Any, Self
 
 from torch import nn
+from torch.nn.utils._named_member_accessor import swap_tensor  # private: to know functional_call's writes from a user's
 
 from flatshard._handle.changes import changes
 from flatshard._handle.sharded_parameter import ShardedParameter
 
 _GETATTR = nn.Module.__getattr__.__code__
+_SWAP = swap_tensor.__code__
 
 Parameters = dict[str, nn.Parameter | None]
 
@@ -88,12 +90,24 @@ class GuardedParameters(Parameters):
                 raise RuntimeError(_explain(param, frame))
             frame = frame.f_back
 
-    # Whoever else writes here (a user's assignment, ``torch.func.functional_call``) means forwards to see it.
+    # Whoever else writes here means forwards to see it.
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        held = super().get(name)
+        if type(held) is ShardedParameter and param is not held and sys._getframe(1).f_code is _SWAP:
+            self._check_swap(name, held)
         super().__setitem__(name, param)
         self.attributes.pop(name, None)
         changes.count += 1
+
+    def _check_swap(self, name: str, held: ShardedParameter) -> None:
+        """Raise if ``functional_call`` lends a tensor to a forward that would take it for a new value to keep."""
+        if not isinstance(self.attributes.get(name), nn.Parameter):
+            raise RuntimeError(
+                f"functional_call would put another tensor in the place of parameter {held._flatshard_info.fqn!r}, which is "
+                "sharded, and whose unit gathers what is registered. Call it where the parameters are whole: `with "
+                "torch.no_grad(), flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`"
+            )
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)

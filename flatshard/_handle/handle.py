@@ -237,6 +237,8 @@ class FlatParamHandle:
                     f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is registered no "
                     "more: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must come last"
                 )
+            for buffers in self.buffers:
+                buffers.check_shape(sharded, new)
             sharded.data = new.data  # the optimizer holds `sharded`, so it stays
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
