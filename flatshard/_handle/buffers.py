@@ -34,7 +34,7 @@ from flatshard._errors import name_list
 from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
-from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
+from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -118,7 +118,9 @@ class FlatBuffers:
     def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
         for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
             if part.numel:
-                whole = in_memory_order(local_tensor(param).detach(), info.stride)
+                wrapping = wrapping_of(param)
+                plain = param.detach() if wrapping is None else wrapping.unwrap(param)
+                whole = in_memory_order(plain, info.stride)
                 self.shard[part.start : part.stop].copy_(whole[part.offset : part.offset + part.numel])
 
     def _place(self) -> None:
@@ -136,15 +138,21 @@ class FlatBuffers:
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
         end = part.offset + part.numel
-        parallel, runtime = TensorParallel.of(param), self._runtime
-        if parallel is not None:
-            runtime = parallel.norm_runtime(runtime, self._compute_device)
+        wrapping, runtime = wrapping_of(param), self._runtime
+        if wrapping is not None:
+            runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
-        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, parallel)
+        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, wrapping)
         ShardedParameter.adopt(param, shard_info, self)
+        self._describe(index, shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
             param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+
+    def _describe(self, index: int, info: ShardInfo) -> None:
+        # A compute parameter shares its attributes with the user's, but for a tensor subclass, which has some of its own.
+        for owner in (self.params[index], self.computes[index]):
+            owner.__dict__["_flatshard_info"] = info
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The parameter that autograd sees in place of ``param``, one of ``params``."""
@@ -169,9 +177,9 @@ class FlatBuffers:
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every parameter's name."""
         self.layout = self.layout.renamed(old, new)
-        for param, info in zip(self.params, self.layout.params, strict=True):
+        for index, (param, info) in enumerate(zip(self.params, self.layout.params, strict=True)):
             assert isinstance(param, ShardedParameter)
-            param._flatshard_info = replace(param._flatshard_info, fqn=info.fqn)
+            self._describe(index, replace(param._flatshard_info, fqn=info.fqn))
 
     def _note_addresses(self) -> None:
         """Where the parameters' data is now: see ``moved``."""
