@@ -76,6 +76,7 @@ LAYERS = [
     "_controls",
     "_grad_sync",
     "_grad_norm",
+    "_grad_statistics",
     "_skip",
     "_checks",
     "_inspect",

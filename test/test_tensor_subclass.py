@@ -373,4 +373,4 @@ def refuse(ctx) -> None:
 
 
 def test_refused(pool):
-    pool.run(refuse, world_size=2)
+    pool.run(refuse, world_size=4)  # as it makes a mesh

@@ -95,7 +95,7 @@ class ManyRuntimes(Runtime):
     _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyRuntimes]] = weakref.WeakValueDictionary()
 
     def __init__(self, runtimes: Sequence[Runtime]) -> None:
-        self._runtimes = list(runtimes)
+        self.runtimes = tuple(runtimes)
         self.number = next(self._numbers)
         self.device = runtimes[0].device
         self.rank, self.world_size = 0, 1
@@ -114,7 +114,7 @@ class ManyRuntimes(Runtime):
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :class:`Runtime`."""
-        for runtime in self._runtimes:
+        for runtime in self.runtimes:
             runtime.all_reduce_now(tensor, op)
 
 

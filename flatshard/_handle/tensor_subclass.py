@@ -169,7 +169,7 @@ def _note(tensor: Any, leaves: list[_Leaf]) -> _Node:
 
 
 def _apart(view: torch.Tensor) -> torch.Tensor:
-    """The same memory with a version counter of its own. See ``unsharded.py``, [Note: .data does not share ...]"""
+    """The same memory with a version counter of its own: [Note: .data does not share a version counter]"""
     result = torch.empty(0, dtype=view.dtype, device=view.device)
     result.data = view
     return result

@@ -65,7 +65,7 @@ class Wrapping(ABC):
             result = nn.Parameter(self.unwrap(param), param.requires_grad)
             if param.grad is not None:
                 result.grad = self.local_gradient(param.grad)
-        its_own = {"_is_param", *self.wrap(result.data).__dict__}  # the rest is what a user has set
+        its_own = self.wrap(result.data).__dict__  # the rest a user has set, or nn.Parameter, which is known by it
         result.__dict__.update({k: v for k, v in param.__dict__.items() if k not in its_own})
         remember(result, self)
         return result
