@@ -85,7 +85,8 @@ class Context:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        assert math.prod(shape) == dist.get_world_size(), f"{shape} are not all ranks: their groups' names would differ"
+        everyone = dist.get_world_size()
+        assert math.prod(shape) == self.world_size == everyone, f"{shape}: all {everyone} ranks must ask for the mesh"
         if (shape, names) not in self._meshes:
             self._meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
         return self._meshes[shape, names]

@@ -94,7 +94,7 @@ class TensorSubclass(Wrapping):
     def wrap(self, plain: torch.Tensor) -> torch.Tensor:
         """See ``Wrapping``."""
         parts = [plain] if len(self.leaves) == 1 else [leaf.of_bytes(plain) for leaf in self.leaves]
-        return self.root.build(map(_apart, parts))
+        return self.root.build(iter(parts))
 
     def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
         """See ``Wrapping``. ``param`` becomes another object's content, as nothing else changes what a subclass holds."""
@@ -166,10 +166,3 @@ def _note(tensor: Any, leaves: list[_Leaf]) -> _Node:
         stride = dense_stride(part.shape, part.stride())
         leaves.append(_Leaf(part.dtype, tuple(part.shape), stride, start, start + part.numel() * part.itemsize))
     return _Node(type(tensor), context, tuple(tensor.shape), tuple(tensor.stride()), tuple(inner))
-
-
-def _apart(view: torch.Tensor) -> torch.Tensor:
-    """The same memory with a version counter of its own: [Note: .data does not share a version counter]"""
-    result = torch.empty(0, dtype=view.dtype, device=view.device)
-    result.data = view
-    return result

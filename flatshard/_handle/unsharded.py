@@ -54,7 +54,9 @@ class UnshardedBuffer:
         for info, compute in zip(layout.params, self.computes, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if (wrapping := wrapping_of(compute)) is not None:
-                wrapping.point(compute, view)
+                plain = torch.empty(0, dtype=dtype, device=device)
+                plain.data = view  # compiled graphs save what is inside a subclass
+                wrapping.point(compute, plain)
                 continue
             if compute.dtype is not dtype or compute.device != device:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
