@@ -390,11 +390,11 @@ def _dtensor() -> nn.Parameter:
         ),
         (
             lambda: nn.Parameter(Labelled(torch.ones(4, 4))),
-            NotImplementedError,
-            "parameter 'blocks.1.linear.weight' is a Labelled, a tensor subclass with its own dispatch, which is not "
-            "implemented yet: pass it in ignored_states",
+            ValueError,
+            "parameter 'blocks.1.linear.weight' is a Labelled, a tensor subclass that does not say what is inside: give it "
+            "__tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states",
         ),
-        (lambda: Watched(torch.ones(4, 4)), NotImplementedError, "parameter 'blocks.1.linear.weight' is a Watched"),
+        (lambda: Watched(torch.ones(4, 4)), ValueError, "parameter 'blocks.1.linear.weight' is a Watched"),
         (
             lambda: nn.Parameter(torch.eye(4).to_sparse()),
             ValueError,
