@@ -45,6 +45,7 @@ from flatshard._grad_sync import (
 )
 from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
+from flatshard._handle.sharded_value import ShardedValue
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip
@@ -71,6 +72,7 @@ __all__ = [
     "QuantizedCollectives",
     "ShardedGradient",
     "ShardedParameter",
+    "ShardedValue",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",

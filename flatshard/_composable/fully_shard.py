@@ -24,6 +24,7 @@ from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
 from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
+from flatshard._composable.state_dict_hooks import StateDictHooks
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,
@@ -170,6 +171,7 @@ def fully_shard(
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
+            StateDictHooks.install(made[unit.module], unit.modules)
         register_methods(made[module], methods)
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
