@@ -49,6 +49,7 @@ from flatshard._handle.sharded_value import ShardedValue
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip
+from flatshard._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 __all__ = [
     "BackwardPrefetch",
@@ -84,11 +85,15 @@ __all__ = [
     "flat_parameters",
     "fp16_compress_hook",
     "full_shape",
+    "full_state_dict",
     "fully_shard",
     "get_total_norm",
     "gradient_statistics",
+    "iter_full_params",
     "keep_unsharded",
     "lambda_auto_wrap_policy",
+    "load_local_state_dict",
+    "local_state_dict",
     "no_sync",
     "recover",
     "reduce_gradients",

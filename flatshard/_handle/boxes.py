@@ -59,11 +59,12 @@ class Part:
     stride: _Ints  # of the block, dense
     start: int
     stop: int
+    is_copy: bool = False  # others write it
 
     @classmethod
-    def of_whole(cls, shape: _Ints, stride: _Ints, start: int, stop: int) -> Self:
+    def of_whole(cls, shape: _Ints, stride: _Ints, start: int, stop: int, is_copy: bool = False) -> Self:
         """Of a tensor that is a single block."""
-        return cls(shape, shape, (0,) * len(shape), stride, start, stop)
+        return cls(shape, shape, (0,) * len(shape), stride, start, stop, is_copy)
 
     @property
     def numel(self) -> int:

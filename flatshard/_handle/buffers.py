@@ -34,7 +34,7 @@ from flatshard._errors import name_list
 from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
-from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
+from flatshard._handle.tensor_parallel import TensorParallel, is_copy, local_tensor
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -89,6 +89,7 @@ class FlatBuffers:
         self.unsharded = UnshardedBuffer(layout, rank, originals)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
+        self._beside = next((t for p in originals if (t := TensorParallel.of(p)) is not None), None)
         self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
@@ -140,7 +141,8 @@ class FlatBuffers:
         if parallel is not None:
             runtime = parallel.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
-        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, parallel)
+        copied = is_copy(parallel, self._beside)
+        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, parallel, copied)
         ShardedParameter.adopt(param, shard_info, self)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
@@ -343,6 +345,12 @@ class FlatBuffers:
         self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
         if self._gathered is not None:
             self._gathered.copy_(own)  # the next change is to be seen against this
+
+    def write_shard(self, shard: torch.Tensor) -> None:
+        """Take another local shard's values, ``(shard_numel,)``. By the parameters, whose versions must show it."""
+        for info, part, param in zip(self.layout.params, self.slices, self.params, strict=True):
+            values = shard[part.start : part.stop]
+            param.copy_(values.as_strided(info.shape, info.stride) if self.is_whole else values)
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard.

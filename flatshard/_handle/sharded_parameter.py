@@ -58,6 +58,8 @@ class ShardInfo:
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # With tensor parallelism, all of the above but `runtime` is about this rank's local tensor.
     parallel: TensorParallel | None = field(default=None, repr=False, compare=False)
+    # A tensor-parallel rank holds the same, perhaps cut elsewhere, and is the one that writes it into checkpoints.
+    is_copy: bool = field(default=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardInfo, (self.fqn, self.shape, self.stride, self.start, self.stop, self.shard_world_size)

@@ -91,7 +91,7 @@ class ShardedValue(torch.Tensor):
 
         properties = TensorProperties(dtype=self.dtype)
         items = []
-        for box in self._part.boxes:
+        for box in () if self._part.is_copy else self._part.boxes:
             offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
             data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.size())
             items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
@@ -204,14 +204,14 @@ def _is_prepared(func: Any, part: Part, value: torch.Tensor) -> bool:
 def part_of(info: ShardInfo) -> Part:
     """Which part of its whole parameter a sharded parameter holds."""
     if info.parallel is None:
-        return Part.of_whole(info.shape, info.stride, info.start, info.stop)
+        return Part.of_whole(info.shape, info.stride, info.start, info.stop, info.is_copy)
     # Private, and the only place where torch says what a DTensor's local tensor is of the whole.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     parallel = info.parallel
     shape, offsets = compute_local_shape_and_global_offset(parallel.shape, parallel.mesh, parallel.placements)
     assert tuple(shape) == info.shape, (shape, info)
-    return Part(tuple(parallel.shape), info.shape, tuple(offsets), info.stride, info.start, info.stop)
+    return Part(tuple(parallel.shape), info.shape, tuple(offsets), info.stride, info.start, info.stop, info.is_copy)
 
 
 def sharded_value(tensor: torch.Tensor, info: ShardInfo) -> torch.Tensor:
