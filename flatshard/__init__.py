@@ -35,7 +35,8 @@ from flatshard._controls import (
 )
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._full_params import UnshardHandle, recover, reshard, summon_full_params, unshard
-from flatshard._grad_norm import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
+from flatshard._grad_norm import clip_grad_norm_, get_total_norm
+from flatshard._grad_statistics import GradientStatistics, gradient_statistics
 from flatshard._grad_sync import (
     no_sync,
     reduce_gradients,

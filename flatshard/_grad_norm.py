@@ -1,4 +1,4 @@
-"""Norms and statistics of all gradients of a module, over all ranks: one collective for each process group in it.
+"""Norms of all gradients of a module, over all ranks: one collective for each process group in it.
 
 torch's own ``clip_grad_norm_`` gives the same numbers (``_handle/sharded_gradient.py``). These need no list of parameters, as
 they know every one of the module, and work where a rank has no gradient at all.
@@ -6,9 +6,7 @@ they know every one of the module, and work where a rank has no gradient at all.
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 from flatshard._composable.state import owner_of, units_below
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.partial import norm_of_nothing, plainly, reduce_norms, reduce_sums
+from flatshard._handle.partial import norm_of_nothing, plainly, reduce_norms
 from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
@@ -46,7 +44,7 @@ def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite
             finite and ``error_if_nonfinite``.
         NotImplementedError: an ignored parameter's gradient is a tensor subclass, such as a DTensor.
     """
-    return _total_norm(_gradients(module, "get_total_norm"), norm_type, error_if_nonfinite)
+    return _total_norm(gradients_of(module, "get_total_norm"), norm_type, error_if_nonfinite)
 
 
 def clip_grad_norm_(
@@ -62,7 +60,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping; see :func:`get_total_norm`.
     """
-    gradients = _gradients(module, "clip_grad_norm_")
+    gradients = gradients_of(module, "clip_grad_norm_")
     total = _total_norm(gradients, norm_type, error_if_nonfinite)
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     with torch.no_grad(), plainly():
@@ -71,55 +69,10 @@ def clip_grad_norm_(
     return total
 
 
-@dataclass(frozen=True)
-class GradientStatistics:
-    """One parameter's gradient over all ranks."""
-
-    norm: float
-    """The 2-norm."""
-    max_abs: float
-    """The largest magnitude; NaN if there is a NaN."""
-    mean: float
-    """The mean; of a complex gradient, of real and imaginary parts."""
-    nonfinite: int
-    """How many elements are infinite or NaN."""
-    numel: int
-    """Elements of the whole parameter."""
+# -- finding gradients ------------------------------------------------------------------------------------------------
 
 
-def gradient_statistics(module: nn.Module) -> dict[str, GradientStatistics]:
-    """Statistics of each gradient of ``module`` by the parameter's FQN, for logging and for finding what went wrong.
-
-    Every rank must call it, and all get the same (of an ignored parameter, what its own gradient gives), by one all-reduce
-    for each process group in ``module``. A parameter that has a gradient on no rank is left out; a shared one has its first
-    name. The host waits for an accelerator.
-
-    Raises:
-        RuntimeError, NotImplementedError: see :func:`get_total_norm`. NotImplementedError also for tensor-parallel
-            parameters.
-    """
-    gradients = _gradients(module, "gradient_statistics")
-    for g in gradients:
-        if (info := shard_info(g.param)) is not None and info.parallel is not None:
-            raise NotImplementedError(
-                f"gradient_statistics: {g.fqn!r} is sharded from a tensor-parallel DTensor, over two meshes, "
-                "of which it takes no statistics yet. flatshard.get_total_norm and clip_grad_norm_ do; leave that module out"
-            )
-    found: dict[str, GradientStatistics] = {}
-    with torch.no_grad(), plainly():
-        for runtime in _runtimes(gradients):
-            found |= _sharded_statistics([g for g in gradients if g.runtime is runtime], runtime)
-        for g in gradients:
-            if g.runtime is None and g.grad is not None:
-                rows = _row(g.grad).cpu().view(1, -1) if g.numel else torch.empty(0, _COLUMNS)
-                found[g.fqn] = _combine(rows, g)
-    return {g.fqn: found[g.fqn] for g in gradients if g.fqn in found}
-
-
-# -- finding gradients -------------------------------------------------------------------------------------------------
-
-
-class _Gradient(NamedTuple):
+class Gradient(NamedTuple):
     """One parameter of the module, and what this rank holds of its gradient."""
 
     fqn: str  # as seen from the module
@@ -134,7 +87,7 @@ class _Gradient(NamedTuple):
         return full_shape(self.param).numel()
 
 
-def _gradients(module: nn.Module, verb: str) -> list[_Gradient]:
+def gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
     """One entry for each parameter of ``module``, in the same order on all ranks."""
     for below in units_below(module):
         if below.handle.slots.unsharded or below.copies:
@@ -149,7 +102,7 @@ def _gradients(module: nn.Module, verb: str) -> list[_Gradient]:
                     f"{verb}: the gradient of {fqn!r} is a {type(param.grad).__name__}, which this cannot take a norm of. "
                     "Call it on modules without that parameter, and treat it apart"
                 )
-            found.append(_Gradient(fqn, param, param.grad, None, None))
+            found.append(Gradient(fqn, param, param.grad, None, None))
             continue
         if id(param) not in places:
             unit = owner_of(param)
@@ -159,7 +112,7 @@ def _gradients(module: nn.Module, verb: str) -> list[_Gradient]:
                 of_unit = zip(buffers.params, grads.local(), strict=True)
                 places.update((id(p), (grad, (buffers, i))) for i, (p, grad) in enumerate(of_unit))
         grad, place = places[id(param)]
-        found.append(_Gradient(fqn, param, grad, info.runtime, place))
+        found.append(Gradient(fqn, param, grad, info.runtime, place))
     return found
 
 
@@ -173,7 +126,7 @@ def _shown_whole(what: str, verb: str) -> RuntimeError:
     )
 
 
-def _runtimes(gradients: list[_Gradient]) -> list[Runtime]:
+def runtimes_of(gradients: list[Gradient]) -> list[Runtime]:
     """The process groups, in one order on all ranks. Also those of which this rank has no gradient: others may."""
     return sorted({g.runtime for g in gradients if g.runtime is not None}, key=lambda r: r.number)
 
@@ -195,7 +148,7 @@ def _vector_norm(norms: torch.Tensor, p: float) -> torch.Tensor:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def _total_norm(gradients: list[_Gradient], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+def _total_norm(gradients: list[Gradient], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
     p = float(norm_type)
     if not p >= 0:
         raise ValueError(f"norm_type={norm_type}: the order of a norm is positive, math.inf or 0")
@@ -211,9 +164,9 @@ def _total_norm(gradients: list[_Gradient], norm_type: float, error_if_nonfinite
     return total
 
 
-def _reduced_norm(gradients: list[_Gradient], p: float) -> torch.Tensor:
+def _reduced_norm(gradients: list[Gradient], p: float) -> torch.Tensor:
     """float64, 0-dim."""
-    runtimes = _runtimes(gradients)
+    runtimes = runtimes_of(gradients)
     device = _device_of(gradients, runtimes)
     whole = _local_norm([g.grad for g in gradients if g.runtime is None and g.grad is not None], p, device)
     totals = [whole]
@@ -240,9 +193,9 @@ def _local_norm(grads: list[torch.Tensor], p: float, device: torch.device) -> to
     return _vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]), p)
 
 
-def _count(gradients: list[_Gradient]) -> torch.Tensor:
+def _count(gradients: list[Gradient]) -> torch.Tensor:
     """How many gradients have an element that is not zero: torch's total norm of order 0. float64, 0-dim."""
-    runtimes = _runtimes(gradients)
+    runtimes = runtimes_of(gradients)
     device = _device_of(gradients, runtimes)
     counts = []
     for runtime in [*runtimes, None]:
@@ -262,60 +215,7 @@ def _count(gradients: list[_Gradient]) -> torch.Tensor:
     return _vector_norm(torch.cat(counts), 0)
 
 
-def _device_of(gradients: list[_Gradient], runtimes: list[Runtime]) -> torch.device:
+def _device_of(gradients: list[Gradient], runtimes: list[Runtime]) -> torch.device:
     if runtimes:
         return runtimes[0].device
     return next((g.grad.device for g in gradients if g.grad is not None), torch.device("cpu"))
-
-
-# -- statistics --------------------------------------------------------------------------------------------------------
-
-
-def _sharded_statistics(gradients: list[_Gradient], runtime: Runtime) -> dict[str, GradientStatistics]:
-    """Of gradients that are sharded over ``runtime``'s ranks.
-
-    Each holder of a part has a row of its own in what is reduced, so that a sum brings maxima too, and loses no NaN.
-    """
-    present = torch.tensor([float(g.grad is not None) for g in gradients], dtype=torch.float64, device=runtime.device)
-    ranks = [buffers.layout.holders(index) for buffers, index in (g.place for g in gradients if g.place is not None)]
-    first = list(itertools.accumulate(map(len, ranks), initial=0))
-    rows = torch.zeros(first[-1], _COLUMNS, dtype=torch.float64, device=runtime.device)
-    for g, holders, start in zip(gradients, ranks, first, strict=False):
-        if g.grad is not None and runtime.rank in holders:
-            rows[start + holders.index(runtime.rank)] = _row(g.grad)
-    question = f"statistics of {len(gradients)} gradients, the first of which is {gradients[0].fqn!r}"
-    present, rows = (
-        reduce_sums(torch.cat([present, rows.flatten()]), runtime, question)
-        .cpu()
-        .split_with_sizes([len(gradients), rows.numel()])
-    )
-    parts = rows.view(-1, _COLUMNS).split_with_sizes([len(holders) for holders in ranks])
-    return {g.fqn: _combine(part, g) for g, part, on in zip(gradients, parts, present.tolist(), strict=True) if on}
-
-
-_COLUMNS = 4
-
-
-def _row(part: torch.Tensor) -> torch.Tensor:
-    """Norm, largest magnitude, sum, and number of infinite or NaN elements of what is not empty. float64, 1-D."""
-    real = torch.view_as_real(part) if part.is_complex() else part
-    columns = [
-        torch.linalg.vector_norm(real, 2, dtype=torch.float64),
-        torch.linalg.vector_norm(part, math.inf),
-        real.sum(dtype=torch.float64),
-        (~part.isfinite()).sum(),
-    ]
-    return torch.stack([column.double() for column in columns])
-
-
-def _combine(rows: torch.Tensor, gradient: _Gradient) -> GradientStatistics:
-    """Of a whole gradient, from the rows of its parts (on the CPU)."""
-    norms, largest, sums, nonfinite = rows.unbind(1)
-    terms = gradient.numel * (2 if gradient.param.dtype.is_complex else 1)
-    return GradientStatistics(
-        norm=torch.linalg.vector_norm(norms).item(),
-        max_abs=largest.amax().item() if len(rows) else 0.0,
-        mean=sums.sum().item() / terms if terms else math.nan,
-        nonfinite=int(nonfinite.sum()),
-        numel=gradient.numel,
-    )

@@ -229,6 +229,8 @@ class ParityRun:
         now = dict(self.sharded.named_parameters())
         assert list(now) == [name for name, _ in self.reference.named_parameters()]
         assert [n for n, _ in self.sharded.named_modules()] == [n for n, _ in self.reference.named_modules()]
+        for name in [name for name, p in originals.items() if _is_subclass(p)]:  # of which new objects are sharded
+            del now[name]
         changed = [name for name, p in now.items() if p is not originals[name]]
         assert not changed, f"not the user's parameter objects any more: {changed}"
         reference = dict(self.reference.named_parameters())
@@ -273,7 +275,7 @@ class ParityRun:
 
     def check_params(self, adopt: bool = False) -> None:
         """Full parameters agree, in shape, dtype, strides and values. ``adopt`` as in ``check_grads``."""
-        expected = {name: p.detach() for name, p in self.reference.named_parameters()}
+        expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
         got = full_params(self.sharded)
         _assert_close(got, expected, self.rtol, "parameter", strides=True)
         for name, param in expected.items() if adopt else ():
@@ -315,8 +317,12 @@ class _State:
         )
 
 
+def _is_subclass(t: Tensor) -> bool:
+    return hasattr(type(t), "__tensor_flatten__")
+
+
 def _clone(t: Tensor) -> Tensor:
-    return t.detach().clone()  # keeps the strides
+    return t.detach() * 1 if _is_subclass(t) else t.detach().clone()  # plain; the latter keeps the strides
 
 
 def _build(make_model: Callable[[], nn.Module], seed: int, dtype: torch.dtype | None) -> nn.Module:

@@ -32,6 +32,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -81,8 +82,11 @@ class Context:
 
         The process groups of a mesh live as long as the default group, each with threads of its own.
         """
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        everyone = dist.get_world_size()
+        assert math.prod(shape) == self.world_size == everyone, f"{shape}: all {everyone} ranks must ask for the mesh"
         if (shape, names) not in self._meshes:
             self._meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
         return self._meshes[shape, names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from parity import check_parity
 from pool import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
@@ -88,7 +91,7 @@ def shard(model: nn.Sequential, group: Any, order: str, backend: Any, **options:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
     """Ranks of their own, as compilers leave threads and caches behind."""
-    p = Pool(3)
+    p = Pool(4)
     yield p
     p.close()
 
@@ -175,6 +178,38 @@ def units_inside(ctx) -> None:
 
 def test_units_inside_an_optimized_module(ranks):
     ranks.run(units_inside, world_size=2)
+
+
+def train_tensor_parallel(ctx, order: str) -> list[int]:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    plain = make().double()
+    model = copy.deepcopy(plain)
+    for block in model[:BLOCKS]:
+        parallelize_module(block.inner, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    shard(model, mesh["dp"].get_group(), order, counter)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    counts = []
+    for step in range(4):
+        x = torch.randn(2, 2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(counter.frame_count)
+    with flatshard.summon_full_params(model, writeback=False):
+        for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got.data, expected.data)
+    return counts
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tensor_parallel(ranks, order: str):
+    for counts in ranks.run(train_tensor_parallel, order, world_size=4):
+        assert counts == [GRAPHS] * 4
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ by a forward hook that somebody put on an inner module. Both are looked for here
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -83,7 +85,8 @@ class EscapeWatch:
         if not any(self._hooks):
             return
         for module in self.modules:
-            if (module._forward_hooks or module._forward_pre_hooks) and id(module) not in self._watched:
+            hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+            if id(module) not in self._watched and not all(map(_is_of_tensor_parallelism, hooks)):
                 self._watched.add(id(module))
                 if module is not self.unit_module:
                     install(module, self._catch)
@@ -111,6 +114,16 @@ class EscapeWatch:
             for name, value in d.items()
             if _may_hold(value) and name not in _MODULE_KEYS
         ]
+
+
+def _is_of_tensor_parallelism(hook: Any) -> bool:
+    """Whether ``parallelize_module`` made this hook. It keeps nothing, and a hook of ours would break compiled graphs."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if not getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+        return False
+    inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return all(_is_of_tensor_parallelism(each) for each in inner if callable(each))
 
 
 def _may_hold(value: Any) -> bool:

@@ -37,7 +37,7 @@ from flatshard._config import (
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.param_slots import ParamSlots
-from flatshard._handle.tensor_parallel import TensorParallel
+from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._runtime import Runtime
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,7 +112,7 @@ def fully_shard(
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
-        NotImplementedError: a tensor-subclass parameter.
+        NotImplementedError: a parameter is a DTensor with another tensor subclass inside.
         ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
@@ -175,8 +175,8 @@ def fully_shard(
         register_methods(made[module], methods)
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
-            f"fully_shard registered new parameters in the place of DTensors, and something still holds the old "
-            f"{name_list(held)}. If it is an optimizer, it will not train them: build it after fully_shard",
+            f"fully_shard registered new parameters in the place of tensor subclasses (DTensors, say), and something still "
+            f"holds the old {name_list(held)}. If it is an optimizer, it will not train them: build it after fully_shard",
             stacklevel=2,
         )
     for unit_below in units_below(module):  # units of earlier calls have had names from there
@@ -278,8 +278,8 @@ def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None,
     params = []
     for owned in planned.owned:
         modules, param = [m for m, _ in owned.slots], owned.param
-        if (parallel := TensorParallel.of(param)) is not None:
-            owned.was, owned.param = weakref.ref(param), parallel.take_apart(param)
+        if (wrapping := wrapping_of(param)) is not None:
+            owned.was, owned.param = weakref.ref(param), wrapping.take_apart(param)
             param = owned.param
         options = flat_options(param, modules, policy, offload.offload_params, offload.pin_memory)
         params.append(ParamSlots(owned.fqn, param, tuple(owned.slots), options))

@@ -21,6 +21,7 @@ from torch import nn
 from flatshard._composable.partition import PlannedUnit
 from flatshard._errors import name_list
 from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
+from flatshard._handle.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
 from flatshard._runtime import Runtime
 
 _PATTERN = 0xA7
@@ -138,7 +139,7 @@ def _allocate(module: nn.Module, device: torch.device, ignored: set[nn.Parameter
         empty = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
         _bytes(empty).fill_(_PATTERN)
         if parallel is not None:
-            empty = parallel.distribute(empty)
+            empty = parallel.wrap(empty)
         if isinstance(tensor, nn.Parameter):
             fresh = nn.Parameter(empty, tensor.requires_grad)
             fresh.__dict__.update(tensor.__dict__)
@@ -154,7 +155,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _untouched(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` still shows what it was filled with. [Note: Nothing trains on garbage]"""
     tensor = local_tensor(tensor).detach()
-    if not tensor.numel():
+    if not tensor.numel() or is_wrapper(tensor):
         return False
     if bool((_bytes(tensor) == _PATTERN).all()):
         return True
@@ -169,12 +170,20 @@ def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) ->
         for name, tensor in list(_tensors(module, ignored)):
             if tensor.device == device or tensor.is_meta:
                 continue
+            if is_wrapper(tensor):
+                continue
             if isinstance(tensor, nn.Parameter):
                 tensor.data = tensor.data.to(device)
                 if tensor.grad is not None:
                     tensor.grad = tensor.grad.to(device)
             else:
                 module._buffers[name] = tensor.to(device)
+
+    for owned in unit.owned:  # of a tensor subclass another object is sharded in any case
+        if is_wrapper(owned.param) and owned.param.device != device:
+            moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
+            moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
+            owned.param = moved
 
 
 def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -> None:
@@ -184,9 +193,10 @@ def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -
     tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
     try:
         for tensor in tensors.values():
-            if (parallel := TensorParallel.of(tensor)) is not None:
-                for replicas in parallel.replicas(runtime.device):
-                    replicas.broadcast_now(local_tensor(tensor))
-            runtime.broadcast_now(local_tensor(tensor))
+            wrapping = wrapping_of(tensor)
+            runtimes = [*([] if wrapping is None else wrapping.replicas(runtime.device)), runtime]
+            for each in runtimes:
+                for plain in plain_tensors(tensor):
+                    each.broadcast_now(plain)
     except Exception as e:
         runtime.fail("broadcast", unit.fqn, e)

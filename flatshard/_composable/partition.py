@@ -26,7 +26,7 @@ class Owned:
     fqn: str
     param: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    was: weakref.ref[nn.Parameter] | None = None  # the DTensor that `param` has taken the place of
+    was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that `param` has taken the place of
 
 
 @dataclass

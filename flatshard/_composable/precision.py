@@ -20,6 +20,7 @@ from flatshard._config import MixedPrecision
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatOptions
 from flatshard._handle.sharded_parameter import shard_info
+from flatshard._handle.tensor_subclass import TensorSubclass, wrapping_of
 
 
 def flat_options(
@@ -28,7 +29,9 @@ def flat_options(
     """What ``policy`` means for one parameter, which is registered in ``modules``."""
     if not param.is_floating_point() or any(policy.ignores(m) for m in modules):
         return FlatOptions(offload=offload, pin_memory=pin_memory)
-    compute = policy.param_dtype if policy.param_dtype is not param.dtype else None
+    # What another dtype would mean to a tensor subclass only it knows: it keeps its own, with gradients reduced as said.
+    casts = policy.param_dtype is not param.dtype and not isinstance(wrapping_of(param), TensorSubclass)
+    compute = policy.param_dtype if casts else None
     return FlatOptions(
         compute,
         policy.reduce_dtype,

@@ -19,6 +19,7 @@ from flatshard._composable.state import owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.tensor_parallel import is_dtensor, local_tensor
+from flatshard._handle.tensor_subclass import TensorSubclass, plain_tensors
 
 # Classes of torch that manage the parameters below them, by name: importing FSDP costs time. "DDP" is what `replicate`
 # makes a module an instance of.
@@ -232,11 +233,12 @@ def check_parameters(
             if is_dtensor(owned.param):
                 _check_mesh(owned.fqn, owned.param, groups)
             by_device.setdefault(owned.param.device, []).append(owned.fqn)
-            if not owned.param.is_meta and owned.param.numel():
-                local = local_tensor(owned.param)
-                start = local.data_ptr()
-                span = sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True)) + 1
-                ranges.append((local.device, start, start + span * local.itemsize, owned.fqn))
+            for plain in plain_tensors(owned.param):
+                if plain.is_meta or not plain.numel():
+                    continue
+                start = plain.data_ptr()
+                span = sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True)) + 1
+                ranges.append((plain.device, start, start + span * plain.itemsize, owned.fqn))
     _check_overlap(ranges)
     if device is not None:
         return device
@@ -261,10 +263,26 @@ def default_device() -> torch.device:
 def check_parameter(fqn: str, param: nn.Parameter) -> None:
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")
-    if not is_dtensor(param) and not _is_plain(param):
+    if (subclass := TensorSubclass.of(param)) is not None:
+        if any(t.is_meta for t in plain_tensors(param)):
+            raise ValueError(
+                f"parameter {fqn!r} is a {type(param).__name__} on the meta device, which cannot be initialised there: build "
+                "it with its values (quantise after loading)"
+            )
+        if (why := subclass.check(param)) is not None:
+            raise ValueError(
+                f"parameter {fqn!r} is a {type(param).__name__}, which {why}. Or pass it in ignored_states"
+            )
+    elif is_dtensor(param) and type(local_tensor(param)) is not torch.Tensor:
+        kind = type(local_tensor(param)).__name__
         raise NotImplementedError(
-            f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass with its own dispatch, which is not "
-            "implemented yet: pass it in ignored_states"
+            f"parameter {fqn!r} is a DTensor with a {kind} inside: a tensor subclass is sharded without tensor parallelism "
+            "only; pass it in ignored_states"
+        )
+    elif not is_dtensor(param) and not _is_plain(param):
+        raise ValueError(
+            f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass that does not say what is inside: give it "
+            "__tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states"
         )
     if param.layout is not torch.strided:
         raise ValueError(f"parameter {fqn!r} has layout {param.layout}: only dense parameters can be sharded")
@@ -303,7 +321,7 @@ def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:
     """Two different parameters in the same memory would come apart silently."""
     ranges.sort(key=lambda r: (str(r[0]), r[1]))
     for (device, _, stop, fqn), (other_device, start, _, other) in itertools.pairwise(ranges):
-        if device == other_device and start < stop:
+        if device == other_device and start < stop and fqn != other:  # within a tensor subclass each is copied
             raise ValueError(
                 f"parameters {fqn!r} and {other!r} are different Parameter objects in the same memory. Register one "
                 "object under both names to tie them, or clone one"

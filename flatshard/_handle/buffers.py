@@ -34,7 +34,8 @@ from flatshard._errors import name_list
 from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
-from flatshard._handle.tensor_parallel import TensorParallel, is_copy, local_tensor
+from flatshard._handle.tensor_parallel import TensorParallel, is_copy
+from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -89,7 +90,7 @@ class FlatBuffers:
         self.unsharded = UnshardedBuffer(layout, rank, originals)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
-        self._beside = next((t for p in originals if (t := TensorParallel.of(p)) is not None), None)
+        self._beside = next((t for t in map(wrapping_of, originals) if isinstance(t, TensorParallel)), None)
         self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
@@ -119,7 +120,9 @@ class FlatBuffers:
     def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
         for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
             if part.numel:
-                whole = in_memory_order(local_tensor(param).detach(), info.stride)
+                wrapping = wrapping_of(param)
+                plain = param.detach() if wrapping is None else wrapping.unwrap(param)
+                whole = in_memory_order(plain, info.stride)
                 self.shard[part.start : part.stop].copy_(whole[part.offset : part.offset + part.numel])
 
     def _place(self) -> None:
@@ -137,16 +140,22 @@ class FlatBuffers:
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
         end = part.offset + part.numel
-        parallel, runtime = TensorParallel.of(param), self._runtime
-        if parallel is not None:
-            runtime = parallel.norm_runtime(runtime, self._compute_device)
+        wrapping, runtime = wrapping_of(param), self._runtime
+        if wrapping is not None:
+            runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
-        copied = is_copy(parallel, self._beside)
-        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, parallel, copied)
+        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, self._beside)
+        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, wrapping, copied)
         ShardedParameter.adopt(param, shard_info, self)
+        self._describe(index, shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
             param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+
+    def _describe(self, index: int, info: ShardInfo) -> None:
+        # A compute parameter shares its attributes with the user's, but for a tensor subclass, which has some of its own.
+        for owner in (self.params[index], self.computes[index]):
+            owner.__dict__["_flatshard_info"] = info
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The parameter that autograd sees in place of ``param``, one of ``params``."""
@@ -171,9 +180,9 @@ class FlatBuffers:
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every parameter's name."""
         self.layout = self.layout.renamed(old, new)
-        for param, info in zip(self.params, self.layout.params, strict=True):
+        for index, (param, info) in enumerate(zip(self.params, self.layout.params, strict=True)):
             assert isinstance(param, ShardedParameter)
-            param._flatshard_info = replace(param._flatshard_info, fqn=info.fqn)
+            self._describe(index, replace(param._flatshard_info, fqn=info.fqn))
 
     def _note_addresses(self) -> None:
         """Where the parameters' data is now: see ``moved``."""

@@ -62,9 +62,10 @@ class Gathering:
         for info, param in zip(self._owner.layout.params, self._owner.params, strict=True):
             whole = self.flat.as_strided(info.shape, info.stride, info.start)
             known = shard_info(param)
-            if known is not None and known.parallel is not None:
-                dtensor: torch.Tensor = known.parallel.distribute(whole)
-                whole = dtensor.full_tensor()  # type: ignore[attr-defined]
+            if known is not None and known.wrapping is not None:
+                whole = known.wrapping.wrap(whole)
+                if known.parallel is not None:
+                    whole = whole.full_tensor()  # type: ignore[attr-defined]
             result.append(whole)
         return result
 

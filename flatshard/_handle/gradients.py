@@ -38,7 +38,7 @@ from flatshard._handle.parts import Parts
 from flatshard._handle.reduction import Reduction
 from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
-from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
+from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._runtime import Runtime
 
 _SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
@@ -73,8 +73,8 @@ class FlatGradients:
         self.any_filled = False
         self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
         self.batch = Batch()
-        self._parallels = [TensorParallel.of(compute) for compute in buffers.computes]
-        self._is_parallel = any(self._parallels)
+        self._wrappings = [wrapping_of(compute) for compute in buffers.computes]
+        self._any_wrapped = any(self._wrappings)
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` was set or added to last
         self.is_watched = False  # see `Home`, which this is for the flat parameter
         self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
@@ -173,8 +173,8 @@ class FlatGradients:
         self._put(index, self._localize(index, grad))
 
     def _localize(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        parallel = self._parallels[index]
-        return grad if parallel is None else parallel.local_gradient(grad)
+        wrapping = self._wrappings[index]
+        return grad if wrapping is None else wrapping.local_gradient(grad)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         if self._filled[index]:
@@ -225,7 +225,7 @@ class FlatGradients:
         if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
             for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
                 self._check(index, grad)
-        if self._is_parallel:
+        if self._any_wrapped:
             grads = list(map(self._localize, itertools.compress(itertools.count(), here), grads))
         if True in self._filled:  # held from an earlier backward
             for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
@@ -410,7 +410,9 @@ class FlatGradients:
             if grad is None:
                 param.grad = None
                 continue
-            mine = in_memory_order(local_tensor(grad).detach(), info.stride)[part.offset : part.offset + part.numel]
+            mine = in_memory_order(self._localize(index, grad.detach()), info.stride)[
+                part.offset : part.offset + part.numel
+            ]
             mine = mine.as_strided(info.shape, info.stride) if buffers.is_whole else mine
             if parts is not None:
                 parts[index].copy_(mine)

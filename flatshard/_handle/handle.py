@@ -27,7 +27,7 @@ from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.param_slots import ParamSlots, group_by_kind
 from flatshard._handle.slots import Slots
-from flatshard._handle.tensor_parallel import local_tensor
+from flatshard._handle.tensor_subclass import plain_tensors
 from flatshard._progress import Label, digest, here
 from flatshard._runtime import Runtime
 
@@ -220,9 +220,8 @@ class FlatParamHandle:
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
-        tensor = local_tensor(tensor)
-        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        return any([b.unsharded.contains(address) for b in self._gathered])
+        parts = [tensor] if type(tensor) is torch.Tensor else plain_tensors(tensor)
+        return any([b.unsharded.holds(t) for b in self._gathered for t in parts])
 
     def check_parameters(self) -> None:
         """Take over whatever the user replaced, froze or unfroze since the last time, or raise.

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from flatshard._handle.changes import changes
 from flatshard._handle.sharded_gradient import plain_grad, set_gradient
 from flatshard._handle.tensor_parallel import TensorParallel
+from flatshard._handle.wrapping import Wrapping
 from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
@@ -56,10 +57,15 @@ class ShardInfo:
     shard_world_size: int
     # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
-    # With tensor parallelism, all of the above but `runtime` is about this rank's local tensor.
-    parallel: TensorParallel | None = field(default=None, repr=False, compare=False)
+    # Of a tensor subclass. Then all of the above but `runtime` is about the plain tensor that is taken out of it.
+    wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
     # A tensor-parallel rank holds the same, perhaps cut elsewhere, and is the one that writes it into checkpoints.
     is_copy: bool = field(default=False, repr=False, compare=False)
+
+    @property
+    def parallel(self) -> TensorParallel | None:
+        """What is sharded over another mesh as well."""
+        return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardInfo, (self.fqn, self.shape, self.stride, self.start, self.stop, self.shard_world_size)
@@ -185,4 +191,4 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     info = shard_info(param)
     if info is None:
         return param.shape
-    return torch.Size(info.shape if info.parallel is None else info.parallel.shape)
+    return torch.Size(info.shape if info.wrapping is None else info.wrapping.shape)

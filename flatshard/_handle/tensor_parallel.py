@@ -1,11 +1,9 @@
 """Parameters that are DTensors: tensor parallelism first, sharding second.
 
-[Note: What is flattened of a DTensor]
 ``parallelize_module`` makes a parameter a DTensor over the tensor-parallel mesh. Its local tensor is sharded like any other
-parameter, over the ranks of the data-parallel group, which hold the same local tensor. While it is unsharded the module sees
-a DTensor again, with the placements that it had, over this rank's range of the unsharded buffer. Between, the registered
-parameter is a :class:`ShardedParameter` with a part of the local tensor: a new object, as ``parallelize_module`` makes new
-objects, since Python cannot make a DTensor a plain tensor in place. So build the optimizer after ``fully_shard``.
+parameter, over the ranks of the data-parallel group, which hold the same local tensor: see ``wrapping.py``, [Note: What is
+sharded of a tensor subclass]. The module sees a DTensor with the placements that it had. Build the optimizer after
+``fully_shard``: the registered parameters are new objects.
 
 [Note: Norms over two meshes]
 A gradient whose DTensor is sharded has parts on all ranks of both meshes, and a replicated one has equal copies along the
@@ -22,13 +20,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from flatshard._handle.wrapping import Wrapping
 from flatshard._runtime import Runtime
-
-_ATTRIBUTE = "_flatshard_parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallel:
+class TensorParallel(Wrapping):
     """What makes a local tensor a DTensor."""
 
     mesh: Any  # DeviceMesh
@@ -38,40 +35,33 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorParallel | None:
-        """That of a DTensor, or of the sharded parameter that was made of one; None for any other tensor."""
-        found: TensorParallel | None = tensor.__dict__.get(_ATTRIBUTE)
-        if found is None and is_dtensor(tensor):
-            dtensor: Any = tensor
-            found = cls(dtensor.device_mesh, tuple(dtensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
-        return found
+        """That of a DTensor; None for any other tensor."""
+        if not is_dtensor(tensor):
+            return None
+        dtensor: Any = tensor
+        return cls(dtensor.device_mesh, tuple(dtensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
 
-    def take_apart(self, param: nn.Parameter) -> nn.Parameter:
-        """A new, plain parameter with the local tensor and the gradient of DTensor ``param``, to be sharded in its place."""
-        with torch.no_grad():
-            result = nn.Parameter(local_tensor(param), param.requires_grad)
-            if param.grad is not None:
-                result.grad = self.local_gradient(param.grad)
-        result.__dict__.update(param.__dict__)
-        result.__dict__[_ATTRIBUTE] = self
-        return result
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        return local_tensor(tensor).detach()
 
-    def distribute(self, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor with this ``local`` tensor. No communication."""
+    def wrap(self, plain: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
         from torch.distributed.tensor import DTensor
 
         result: torch.Tensor = DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+            plain, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
         return result
 
-    def point(self, param: nn.Parameter, local: torch.Tensor) -> None:
-        """Give DTensor ``param`` another ``local`` tensor, perhaps of another dtype or on another device."""
-        given: Any = self.distribute(local)
+    def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
+        """See ``Wrapping``."""
+        given: Any = self.wrap(plain)
         param.data = given
         param._local_tensor, param._spec = given._local_tensor, given._spec  # type: ignore[attr-defined]
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``grad``, placed as the parameter is: a partial sum is reduced over the mesh."""
+        """See ``Wrapping``. Placed as the parameter is: a partial sum is reduced over the mesh."""
         dtensor: Any = grad
         if not is_dtensor(grad):
             return grad
@@ -79,13 +69,17 @@ class TensorParallel:
             dtensor = dtensor.redistribute(placements=self.placements)
         return local_tensor(dtensor)
 
+    def wrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        return self.wrap(grad)
+
     def replicas(self, device: torch.device) -> list[Runtime]:
-        """The groups of ranks that hold the same local tensor, one for each dimension of the mesh that has any."""
+        """See ``Wrapping``. One for each dimension of the mesh that has any."""
         sizes = [self.mesh.size(i) if p.is_replicate() else 1 for i, p in enumerate(self.placements)]
         return [Runtime.of(self.mesh.get_group(i), device) for i, size in enumerate(sizes) if size > 1]
 
     def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
-        """The ranks that hold the parts of a gradient. ``runtime``: of those that hold parts of the local tensor."""
+        """See ``Wrapping``."""
         sharded = [
             self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard() and self.mesh.size(i) > 1
         ]
@@ -94,9 +88,6 @@ class TensorParallel:
             return runtimes[0] if runtimes else None
         return ManyRuntimes.of(runtimes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
-        return self
-
 
 class ManyRuntimes(Runtime):
     """The ranks of several process groups that are orthogonal, as one: for reductions of a few numbers."""
@@ -104,7 +95,7 @@ class ManyRuntimes(Runtime):
     _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyRuntimes]] = weakref.WeakValueDictionary()
 
     def __init__(self, runtimes: Sequence[Runtime]) -> None:
-        self._runtimes = list(runtimes)
+        self.runtimes = tuple(runtimes)
         self.number = next(self._numbers)
         self.device = runtimes[0].device
         self.rank, self.world_size = 0, 1
@@ -123,7 +114,7 @@ class ManyRuntimes(Runtime):
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :class:`Runtime`."""
-        for runtime in self._runtimes:
+        for runtime in self.runtimes:
             runtime.all_reduce_now(tensor, op)
 
 

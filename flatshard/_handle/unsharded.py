@@ -3,7 +3,7 @@
 - ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. One tensor whose *storage* is resized between zero and
   full. It is the all-gather's output, and the parameters' memory at once: no copy-in, no copy-out.
 - ``computes``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees these.
-  With tensor parallelism a DTensor whose local tensor does so.
+  Of a DTensor or another tensor subclass: one whose tensors inside do so.
 
 [Note: .data does not share a version counter]
 ``compute.data = view`` aliases memory without sharing the buffer's version counter, while ``nn.Parameter(view)`` would
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.tensor_parallel import TensorParallel
+from flatshard._handle.tensor_subclass import TensorSubclass, wrapping_of
 
 # What every gloo and NCCL build can send as it is. Anything else travels as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
@@ -36,9 +36,13 @@ class UnshardedBuffer:
 
     @staticmethod
     def _make_compute(param: nn.Parameter) -> nn.Parameter:
-        parallel = TensorParallel.of(param)
+        wrapping = wrapping_of(param)
         empty = torch.empty(0, dtype=param.dtype, device=param.device)
-        compute = nn.Parameter(empty if parallel is None else parallel.distribute(empty), param.requires_grad)
+        if wrapping is not None and not isinstance(
+            wrapping, TensorSubclass
+        ):  # that is made by `place`, over true memory
+            empty = wrapping.wrap(empty)
+        compute = nn.Parameter(empty, param.requires_grad)
         compute.__dict__ = param.__dict__  # attributes set on the user's parameter are seen on both, now and later
         return compute
 
@@ -49,8 +53,10 @@ class UnshardedBuffer:
         self.flat = alias if alias is not None else torch.empty(layout.padded_numel, dtype=dtype, device=device)
         for info, compute in zip(layout.params, self.computes, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if (parallel := TensorParallel.of(compute)) is not None:
-                parallel.point(compute, view)
+            if (wrapping := wrapping_of(compute)) is not None:
+                plain = torch.empty(0, dtype=dtype, device=device)
+                plain.data = view  # compiled graphs save what is inside a subclass
+                wrapping.point(compute, plain)
                 continue
             if compute.dtype is not dtype or compute.device != device:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
@@ -83,8 +89,9 @@ class UnshardedBuffer:
         if not self.is_alias:
             self._storage.resize_(0)
 
-    def contains(self, address: int) -> bool:
-        """Whether ``address`` is in the storage."""
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether plain ``tensor`` lies in the storage."""
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
         return 0 <= address - self._storage.data_ptr() < self._storage.nbytes()
 
     @property

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.tensor_parallel import TensorParallel, local_tensor
+from flatshard._handle.tensor_subclass import wrapping_of
+from flatshard._handle.wrapping import remember
 from flatshard._progress import here
 
 
@@ -77,8 +78,8 @@ class WholeParameters:
                     target = compute if copies is None else copies[id(param)]
                     if grad is not None and grad.dtype is not target.dtype:
                         target.grad_dtype = grad.dtype  # keep_low_precision_grads
-                    if grad is not None and (parallel := TensorParallel.of(target)) is not None:
-                        grad = parallel.distribute(grad)
+                    if grad is not None and (wrapping := wrapping_of(target)) is not None:
+                        grad = wrapping.wrap_gradient(grad)
                     target.grad = None if grad is None else grad.to(target.device)
 
     def drop_full_gradients(self) -> None:
@@ -89,6 +90,11 @@ class WholeParameters:
 
 
 def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    local, parallel = local_tensor(param).detach(), TensorParallel.of(param)
-    value = torch.empty_strided(local.shape, local.stride(), dtype=param.dtype, device=device).copy_(local)
-    return nn.Parameter(value if parallel is None else parallel.distribute(value), param.requires_grad)
+    wrapping = wrapping_of(param)
+    plain = param.detach() if wrapping is None else wrapping.unwrap(param)
+    value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device).copy_(plain)
+    if wrapping is None:
+        return nn.Parameter(value, param.requires_grad)
+    result = nn.Parameter(wrapping.wrap(value), param.requires_grad)
+    remember(result, wrapping)
+    return result
