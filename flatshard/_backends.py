@@ -18,6 +18,7 @@ unasked:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -348,3 +349,56 @@ def message_collectives(group: dist.ProcessGroup, device: torch.device) -> tuple
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in str(dist.get_backend_config(group))
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+_cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks besides the default one: for messages on CPU, from any thread.
+
+    Made at the first call for each default group, by all ranks together.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    known = _cpu_groups.get(world)
+    group = None if known is None else known()
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        _cpu_groups[world] = weakref.ref(group)  # until `destroy_process_group`
+    return group
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """What each rank of ``group`` gives, on its rank 0; nothing elsewhere."""
+    size = torch.tensor([len(data)])
+    dist.all_reduce(size, dist.ReduceOp.MAX, group)
+    row = _as_row(data, int(size))
+    rows = [torch.empty_like(row) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(row, rows, dist.get_global_rank(group, 0), group)
+    return [] if rows is None else list(map(_as_bytes, rows))
+
+
+def scatter_bytes(items: list[bytes] | None, group: dist.ProcessGroup) -> bytes:
+    """This rank's of the ``items`` that rank 0 of ``group`` gives; the others give None."""
+    first = dist.get_global_rank(group, 0)
+    size = torch.tensor([max(map(len, items or [b""]))])
+    dist.broadcast(size, first, group)
+    mine = torch.empty(_HEADER + int(size), dtype=torch.uint8)
+    rows = None if items is None else [_as_row(item, int(size)) for item in items]
+    dist.scatter(mine, rows, first, group)
+    return _as_bytes(mine)
+
+
+_HEADER = 8
+
+
+def _as_row(data: bytes, size: int) -> torch.Tensor:
+    padded = len(data).to_bytes(_HEADER, "little") + data
+    return torch.frombuffer(bytearray(padded.ljust(_HEADER + size, b"\0")), dtype=torch.uint8)
+
+
+def _as_bytes(row: torch.Tensor) -> bytes:
+    data = ctypes.string_at(row.data_ptr(), row.numel())
+    return data[_HEADER : _HEADER + int.from_bytes(data[:_HEADER], "little")]
