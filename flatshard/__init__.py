@@ -47,6 +47,8 @@ from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._handle.sharded_value import ShardedValue
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._optim_names import rekey
+from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip
 from flatshard._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
@@ -93,13 +95,17 @@ __all__ = [
     "keep_unsharded",
     "lambda_auto_wrap_policy",
     "load_local_state_dict",
+    "load_optim_state_dict",
     "local_state_dict",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "recover",
     "reduce_gradients",
     "register_comm_hook",
     "register_forward_method",
     "register_gradients_reduced_hook",
+    "rekey",
     "reshard",
     "set_gradient_divide_factor",
     "set_modules_to_backward_prefetch",

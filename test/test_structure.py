@@ -76,6 +76,8 @@ LAYERS = [
     "_comm_hooks",
     "_full_params",
     "_state_dict",
+    "_optim_names",
+    "_optim_state_dict",
     "_controls",
     "_grad_sync",
     "_grad_norm",
