@@ -353,52 +353,51 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
-_cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+def default_group() -> dist.ProcessGroup | None:
+    """That of all ranks, if there is any."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
-def cpu_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks besides the default one: for messages on CPU, from any thread.
+def membership(group: dist.ProcessGroup | None) -> tuple[int, int, Any]:
+    """This process's rank in ``group``, its size, and the store by which its ranks find each other without collectives."""
+    return (0, 1, None) if group is None else (group.rank(), group.size(), group.get_group_store())
 
-    Made at the first call for each default group, by all ranks together.
+
+class Messages:
+    """Bytes between rank 0 of a process group and the others, on CPU, from any thread: by a gloo group of its own.
+
+    Not by ``new_group``, which all ranks of the world must call, and which lives as long as the default group.
     """
-    world = dist.distributed_c10d._get_default_group()
-    known = _cpu_groups.get(world)
-    group = None if known is None else known()
-    if group is None:
-        group = dist.new_group(backend="gloo")
-        _cpu_groups[world] = weakref.ref(group)  # until `destroy_process_group`
-    return group
 
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        """All ranks of ``group`` together. ``name``: used once."""
+        self.rank, self.size, store = membership(group)
+        store = dist.distributed_c10d.PrefixStore(name, store)
+        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(hours=1))
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """What each rank of ``group`` gives, on its rank 0; nothing elsewhere."""
-    size = torch.tensor([len(data)])
-    dist.all_reduce(size, dist.ReduceOp.MAX, group)
-    row = _as_row(data, int(size))
-    rows = [torch.empty_like(row) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(row, rows, dist.get_global_rank(group, 0), group)
-    return [] if rows is None else list(map(_as_bytes, rows))
+    def gather(self, data: bytes) -> list[bytes]:
+        """On rank 0 what each rank gives; nothing elsewhere."""
+        if self.rank == 0:
+            return [data, *map(self._receive, range(1, self.size))]
+        self._send(data, 0)
+        return []
 
+    def scatter(self, items: list[bytes] | None) -> bytes:
+        """This rank's of the ``items`` that rank 0 gives; the others give None."""
+        if items is None:
+            return self._receive(0)
+        for rank in range(1, self.size):
+            self._send(items[rank], rank)
+        return items[0]
 
-def scatter_bytes(items: list[bytes] | None, group: dist.ProcessGroup) -> bytes:
-    """This rank's of the ``items`` that rank 0 of ``group`` gives; the others give None."""
-    first = dist.get_global_rank(group, 0)
-    size = torch.tensor([max(map(len, items or [b""]))])
-    dist.broadcast(size, first, group)
-    mine = torch.empty(_HEADER + int(size), dtype=torch.uint8)
-    rows = None if items is None else [_as_row(item, int(size)) for item in items]
-    dist.scatter(mine, rows, first, group)
-    return _as_bytes(mine)
+    def _send(self, data: bytes, rank: int) -> None:
+        for message in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            self._gloo.send([message], rank, 0).wait()
 
-
-_HEADER = 8
-
-
-def _as_row(data: bytes, size: int) -> torch.Tensor:
-    padded = len(data).to_bytes(_HEADER, "little") + data
-    return torch.frombuffer(bytearray(padded.ljust(_HEADER + size, b"\0")), dtype=torch.uint8)
-
-
-def _as_bytes(row: torch.Tensor) -> bytes:
-    data = ctypes.string_at(row.data_ptr(), row.numel())
-    return data[_HEADER : _HEADER + int.from_bytes(data[:_HEADER], "little")]
+    def _receive(self, rank: int) -> bytes:
+        size = torch.empty(1, dtype=torch.int64)
+        self._gloo.recv([size], rank, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._gloo.recv([data], rank, 0).wait()
+        return ctypes.string_at(data.data_ptr(), data.numel())

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from flatshard._composable.state import units_below
 from flatshard._meeting import Meeting
@@ -31,6 +31,7 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
+    process_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
     wait: bool = True,
     timeout: timedelta = _MINUTE,
@@ -47,6 +48,7 @@ def save_checkpoint(
         path: a directory that does not exist.
         state: modules, optimizers over their parameters, objects with ``state_dict()`` and ``load_state_dict()``, tensors,
             and plain values (numbers, strings, lists and dicts of such). Of what is not sharded rank 0's is saved.
+        process_group: the ranks that have ``state`` together. Default: all.
         overwrite: replace a checkpoint at ``path``: it is removed when the new one is in its place.
         wait: False: copy ``state`` to CPU memory and write it in a thread while training goes on. The checkpoint is the state
             at the call. One at a time: the next call waits for this one.
@@ -62,9 +64,9 @@ def save_checkpoint(
     """
     where = Path(path).absolute()
     _await_saves()
-    meeting = Meeting(f"save_checkpoint({str(where)!r})", timeout)
-    meeting.gather(lambda: collected.append(_collect(state) if wait else _staged(_collect(state))))
+    meeting = Meeting(process_group, f"save_checkpoint({str(where)!r})", timeout)
     collected: list[dict[str, Any]] = []
+    meeting.gather(lambda: collected.append(_collect(state) if wait else _staged(_collect(state))))
     meeting.scatter(lambda: None)
     future: Future[None] = Future()
     if wait:
@@ -113,7 +115,7 @@ def _write(
     plans = meeting.gather(plan)
     try:
         mine = meeting.scatter(plan_for_all)
-        results = meeting.gather(lambda: writer.write_data(planner.finish_plan(mine), planner).value())
+        results = meeting.gather(lambda: writer.write_data(planner.finish_plan(cast(Any, mine)), planner).value())
         meeting.scatter(finish)
     except BaseException:
         if meeting.is_first and metadata:
@@ -126,6 +128,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
+    process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     timeout: timedelta = _MINUTE,
     progress: Callable[[str], None] | None = None,
@@ -141,6 +144,7 @@ def load_checkpoint(
     Args:
         path: what ``save_checkpoint`` was given.
         state: as for saving. Only what it names is read.
+        process_group: as for saving.
         strict: raise if a module, an optimizer or a dict in ``state`` has names that the checkpoint lacks, or the other way
             round. False: what the checkpoint lacks stays as it is.
         timeout, progress: see :func:`save_checkpoint`.
@@ -156,13 +160,13 @@ def load_checkpoint(
 
     _await_saves()
     given = Path(path).absolute()
-    meeting = Meeting(f"load_checkpoint({str(given)!r})", timeout)
+    meeting = Meeting(process_group, f"load_checkpoint({str(given)!r})", timeout)
     counted = files.Progress("loading", progress)
     planner = files.LoadPlanner(counted, strict)
     target: dict[str, Any] = {}
     reader = files.Reader(given)
 
-    def plan() -> Any:
+    def plan() -> None:
         reader.reset(files.find(given))
         metadata = reader.read_metadata()
         names = metadata.state_dict_metadata
@@ -170,12 +174,12 @@ def load_checkpoint(
         reader.set_up_storage_reader(metadata, meeting.is_first)
         planner.set_up_planner(target, metadata, meeting.is_first)
         planner.check([n for n in names if n.partition(".")[0] in state])
-        made = reader.prepare_local_plan(planner.create_local_plan())
-        reader.check_files(made)
-        return made
+        wanted = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.check_files(wanted)
+        made.append(wanted)
 
     made: list[Any] = []
-    meeting.gather(lambda: made.append(planner.finish_plan(plan())))
+    meeting.gather(plan)
     meeting.scatter(lambda: None)
     meeting.gather(lambda: reader.read_data(made[0], planner).wait())
     meeting.scatter(lambda: None)
@@ -200,16 +204,27 @@ def _collect(state: Mapping[str, Any], for_load: Iterable[str] | None = None) ->
             raise ValueError(f"state names {key!r}: a name with a dot could not be told from what is inside of {key!r}")
         if isinstance(value, torch.optim.Optimizer):
             module = _owner(state, key, value)
+            names = (
+                None if for_load is None else [n.removeprefix(f"{key}.") for n in for_load if n.startswith(f"{key}.")]
+            )
             if units_below(module):
-                prefix = f"{key}."
-                names = False if for_load is None else [n[len(prefix) :] for n in for_load if n.startswith(prefix)]
-                result[key] = optim_state_dict(module, value, for_load=names)
+                result[key] = optim_state_dict(module, value, for_load=False if names is None else names)
             else:
-                from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-                result[key] = get_optimizer_state_dict(module, value)
+                result[key] = _plain_optim_state_dict(module, value, names)
         else:
             result[key] = value.state_dict() if _loads(value) else value
+    return result
+
+
+def _plain_optim_state_dict(module: nn.Module, optim: torch.optim.Optimizer, names: list[str] | None) -> dict[str, Any]:
+    """The same of what is not sharded, or by others: with what ``names`` has, where the optimizer may not have it yet."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    result: dict[str, Any] = get_optimizer_state_dict(module, optim)
+    if names is not None:  # torch makes a state for each parameter, also for one that was never used
+        saved = set(names)
+        state: dict[str, dict[str, Any]] = result["state"]
+        result["state"] = {n: s for n, s in state.items() if any(f"state.{n}.{k}" in saved for k in s)}
     return result
 
 
@@ -221,19 +236,18 @@ def _owner(state: Mapping[str, Any], key: str, optimizer: torch.optim.Optimizer)
         of_module = {id(p): n for n, p in module.named_parameters(remove_duplicate=False)}
         if stepped <= of_module.keys() or (fqns and fqns <= set(of_module.values())):
             return module
-    raise ValueError(f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}")
+    raise ValueError(
+        f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
+    )
 
 
-def _staged(values: Any, on_cpu: bool = True) -> Any:
+def _staged(value: Any, on_cpu: bool = True) -> Any:
     """A copy that nobody else changes."""
-
-    def copy(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.detach()
-        return value.to("cpu", copy=True) if on_cpu else value.clone()
-
-    return pytree.tree_map(copy, values)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True) if on_cpu else value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _staged(v, on_cpu) for k, v in value.items()}
+    return type(value)(_staged(v, on_cpu) for v in value) if type(value) in (list, tuple) else value
 
 
 def _take_over(state: Mapping[str, Any], target: dict[str, Any], strict: bool) -> None:

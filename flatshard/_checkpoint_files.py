@@ -1,17 +1,17 @@
 """The files of a checkpoint: a directory that is whole or not there, read without executing what it says.
 
-The format is that of ``torch.distributed.checkpoint``, whose writer, reader and planners these are; so FSDP2's checkpoints,
-FSDP1's sharded ones and those of plain models are read, and the other way round.
+The format is that of ``torch.distributed.checkpoint``, whose writer, reader and planners these are; so those of FSDP2,
+sharded ones of FSDP1 and those of plain models are read, and the other way round.
 
 [Note: Whole or not there]
 Ranks write into a hidden directory beside. When all have written, and every element of every tensor is accounted for, rank 0
-writes the metadata and renames the directory. A save that dies before leaves the hidden directory, which the next one clears,
-and what was at the path as it was. Where that is replaced, it is renamed too, and removed last: there is no moment at which
-neither lies whole on the disk, and ``find`` knows both names.
+writes the metadata and renames the directory. A save that dies before leaves the hidden directory, which the next one
+clears, and what was at the path as it was. Where that is replaced, it is renamed too, and removed last: at no moment does
+neither lie whole on the disk, and ``find`` knows both names.
 
 [Note: No pickle is executed]
-torch's reader unpickles the metadata, and its planner the values that are not tensors, whatever they say. Here the metadata may
-name the classes of metadata and nothing else, and values are read as ``torch.load(weights_only=True)`` does.
+torch's reader unpickles the metadata, and its planner the values that are not tensors, whatever they say. Here the metadata
+may name the classes of metadata and nothing else, and values are read as ``torch.load(weights_only=True)`` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
@@ -97,7 +98,9 @@ def find(path: Path) -> Path:
         return path
     if not path.exists() and (_replaced(path) / METADATA).exists():  # a save died between two renames
         return _replaced(path)
-    what = "is no checkpoint: it has no .metadata, so a save that did not end wrote it" if path.exists() else "not found"
+    what = (
+        "is no checkpoint: it has no .metadata, so a save that did not end wrote it" if path.exists() else "not found"
+    )
     raise FileNotFoundError(f"{str(path)!r} {what}")
 
 
@@ -143,6 +146,9 @@ def _size(nbytes: int) -> str:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+Writer = FileSystemWriter
+
+
 class SavePlanner(DefaultSavePlanner):
     """torch's, which counts what it hands to the writer."""
 
@@ -172,7 +178,9 @@ def check_plans(plans: Iterable[SavePlan], names: Iterable[str]) -> None:
             sizes[item.index.fqn] = math.prod(item.tensor_data.size)
             chunk = item.tensor_data.chunk  # replicated tensors come from every rank: once each
             boxes.setdefault(item.index.fqn, {})[tuple(chunk.offsets)] = math.prod(chunk.sizes)
-    wrong = [f"{n!r} ({sum(boxes[n].values())} of {size})" for n, size in sizes.items() if sum(boxes[n].values()) != size]
+    wrong = [
+        f"{n!r} ({sum(boxes[n].values())} of {size})" for n, size in sizes.items() if sum(boxes[n].values()) != size
+    ]
     if wrong:
         raise ValueError(f"elements that the ranks would write, and of the tensor: {', '.join(wrong)}")
     if lost := [n for n in names if n not in seen]:
@@ -207,7 +215,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
             return found
-        raise pickle.UnpicklingError(f"the checkpoint's metadata names {module}.{name}, which no metadata holds: not read")
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata names {module}.{name}, which no metadata holds: not read"
+        )
 
 
 class Reader(FileSystemReader):
@@ -245,16 +255,20 @@ class Reader(FileSystemReader):
 class LoadPlanner(DefaultLoadPlanner):
     """torch's, which executes nothing, and counts what it reads."""
 
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
-        self._progress = progress
+    def __init__(self, progress: Progress, strict: bool) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._progress, self._strict = progress, strict
 
-    def check(self, strict: bool) -> None:
+    def check(self, expected: Iterable[str]) -> None:
         """What is to be loaded is in the checkpoint, in the same shape and of a kind that it can become.
 
+        Args:
+            expected: names in the checkpoint that are to be loaded.
+
         Raises:
-            ValueError: with all names that are missing, unexpected (``strict``), or differ.
+            ValueError: with all names that are missing or unexpected, if that matters, or differ.
         """
+        assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         wrong = []
         for name, value in self.state_dict.items():
@@ -268,9 +282,9 @@ class LoadPlanner(DefaultLoadPlanner):
                 wrong.append(f"{name!r} is a tensor here, and none in the checkpoint")
             elif not isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
                 wrong.append(f"{name!r} is a tensor in the checkpoint, and a {type(value).__name__} here")
-        if missing := [n for n in self.state_dict if n not in saved]:
+        if self._strict and (missing := [n for n in self.state_dict if n not in saved]):
             wrong.insert(0, f"not in the checkpoint: {name_list(missing, 50)}")
-        if strict and (unexpected := [n for n in saved if n not in self.state_dict]):
+        if self._strict and (unexpected := [n for n in expected if n not in self.state_dict]):
             wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
         if wrong:
             raise ValueError("; ".join(wrong))

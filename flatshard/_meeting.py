@@ -1,8 +1,8 @@
 """What all ranks do together besides tensors: meet, hand objects to rank 0 and get answers back.
 
 [Note: Who is missing]
-A collective that one rank never begins hangs the others until a timeout of half an hour, and says nothing. So ranks first meet
-at the process group's store: each leaves its name there, rank 0 waits for all, and says go, or who did not come.
+A collective that one rank never begins hangs the others until a timeout of half an hour, and says nothing. So ranks first
+meet at the process group's store: each leaves its name there, rank 0 waits for all, and says go, or who did not come.
 
 [Note: One rank's error is everybody's]
 In a :class:`Meeting` every rank does its part, hands in what came of it, and waits for rank 0. An error on any rank, rank 0's
@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import pickle
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from flatshard._backends import cpu_group, gather_bytes, scatter_bytes
+from flatshard._backends import Messages, default_group, membership
 from flatshard._errors import name_list
 
 T = TypeVar("T")
 
-_held = 0  # meetings of this process; the same number on all ranks that came to all
+# Meetings so far: the same number on all ranks that came to all.
+_held: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class MeetingError(RuntimeError):
@@ -35,12 +37,13 @@ class MeetingError(RuntimeError):
 
 
 class Meeting:
-    """All ranks of the default group, in one undertaking. Without a process group, or with one rank, nothing is sent."""
+    """All ranks of a process group in one undertaking. With one rank nothing is sent."""
 
-    def __init__(self, what: str, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> None:
         """Wait for all ranks.
 
         Args:
+            group: None: the default group, or this process alone where there is none.
             what: the call and its arguments, which must be the same on all ranks, for errors.
             timeout: how much later than the first the last rank may come.
 
@@ -48,25 +51,21 @@ class Meeting:
             MeetingError: some did not come, or came for something else.
         """
         self.what = what
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if self.size > 1 else 0
+        group = default_group() if group is None else group
+        self.rank, self.size, _ = membership(group)
         self._failed: str | None = None
-        if self.size > 1:
-            store = dist.distributed_c10d._get_default_group().get_group_store()
-            _meet(store, self.rank, self.size, what, timeout)
-            self._group = cpu_group()
+        if group is not None and self.size > 1:
+            self._messages = Messages(group, _meet(group, what, timeout))
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, produce: Callable[[], T]) -> list[T]:
-        """Call ``produce`` on every rank. On rank 0: what all produced, by rank; nothing elsewhere. ``scatter`` comes next."""
+        """Call ``produce`` on every rank. On rank 0: what all produced, by rank; elsewhere nothing. ``scatter`` is next."""
         mine = _try(produce)
-        if self.size == 1:
-            everybody = [mine]
-        else:
-            everybody = [pickle.loads(b) for b in gather_bytes(pickle.dumps(mine), self._group)]
+        rows = [] if self.size == 1 else self._messages.gather(pickle.dumps(mine))
+        everybody: list[tuple[str | None, Any]] = [mine] if self.size == 1 else [pickle.loads(row) for row in rows]
         errors = {rank: text for rank, (text, _) in enumerate(everybody) if text is not None}
         if errors:
             alike = len(errors) == self.size and len(set(errors.values())) == 1
@@ -88,7 +87,7 @@ class Meeting:
             text, mine = answers[0]
         else:
             packed = [pickle.dumps(answer) for answer in answers] if self.rank == 0 else None
-            text, mine = pickle.loads(scatter_bytes(packed, self._group))
+            text, mine = pickle.loads(self._messages.scatter(packed))
         if text is not None:
             raise MeetingError(f"{self.what}: {text}")
         result: T | None = mine
@@ -107,17 +106,18 @@ def _try(produce: Callable[[], T]) -> tuple[str | None, T | None]:
 _GRACE = timedelta(seconds=5)  # that the others give rank 0 to say who is missing
 
 
-def _meet(store: Any, rank: int, size: int, what: str, timeout: timedelta) -> None:
-    global _held
-    key = f"flatshard/meeting/{_held}"
-    _held += 1
+def _meet(group: dist.ProcessGroup, what: str, timeout: timedelta) -> str:
+    """Returns a name that only this meeting has."""
+    rank, size, store = membership(group)
+    key = f"flatshard/meeting/{_held.setdefault(group, 0)}"
+    _held[group] += 1
     store.set(f"{key}/{rank}", what)
     if rank == 0:
         verdict = _wait_for_all(store, key, size, what, timeout)
         store.set(f"{key}/go", verdict or "go")
         if verdict:
             raise MeetingError(f"{what}: {verdict}")
-        return
+        return key
     deadline = time.monotonic() + (timeout + _GRACE).total_seconds()
     while not store.check([f"{key}/go"]):
         if time.monotonic() > deadline:
@@ -127,6 +127,7 @@ def _meet(store: Any, rank: int, size: int, what: str, timeout: timedelta) -> No
     verdict = store.get(f"{key}/go").decode()
     if verdict != "go":
         raise MeetingError(f"{what}: {verdict}")
+    return key
 
 
 def _wait_for_all(store: Any, key: str, size: int, what: str, timeout: timedelta) -> str:

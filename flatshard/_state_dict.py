@@ -45,11 +45,11 @@ def full_state_dict(
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
         RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already.
     """
-    flats = _idle_flats(module, "full_state_dict")
+    flats = idle_flats(module, "full_state_dict")
     _check_dtype(dtype, "full_state_dict")
     state = module.state_dict(keep_vars=True)
     wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
-    receives = not rank0_only or _is_first_rank([unit for unit, _ in flats])
+    receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
     exported: dict[int, torch.Tensor] = {}  # by the id of the parameter or buffer
     for unit, buffers in flats:
@@ -58,13 +58,13 @@ def full_state_dict(
             for param in reversed(buffers.params):
                 value = whole.pop()
                 if receives and id(param) in wanted:
-                    exported[id(param)] = _export(value, device, dtype)
+                    exported[id(param)] = export(value, device, dtype)
                 del value
     if not receives:
         return {}
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in exported:
-            exported[id(value)] = _export(value, device, dtype)
+            exported[id(value)] = export(value, device, dtype)
     return {name: exported.get(id(value), value) for name, value in state.items()}
 
 
@@ -93,7 +93,7 @@ def iter_full_params(
             floating-point dtype.
         RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already.
     """
-    flats = _idle_flats(module, "iter_full_params")
+    flats = idle_flats(module, "iter_full_params")
     _check_dtype(dtype, "iter_full_params")
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ValueError(f"iter_full_params: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
@@ -123,11 +123,11 @@ def _stream(
             for param in buffers.params:
                 value = whole.pop()
                 for name in chosen.pop(id(param), ()):
-                    yield name, _export(value, None, dtype)
+                    yield name, export(value, None, dtype)
                 del value
     for param in params:
         for name in chosen.pop(id(param), ()):
-            yield name, _export(param, None, dtype)
+            yield name, export(param, None, dtype)
 
 
 def _buckets(flats: list[Flat], limit: int) -> Iterator[list[Flat]]:
@@ -157,7 +157,7 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
         ValueError: nothing in ``module`` is sharded.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    flats = _idle_flats(module, "local_state_dict")
+    flats = idle_flats(module, "local_state_dict")
     rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
     return {
         "format": _FORMAT,
@@ -173,7 +173,7 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
         ValueError: ``state`` is of another layout, rank, world size or format; the message says where. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    flats = _idle_flats(module, "load_local_state_dict")
+    flats = idle_flats(module, "load_local_state_dict")
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise ValueError(f"load_local_state_dict takes what local_state_dict returned, format {_FORMAT}")
     plans = [_plan(unit, buffers) for unit, buffers in flats]
@@ -237,7 +237,7 @@ def _form(value: Any) -> Any:
 # -- shared ------------------------------------------------------------------------------------------------------------
 
 
-def _idle_flats(module: nn.Module, verb: str) -> list[Flat]:
+def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
     units = units_of(module, True, verb)
     if busy := [u.fqn for u in units if u.users or u.copies]:
@@ -252,7 +252,7 @@ def _idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     return [(unit, buffers) for unit in units for buffers in unit.handle.buffers]
 
 
-def _is_first_rank(units: list[Unit]) -> bool:
+def is_first_rank(units: list[Unit]) -> bool:
     parallels = [
         known.parallel
         for u in units
@@ -269,7 +269,7 @@ def _check_dtype(dtype: object, verb: str) -> None:
         raise ValueError(f"{verb}: dtype must be a floating-point dtype or None, got {dtype!r}")
 
 
-def _export(value: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
+def export(value: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
     """A copy of a tensor."""
     target = dtype if dtype is not None and value.is_floating_point() else value.dtype
     return value.detach().to(device=device or value.device, dtype=target, copy=True)

@@ -38,7 +38,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(self.up(self.norm(x)) * self.scale) @ self.turned @ self.turned.t() + self.short.sum()
-        return self.head(self.up(x)) + self.conv(x.new_ones(1, 3, 3, 3)).sum() + self.frozen.sum()
+        return self.head(self.up(x)) + self.conv(x.new_ones(1, 3, 3, 3)).sum() + self.frozen.sum() + self.ignored.sum()
 
 
 def make(seed: int = 0) -> Model:

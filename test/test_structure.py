@@ -78,6 +78,11 @@ LAYERS = [
     "_comm_hooks",
     "_full_params",
     "_state_dict",
+    "_optim_names",
+    "_optim_state_dict",
+    "_meeting",
+    "_checkpoint_files",
+    "_checkpoint",
     "_controls",
     "_grad_sync",
     "_grad_norm",
@@ -96,6 +101,8 @@ TYPE_CHECKING_IMPORTS = {
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
 INNER_IMPORTS = {
+    ("_checkpoint", "flatshard"),  # a third of a second of `import flatshard`
+    ("_checkpoint", "torch.distributed.checkpoint.state_dict"),
     ("_compile", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_handle.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
     ("_handle.sharded_value", "torch.distributed.tensor._utils"),  # as above
@@ -268,8 +275,11 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "torch.distributed.tensor._utils",
+    "torch.distributed.checkpoint.default_planner",
+    "torch.distributed.checkpoint.filesystem",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.state_dict",
 }
 
 

@@ -73,3 +73,25 @@ class Gathering:
     def nbytes(self) -> int:
         """Of the buffer."""
         return self.flat.nbytes
+
+
+def exchange(handle: FlatParamHandle, text: str) -> list[str]:
+    """Every rank's ``text``, in the order of the ranks that hold the shards."""
+    world, rank = handle.runtime.world_size, handle.runtime.rank
+    if handle.buffers[0].is_whole:
+        return [text]
+    here.label, here.again = handle.label, False
+    runtime, device = handle.runtime.exact, handle.buffers[0].unsharded.flat.device
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    sizes[rank] = len(data)
+    try:
+        runtime.all_gather(sizes, sizes[rank : rank + 1]).wait()
+        found: list[int] = sizes.tolist()
+        longest = max(1, *found)
+        everything = torch.zeros(world, longest, dtype=torch.uint8, device=device)
+        everything[rank, : len(data)] = data
+        runtime.all_gather(everything.view(-1), everything[rank]).wait()
+    except Exception as e:
+        runtime.fail("all-gather", handle.fqn, e)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
