@@ -68,8 +68,14 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    hidden = ("params", "param_names")
-    return {n: {k: v for k, v in g.items() if k not in hidden} for g in state["param_groups"] for n in g["params"]}
+    """Each parameter's. torch's helpers make lists of tuples."""
+    return {
+        name: {
+            k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k not in ("params", "param_names")
+        }
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
 
 
 def drop_empty(optimizer: Optimizer) -> None:
