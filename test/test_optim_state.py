@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_state_dict import CommunicationWatch, Model, make, shard
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardedValue, ShardingStrategy
@@ -68,8 +69,14 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    hidden = ("params", "param_names")
-    return {n: {k: v for k, v in g.items() if k not in hidden} for g in state["param_groups"] for n in g["params"]}
+    """Each parameter's. torch's helpers make lists of tuples."""
+    return {
+        name: {
+            k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k not in ("params", "param_names")
+        }
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
 
 
 def drop_empty(optimizer: Optimizer) -> None:
@@ -312,3 +319,36 @@ def test_rekey():
         flatshard.rekey(state, ["weight"])
     with pytest.raises(ValueError, match="to must be 'names' or 'ids', got 'x'"):
         flatshard.rekey(state, [], "x")
+
+
+def parallel(ctx, path: str) -> None:
+    """With tensor parallelism, uneven: states are cut as DTensors and then as shards."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train(plain, reference)
+    expected = by_name(plain, reference)
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+        return flatshard.fully_shard(model, device_mesh=mesh["dp"])
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    flatshard.load_optim_state_dict(model, optimizer, expected)
+    same(flatshard.optim_state_dict(model, optimizer, full=True), expected)
+    assert bool(flatshard.optim_state_dict(model, optimizer, full=True, rank0_only=True)) == (ctx.rank == 0)
+    dcp.save(flatshard.optim_state_dict(model, optimizer), checkpoint_id=path)
+    whole = flatshard.fully_shard(copy.deepcopy(plain), process_group=ctx.group)
+    for other in (build(), whole):
+        fresh = torch.optim.AdamW(other.parameters())
+        state = flatshard.optim_state_dict(other, fresh, for_load=True)
+        dcp.load(state, checkpoint_id=path)
+        flatshard.load_optim_state_dict(other, fresh, state)
+        same(flatshard.optim_state_dict(other, fresh, full=True), expected)
+
+
+def test_tensor_parallelism(pool, tmp_path):
+    pool.run(parallel, str(tmp_path), world_size=4)

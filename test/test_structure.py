@@ -67,6 +67,7 @@ LAYERS = [
     "_composable.transforms",
     "_composable.user_hooks",
     "_composable.hooks",
+    "_composable.optimizer_hooks",
     "_composable.state_dict_hooks",
     "_composable.forward_method",
     "_composable.pass_by",
@@ -318,8 +319,9 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
 
 
 def test_only_hooks_registers_hooks():
-    # The latter two: hooks of no forward.
-    for name, node in outside("_composable.hooks", "_composable.pass_by", "_composable.state_dict_hooks"):
+    # All but the first: hooks of no forward.
+    others = ("_composable.pass_by", "_composable.state_dict_hooks", "_composable.optimizer_hooks")
+    for name, node in outside("_composable.hooks", *others):
         if name == "_handle.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
             continue  # super().register_hook: what a user may call on a parameter includes this
         if isinstance(node, ast.Attribute):

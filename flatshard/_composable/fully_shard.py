@@ -20,6 +20,7 @@ from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
 from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.optimizer_hooks import watch_optimizers
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
 from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
@@ -130,6 +131,7 @@ def fully_shard(
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
     keep_out_of_graphs()
+    watch_optimizers()
     methods = check_methods(module, forward_methods)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._composable.optimizer_hooks import refuse_to_gather
 from flatshard._composable.state import Unit
 from flatshard._handle.sharded_parameter import ShardedParameter
 from flatshard._handle.sharded_value import check_source, local_source, sharded_value
@@ -61,6 +62,9 @@ class StateDictHooks:
                 unit.handle.check_parameters()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        own = self._link.unit
+        if own is not None and own.module is module:
+            refuse_to_gather("model", "flatshard.full_state_dict(module, rank0_only=..., offload_to_cpu=...)")
         self.settle()
 
     def before_load(

@@ -299,7 +299,7 @@ def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
     if isinstance(source, ShardedValue):
         local = source._local
     elif info.shard_world_size == 1 and not is_dtensor(source) and info.parallel is None:
-        return source.reshape(info.shape)
+        return source if source.shape == info.shape else source.reshape(info.shape)
     else:
         if not info.shape and source.dim():
             source = source[0]
