@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._composable.state import units_below
+from flatshard._handle.tensor_parallel import is_dtensor
 from flatshard._meeting import Meeting
+from flatshard._optim_names import rekey
 from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict
 
 _MINUTE = timedelta(seconds=60)
@@ -196,36 +198,50 @@ def _loads(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _collect(state: Mapping[str, Any], for_load: Iterable[str] | None = None) -> dict[str, Any]:
-    """The state dicts of ``state``. ``for_load``: the names in the checkpoint that they are to be loaded from."""
+def _collect(state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state dicts of ``state``. ``saved``: what is in the checkpoint that they are to be loaded from, by name."""
     result = {}
     for key, value in state.items():
         if "." in key:
             raise ValueError(f"state names {key!r}: a name with a dot could not be told from what is inside of {key!r}")
         if isinstance(value, torch.optim.Optimizer):
             module = _owner(state, key, value)
-            names = (
-                None if for_load is None else [n.removeprefix(f"{key}.") for n in for_load if n.startswith(f"{key}.")]
-            )
             if units_below(module):
-                result[key] = optim_state_dict(module, value, for_load=False if names is None else names)
+                names = [] if saved is None else [n.removeprefix(f"{key}.") for n in saved if n.startswith(f"{key}.")]
+                result[key] = optim_state_dict(module, value, for_load=saved is not None and names)
             else:
-                result[key] = _plain_optim_state_dict(module, value, names)
+                result[key] = _plain_optim_state_dict(key, module, value, saved)
         else:
             result[key] = value.state_dict() if _loads(value) else value
     return result
 
 
-def _plain_optim_state_dict(module: nn.Module, optim: torch.optim.Optimizer, names: list[str] | None) -> dict[str, Any]:
-    """The same of what is not sharded, or by others: with what ``names`` has, where the optimizer may not have it yet."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    result: dict[str, Any] = get_optimizer_state_dict(module, optim)
-    if names is not None:  # torch makes a state for each parameter, also for one that was never used
-        saved = set(names)
-        state: dict[str, dict[str, Any]] = result["state"]
-        result["state"] = {n: s for n, s in state.items() if any(f"state.{n}.{k}" in saved for k in s)}
+def _plain_optim_state_dict(
+    key: str, module: nn.Module, optim: torch.optim.Optimizer, saved: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The same of a module that is not sharded. ``saved``: with room for what is there of it."""
+    names = _stepped_names(module, optim)
+    if any(is_dtensor(p) for group in optim.param_groups for p in group["params"]):
+        raise NotImplementedError(
+            f"{key!r} steps DTensors of a module that flatshard does not shard: save it by torch.distributed.checkpoint, "
+            "with get_optimizer_state_dict"
+        )
+    result = rekey(optim.state_dict(), names)
+    if saved is not None:
+        result["state"] = {n: {} for n in names if any(k.startswith(f"{key}.state.{n}.") for k in saved)}
+        for name, state in result["state"].items():
+            prefix = f"{key}.state.{name}."
+            for full, kind in saved.items():
+                if full.startswith(prefix) and "." not in (short := full.removeprefix(prefix)):
+                    size = getattr(kind, "size", None)
+                    state[short] = None if size is None else torch.empty(size, dtype=kind.properties.dtype)
     return result
+
+
+def _stepped_names(module: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
+    """The FQNs of an optimizer's parameters, in its order."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    return [names[id(p)] for group in optim.param_groups for p in group["params"]]
 
 
 def _owner(state: Mapping[str, Any], key: str, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -259,9 +275,7 @@ def _take_over(state: Mapping[str, Any], target: dict[str, Any], strict: bool) -
             if units_below(module):
                 load_optim_state_dict(module, value, target[key])
             else:
-                from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-                set_optimizer_state_dict(module, value, target[key])
+                value.load_state_dict(rekey(target[key], _stepped_names(module, value), to="ids"))
         elif _loads(value):
             value.load_state_dict(target[key])
 

@@ -171,7 +171,7 @@ def overlap(ctx, path: str) -> dict[str, Tensor]:
 
 def test_training_goes_on_while_saving(pool, tmp_path):
     expected = pool.run(overlap, str(tmp_path), world_size=3)[0]
-    pool.run(resume, str(tmp_path / "3"), {**expected}, {}, world_size=2) if not expected else None
+    assert any(name.endswith("exp_avg") for name in expected)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
 
 
@@ -289,32 +289,28 @@ def damage(ctx, path: str) -> None:
     metadata = (at / METADATA).read_bytes()
     largest = max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
     data = largest.read_bytes()
-    refused(nothing, r"not in the checkpoint: \['extra'\]", extra=torch.ones(2))
+    refused(nothing, r"not in the checkpoint: 'extra'", extra=torch.ones(2))
     other = Net().double()
     other.head = nn.Linear(WIDTH + 1, 4).double()
     other.added = nn.Linear(2, 2)
     fully_shard(other, process_group=ctx.group)
-    del job.optimizer
-    job.optimizer = torch.optim.AdamW(job.model.parameters())
     with expect(
-        r"not in the checkpoint: \['model.added.bias', 'model.added.weight'\].*'model.head.weight' has shape \(3, 7\) in the "
+        r"not in the checkpoint: 'model.added.weight', 'model.added.bias'.*'model.head.weight' has shape \(3, 7\) in the "
         r"checkpoint, \(4, 8\) here"
     ):
         load_checkpoint(at, {"model": other}, process_group=ctx.group)
     refused(lambda: os.truncate(largest, len(data) // 2), r"files of the checkpoint are incomplete: .*distcp' \(\d+ of")
     refused(largest.unlink, r"files of the checkpoint are incomplete: .*distcp' \(missing\)")
-    middle = len(data) // 2
     refused(lambda: largest.write_bytes(data), r"not in the checkpoint", extra=1)
     refused(lambda: (at / METADATA).write_bytes(metadata[:100]), r"UnpicklingError|EOFError")
     evil = pickle.dumps(Evil())
     refused(lambda: (at / METADATA).write_bytes(evil), r"the checkpoint's metadata names posix\.system")
     refused((at / METADATA).unlink, r"is no checkpoint: it has no \.metadata, so a save that did not end")
-    assert middle
 
 
 class Evil:
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/executed",)
+        return os.system, ("exit 1",)
 
 
 def test_damaged_checkpoints(pool, tmp_path):

@@ -103,7 +103,6 @@ TYPE_CHECKING_IMPORTS = {
 
 INNER_IMPORTS = {
     ("_checkpoint", "flatshard"),  # a third of a second of `import flatshard`
-    ("_checkpoint", "torch.distributed.checkpoint.state_dict"),
     ("_compile", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_handle.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
     ("_handle.sharded_value", "torch.distributed.tensor._utils"),  # as above
@@ -280,7 +279,6 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint.filesystem",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
-    "torch.distributed.checkpoint.state_dict",
 }
 
 
