@@ -17,6 +17,7 @@ from flatshard._full_params import units_of
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.gathering import Gathering
 from flatshard._handle.sharded_parameter import ShardedParameter, shard_info
+from flatshard._handle.tensor_subclass import TensorSubclass
 
 _FORMAT = 1  # of local_state_dict
 
@@ -270,6 +271,8 @@ def _check_dtype(dtype: object, verb: str) -> None:
 
 
 def export(value: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy of a tensor."""
+    """A copy of a tensor. Of a tensor subclass, of what is inside: what a dtype means to it only the class knows."""
+    if (subclass := TensorSubclass.of(value)) is not None:
+        return subclass.wrap(subclass.unwrap(value).to(device=device or value.device, copy=True))
     target = dtype if dtype is not None and value.is_floating_point() else value.dtype
     return value.detach().to(device=device or value.device, dtype=target, copy=True)

@@ -316,3 +316,18 @@ class Evil:
 def test_damaged_checkpoints(pool, tmp_path):
     pool.run(save, str(tmp_path / "x"), {}, world_size=3)
     pool.run(damage, str(tmp_path / "x"), world_size=2)
+
+
+def run_example(ctx, directory: str) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    example = text.partition("<!-- example: checkpoint -->\n```python\n")[2].partition("```")[0]
+    assert "save_checkpoint" in example
+    found: dict[str, Any] = {}
+    with contextlib.chdir(directory):
+        exec(compile(example, "README.md", "exec"), found)
+    assert found["step"] == 1
+
+
+def test_the_example_of_the_readme(pool, tmp_path):
+    pool.run(run_example, str(tmp_path), world_size=4)
+    assert (tmp_path / "run" / "step-1" / METADATA).exists()

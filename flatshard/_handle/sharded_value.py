@@ -26,6 +26,7 @@ from flatshard._handle.boxes import Box, Part
 from flatshard._handle.buffers import in_memory_order
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._handle.tensor_parallel import is_dtensor, local_tensor
+from flatshard._handle.tensor_subclass import TensorSubclass
 
 aten = torch.ops.aten
 
@@ -251,6 +252,7 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
     """Why ``source`` cannot be loaded into a sharded tensor of ``dtype``; None: ``local_source`` can."""
     if not isinstance(source, torch.Tensor):
         return f"expected a tensor, got a {type(source).__name__}"
+    source = _unwrapped(info, source)
     whole = tuple(info.shape if info.parallel is None else info.parallel.shape)
     if _is_sharded_parameter(source):
         return None if part_of(source._flatshard_info) == part_of(info) else _other_part(repr(source))
@@ -280,6 +282,13 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
     return None
 
 
+def _unwrapped(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
+    """What is inside of ``source``, where a whole tensor subclass is loaded into one that is sharded."""
+    known = info.wrapping
+    same = isinstance(known, TensorSubclass) and type(source) is known.kind and TensorSubclass.of(source) == known
+    return known.unwrap(source) if known is not None and same else source
+
+
 def _is_sharded_parameter(source: torch.Tensor) -> TypeGuard[ShardedParameter]:
     """Whether it is one of which other ranks have other parts: ``state_dict(keep_vars=True)`` holds these."""
     return isinstance(source, ShardedParameter) and source._flatshard_info.shard_world_size > 1
@@ -294,6 +303,7 @@ def _other_part(what: str) -> str:
 
 def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
     """This rank's part of what ``check_source`` passed, in the shape of the sharded parameter."""
+    source = _unwrapped(info, source)
     if _is_sharded_parameter(source):
         return source.detach()
     if isinstance(source, ShardedValue):
