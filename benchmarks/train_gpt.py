@@ -9,6 +9,11 @@ batches of all ranks put together. It fails if the two differ:
 
     torchrun --nproc-per-node 2 benchmarks/train_gpt.py --verify
 
+Checkpoints, and going on from one with another number of ranks, here on the same rows:
+
+    torchrun --nproc-per-node 2 benchmarks/train_gpt.py --steps 100 --batch 8 --save run --save-every 50
+    torchrun --nproc-per-node 4 benchmarks/train_gpt.py --steps 100 --batch 4 --resume run/step-50
+
 Without ``torchrun``, ``python benchmarks/train_gpt.py`` is a world of one rank. Read ``main`` first: it is the table of
 contents. All that flatshard asks of a training script stands in ``build_sharded_model``.
 """
@@ -24,6 +29,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,11 +79,12 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     ranks.say(f"validation loss {loss_before:.3f} before training (a uniform guess has {math.log(VOCABULARY):.3f})\n")
 
     trainer = Trainer(model, options)
+    first = trainer.resume(options.resume, ranks) if options.resume else 1
     losses: list[Tensor] = []  # of this rank, since the last line
     line_began = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    for step in range(first, options.steps + 1):
         losses.append(trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step))))
-        if step == 1 or step % options.log_every == 0 or step == options.steps:
+        if step == first or step % options.log_every == 0 or step == options.steps:
             loss = ranks.mean(torch.stack(losses).mean())
             now = time.perf_counter()
             tokens = len(losses) * options.batch * options.context * ranks.size
@@ -88,6 +96,8 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
                 print_footprint(trainer, options, corpus, ranks)
             losses.clear()
             line_began = time.perf_counter()
+        if options.save and (step % options.save_every == 0 or step == options.steps):
+            trainer.save(Path(options.save) / f"step-{step}", step, ranks)
 
     loss_after = validation_loss(model, options, corpus, ranks)
     ranks.say(f"\nvalidation loss {loss_before:.3f} -> {loss_after:.3f}")
@@ -187,6 +197,17 @@ class Trainer:
         self.optimizer.step()
         self.schedule.step()
         return loss.detach()
+
+    def save(self, path: Path, step: int, ranks: Ranks) -> None:
+        """Writes all that training goes on from."""
+        flatshard.save_checkpoint(path, self._state(step), overwrite=True, progress=ranks.say)
+
+    def resume(self, path: str, ranks: Ranks) -> int:
+        """Reads it, as written by any number of ranks, and returns the next step."""
+        return int(flatshard.load_checkpoint(path, self._state(0), progress=ranks.say)["step"]) + 1
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "step": step}
 
 
 def warmup_and_cosine(step: int, steps: int) -> float:
@@ -376,6 +397,9 @@ class Options(argparse.Namespace):
     seed: int
     log_every: int
     verify: int | None  # the number of steps to compare
+    save: str | None
+    save_every: int
+    resume: str | None
 
     def config(self) -> GPTConfig:
         return GPTConfig(VOCABULARY, self.context, self.layers, self.width, self.heads, self.tied)
@@ -407,6 +431,13 @@ def parse_options() -> Options:
     training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate (default: 3e-3)")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches, sample (default: 0)")
     training.add_argument("--log-every", type=positive_int, default=25, metavar="N", help="steps a line (default: 25)")
+
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument("--save", metavar="DIR", help="write DIR/step-N at the last step")
+    checkpoints.add_argument(
+        "--save-every", type=positive_int, default=sys.maxsize, metavar="N", help="and every N steps"
+    )
+    checkpoints.add_argument("--resume", metavar="DIR/step-N", help="go on from there, with any number of ranks")
 
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument(

@@ -7,6 +7,7 @@ Same object, same class, same names; each parameter a slice of a flat shard. See
 
 from flatshard._ablation import NoCommunication
 from flatshard._backends import DefaultCollectives, GlooCollectives, builtin_collectives
+from flatshard._checkpoint import load_checkpoint, save_checkpoint
 from flatshard._checks import check_replicas
 from flatshard._collectives import Collectives, Pending
 from flatshard._comm_hooks import (
@@ -46,9 +47,14 @@ from flatshard._grad_sync import (
 )
 from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
+from flatshard._handle.sharded_value import ShardedValue
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._meeting import MeetingError
+from flatshard._optim_names import rekey
+from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip
+from flatshard._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 __all__ = [
     "BackwardPrefetch",
@@ -64,6 +70,7 @@ __all__ = [
     "GlooCollectives",
     "GradientStatistics",
     "InternalError",
+    "MeetingError",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NoCommunication",
@@ -72,6 +79,7 @@ __all__ = [
     "QuantizedCollectives",
     "ShardedGradient",
     "ShardedParameter",
+    "ShardedValue",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",
@@ -83,18 +91,28 @@ __all__ = [
     "flat_parameters",
     "fp16_compress_hook",
     "full_shape",
+    "full_state_dict",
     "fully_shard",
     "get_total_norm",
     "gradient_statistics",
+    "iter_full_params",
     "keep_unsharded",
     "lambda_auto_wrap_policy",
+    "load_checkpoint",
+    "load_local_state_dict",
+    "load_optim_state_dict",
+    "local_state_dict",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "recover",
     "reduce_gradients",
     "register_comm_hook",
     "register_forward_method",
     "register_gradients_reduced_hook",
+    "rekey",
     "reshard",
+    "save_checkpoint",
     "set_gradient_divide_factor",
     "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch",

@@ -14,7 +14,7 @@ from flatshard._handle.sharded_parameter import shard_info
 from flatshard._handle.whole_parameters import WholeParameters
 
 
-def _units(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
+def units_of(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
     """The units whose parameters are registered in ``module``, owners of tied ones included."""
     units: dict[Unit, None] = {}
     for unit in units_below(module, recurse):
@@ -55,7 +55,7 @@ def summon_full_params(
     Raises:
         ValueError: ``writeback`` with ``rank0_only`` (ranks would come apart), or nothing in ``module`` is sharded.
     """
-    units = _units(module, recurse, "summon_full_params")
+    units = units_of(module, recurse, "summon_full_params")
     if writeback and rank0_only:
         raise ValueError(
             "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
@@ -215,7 +215,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
         recurse: the units below it as well.
         async_op: return at once, with a handle whose ``wait`` makes the parameters visible.
     """
-    units = _units(module, recurse, "unshard")
+    units = units_of(module, recurse, "unshard")
     for unit in units:
         if unit.handle.is_sharded:
             unit.context.runtime.before_pass()
@@ -236,7 +236,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     Raises:
         RuntimeError: a unit is in its forward or in ``summon_full_params``.
     """
-    units = _units(module, recurse, "reshard")
+    units = units_of(module, recurse, "reshard")
     busy = [u.fqn or "<root>" for u in units if u.holds]
     if busy:
         raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")

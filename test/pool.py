@@ -147,6 +147,21 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
+def _send_objects_without_numpy() -> None:
+    """Objects that torch sends, as the plans of ``torch.distributed.checkpoint``, become bytes by numpy: not a dependency."""
+    import ctypes
+    import importlib.util
+
+    import torch.distributed.distributed_c10d as c10d
+
+    def to_object(tensor: Any, size: Any, group: Any) -> Any:
+        tensor = tensor.cpu()
+        return pickle.loads(ctypes.string_at(tensor.data_ptr(), int(size)))
+
+    if importlib.util.find_spec("numpy") is None:
+        c10d._tensor_to_object = to_object
+
+
 def _make_groups(rank: int, size: int, port: int, prefix: str) -> dict[int, Any]:
     """The default group over all ranks; for every world size k the group of ranks 0..k-1; under 0 that of this rank only."""
     import datetime
@@ -182,13 +197,15 @@ def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -
     """Serve requests until the parent closes the connection or dies."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops the ranks
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not os.environ.get("POOL_CORES"):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), all_threads=True)
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _send_objects_without_numpy()
     groups: dict[int, Any] = {}
     meshes: dict[Any, Any] = {}
     gc.collect()

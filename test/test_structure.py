@@ -46,6 +46,8 @@ LAYERS = [
     "_handle.slots",
     "_handle.unsharded",
     "_handle.buffers",
+    "_handle.boxes",
+    "_handle.sharded_value",
     "_handle.inner_shards",
     "_handle.parts",
     "_handle.reduction",
@@ -53,6 +55,7 @@ LAYERS = [
     "_handle.param_slots",
     "_handle.handle",
     "_handle.whole_parameters",
+    "_handle.gathering",
     "_composable",
     "_composable.exec_order",
     "_composable.state",
@@ -64,6 +67,8 @@ LAYERS = [
     "_composable.transforms",
     "_composable.user_hooks",
     "_composable.hooks",
+    "_composable.optimizer_hooks",
+    "_composable.state_dict_hooks",
     "_composable.forward_method",
     "_composable.pass_by",
     "_composable.partition",
@@ -73,6 +78,12 @@ LAYERS = [
     "_composable.fully_shard",
     "_comm_hooks",
     "_full_params",
+    "_state_dict",
+    "_optim_names",
+    "_optim_state_dict",
+    "_meeting",
+    "_checkpoint_files",
+    "_checkpoint",
     "_controls",
     "_grad_sync",
     "_grad_norm",
@@ -91,8 +102,12 @@ TYPE_CHECKING_IMPORTS = {
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
 INNER_IMPORTS = {
+    ("_checkpoint", "flatshard"),  # a third of a second of `import flatshard`
     ("_compile", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_handle.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
+    ("_handle.sharded_value", "torch.distributed.tensor._utils"),  # as above
+    ("_handle.sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
+    ("_handle.sharded_value", "torch.distributed.checkpoint.planner"),
 }
 """(module, what it imports inside a function)."""
 
@@ -255,6 +270,18 @@ DISTRIBUTED_QUERIES = {
 }
 
 
+# Types, and arithmetic on them.
+DISTRIBUTED_MODULES = {
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor._utils",
+    "torch.distributed.checkpoint.default_planner",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+}
+
+
 def test_only_backends_communicates():
     for name, node in outside("_backends"):
         if isinstance(node, ast.Attribute):
@@ -264,7 +291,7 @@ def test_only_backends_communicates():
                     assert any(q == query or q.startswith(f"{query}.") for q in DISTRIBUTED_QUERIES), show(name, node)
             assert dotted(node.value).rpartition(".")[2] not in ("group", "process_group"), show(name, node)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
-            assert node.module in ("torch.distributed.device_mesh", "torch.distributed.tensor"), show(name, node)
+            assert node.module in DISTRIBUTED_MODULES, show(name, node)
 
 
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now"}
@@ -290,7 +317,9 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
 
 
 def test_only_hooks_registers_hooks():
-    for name, node in outside("_composable.hooks", "_composable.pass_by"):  # the latter: hooks of no forward
+    # All but the first: hooks of no forward.
+    others = ("_composable.pass_by", "_composable.state_dict_hooks", "_composable.optimizer_hooks")
+    for name, node in outside("_composable.hooks", *others):
         if name == "_handle.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
             continue  # super().register_hook: what a user may call on a parameter includes this
         if isinstance(node, ast.Attribute):
@@ -372,6 +401,7 @@ _composable.hooks: forward_ad._current_level
 _composable.hooks: torch.utils._pytree.tree_flatten
 _composable.hooks: torch.utils._pytree.tree_unflatten
 _composable.precision: torch.utils._pytree.tree_map
+_composable.state_dict_hooks: nn.Module._load_from_state_dict
 _composable.transforms: torch._C._functorch.get_unwrapped
 _composable.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.transforms: torch._C._functorch.peek_interpreter_stack
@@ -382,6 +412,9 @@ _handle.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.sharded_gradient: _foreach_utils._foreach_supported_types.append
 _handle.sharded_gradient: torch.utils._foreach_utils
 _handle.sharded_parameter: _torch_optimizer._foreach_supported_types.append
+_handle.sharded_value: torch.Tensor._make_wrapper_subclass
+_handle.sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
+_handle.sharded_value: torch.utils._pytree
 _trace: torch.autograd._profiler_enabled""",
     )
     apis = [api for _, api in uses]

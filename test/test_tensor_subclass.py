@@ -335,6 +335,33 @@ def test_an_optimizer_that_holds_the_old_parameters(pool):
     pool.run(held_by_an_optimizer, world_size=2)
 
 
+def saved(ctx, path: str) -> None:
+    torch.manual_seed(0)
+    plain = nested() if ctx.world_size == 3 else adapted()
+    model = made(ctx, copy.deepcopy(plain), policy={Adapted})
+    flatshard.save_checkpoint(path, {"model": model}, process_group=ctx.group)
+    x = vectors(0, 2)
+    full = flatshard.full_state_dict(model)
+    assert type(full["0.base.weight"]) is type(plain[0].base.weight)
+    fresh = adapted() if ctx.world_size != 3 else nested()
+    fresh.load_state_dict(full, assign=True)
+    assert torch.equal(fresh(x), plain(x))
+    other = made(ctx, adapted() if ctx.world_size != 3 else nested())
+    assert not torch.equal(other(x), plain(x))
+    other.load_state_dict(plain.state_dict())  # each rank its part of a whole subclass
+    assert torch.equal(other(x), plain(x))
+    other = made(ctx, adapted() if ctx.world_size != 3 else nested())
+    flatshard.load_checkpoint(path, {"model": other}, process_group=ctx.group)
+    assert torch.equal(other(x), plain(x))
+    with pytest.raises(RuntimeError, match=r"0\.base\.weight"):
+        other.load_state_dict({**full, "0.base.weight": torch.randn(WIDTH, WIDTH)})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_checkpoints(pool, world_size, tmp_path):
+    pool.run(saved, str(tmp_path / "checkpoint"), world_size=world_size)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is not
 # ---------------------------------------------------------------------------------------------------------------------

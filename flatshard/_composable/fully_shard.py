@@ -20,10 +20,12 @@ from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
 from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.optimizer_hooks import watch_optimizers
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
 from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
+from flatshard._composable.state_dict_hooks import StateDictHooks
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,
@@ -129,6 +131,7 @@ def fully_shard(
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
     keep_out_of_graphs()
+    watch_optimizers()
     methods = check_methods(module, forward_methods)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
@@ -170,6 +173,7 @@ def fully_shard(
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
+            StateDictHooks.install(made[unit.module], unit.modules)
         register_methods(made[module], methods)
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(

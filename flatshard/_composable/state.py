@@ -68,6 +68,32 @@ class Step:
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 
 
+class UnitLink:
+    """A unit, for hooks on the modules that belong to it.
+
+    A copy has no unit until the unit is copied, which must begin with its module; nor where a submodule is copied alone.
+    """
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._ref = None if unit is None else weakref.ref(unit)
+
+    @property
+    def unit(self) -> Unit | None:
+        return None if self._ref is None else self._ref()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitLink:
+        return UnitLink(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnitLink, (self.unit,)  # which refuses, and says what to do
+
+    def give_to_copy(self, unit: Unit, memo: dict[int, Any]) -> UnitLink:
+        """The copy by ``memo``, which is now that of ``unit``."""
+        result = copy.deepcopy(self, memo)
+        result._ref = weakref.ref(unit)
+        return result
+
+
 class Unit:
     """One module whose parameters are gathered together: one unit, one handle, one state object.
 
@@ -94,6 +120,7 @@ class Unit:
         policy = config.mixed_precision
         # Whether forward has anything to cast, as most have not.
         self.casts = policy.param_dtype is not None or policy.output_dtype is not None
+        self.link = UnitLink(self)
         self._reset()
         self._own_parameters()
 
@@ -216,6 +243,7 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
+        result.link = self.link.give_to_copy(result, memo)
         if result.syncs_after is not None:
             result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()

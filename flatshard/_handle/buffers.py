@@ -34,6 +34,7 @@ from flatshard._errors import name_list
 from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
@@ -89,6 +90,7 @@ class FlatBuffers:
         self.unsharded = UnshardedBuffer(layout, rank, originals)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
+        self._beside = next((t for t in map(wrapping_of, originals) if isinstance(t, TensorParallel)), None)
         self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
@@ -142,7 +144,8 @@ class FlatBuffers:
         if wrapping is not None:
             runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
-        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, wrapping)
+        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, self._beside)
+        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, wrapping, copied)
         ShardedParameter.adopt(param, shard_info, self)
         self._describe(index, shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
@@ -351,6 +354,12 @@ class FlatBuffers:
         self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
         if self._gathered is not None:
             self._gathered.copy_(own)  # the next change is to be seen against this
+
+    def write_shard(self, shard: torch.Tensor) -> None:
+        """Take another local shard's values, ``(shard_numel,)``. By the parameters, whose versions must show it."""
+        for info, part, param in zip(self.layout.params, self.slices, self.params, strict=True):
+            values = shard[part.start : part.stop]
+            param.copy_(values.as_strided(info.shape, info.stride) if self.is_whole else values)
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard.

@@ -59,6 +59,8 @@ class ShardInfo:
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # Of a tensor subclass. Then all of the above but `runtime` is about the plain tensor that is taken out of it.
     wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
+    # A tensor-parallel rank holds the same, perhaps cut elsewhere, and is the one that writes it into checkpoints.
+    is_copy: bool = field(default=False, repr=False, compare=False)
 
     @property
     def parallel(self) -> TensorParallel | None:

@@ -123,6 +123,19 @@ def is_dtensor(tensor: object) -> bool:
     return hasattr(type(tensor), "_local_tensor")
 
 
+def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> bool:
+    """Whether tensor-parallel ranks before this one hold the same parameter. ``beside``: of a DTensor in its flat parameter.
+
+    A plain parameter is replicated over the mesh of the DTensors that it lies beside. Where there are none, the ranks cut
+    it alike, and checkpoints see that their parts are the same.
+    """
+    if parallel is None:
+        return beside is not None and any(beside.mesh.get_coordinate())
+    return any(
+        at for at, p in zip(parallel.mesh.get_coordinate(), parallel.placements, strict=True) if not p.is_shard()
+    )
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, when it has arrived; any other tensor itself. Without a graph."""
     if not is_dtensor(tensor):

@@ -1,0 +1,122 @@
+"""A part of a tensor as rectangular boxes, in integers only.
+
+[Note: A range is a few boxes]
+A rank holds elements ``start:stop`` of a tensor in memory order: neither rows nor columns. But such a range of an n-D
+tensor is at most ``2 * n - 1`` boxes: what is left of the row where it begins, whole rows, what it has of the row where it
+ends, and the same within these rows. Elements 3:10 of a 4 x 3 tensor with rows of three are two boxes::
+
+    . . .
+    a a a
+    a a a     a: offsets (1, 0), sizes (2, 3)
+    b . .     b: offsets (3, 0), sizes (1, 1)
+
+Checkpoints are made of boxes, so each rank writes and reads its own without asking anybody. Where the memory order is
+not row-major (channels-last, transposed) the boxes are found over the dimensions from the outermost in memory to the
+innermost, and then named in the tensor's own order of dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
+
+_Ints = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A rectangular region of a tensor, whose elements lie one after the other in a rank's part."""
+
+    start: int  # first element in the part
+    numel: int
+    offsets: _Ints  # in the whole tensor
+    sizes: _Ints
+    block_offsets: _Ints  # in the block
+    memory_dims: _Ints  # the dimensions, outermost in memory first
+
+    @property
+    def memory_sizes(self) -> _Ints:
+        return tuple(self.sizes[d] for d in self.memory_dims)
+
+    @property
+    def own_order(self) -> _Ints:
+        """How to permute dimensions in memory order to get the tensor's own."""
+        return tuple(self.memory_dims.index(d) for d in range(len(self.memory_dims)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``start:stop`` of a block of a tensor, in the block's memory order.
+
+    The block is the whole tensor, or what tensor parallelism gave to this rank.
+    """
+
+    shape: _Ints  # of the whole tensor
+    block_shape: _Ints
+    block_offsets: _Ints
+    stride: _Ints  # of the block, dense
+    start: int
+    stop: int
+    is_copy: bool = False  # others write it
+
+    @classmethod
+    def of_whole(cls, shape: _Ints, stride: _Ints, start: int, stop: int, is_copy: bool = False) -> Self:
+        """Of a tensor that is a single block."""
+        return cls(shape, shape, (0,) * len(shape), stride, start, stop, is_copy)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """In memory order. None for an empty part, but one of an empty tensor, so that a checkpoint knows of it."""
+        if math.prod(self.shape) == 0:
+            zeros = (0,) * len(self.shape)
+            return (Box(0, 0, zeros, self.shape, zeros, tuple(range(len(self.shape)))),)
+        dims = memory_dims(self.block_shape, self.stride)
+        boxes, at = [], 0
+        for offsets, sizes in range_boxes([self.block_shape[d] for d in dims], self.start, self.stop):
+            inner = tuple(offsets[dims.index(d)] for d in range(len(dims)))
+            outer = tuple(o + b for o, b in zip(inner, self.block_offsets, strict=True))
+            box = Box(at, math.prod(sizes), outer, tuple(sizes[dims.index(d)] for d in range(len(dims))), inner, dims)
+            boxes.append(box)
+            at += box.numel
+        return tuple(boxes)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+
+def memory_dims(shape: Sequence[int], stride: Sequence[int]) -> _Ints:
+    """The dimensions of a dense tensor, outermost in memory first. Where those of size 1 come doesn't matter."""
+    return tuple(sorted(range(len(shape)), key=lambda d: (shape[d] == 1, -stride[d])))
+
+
+def range_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Ints, _Ints]]:
+    """(offsets, sizes) of the boxes that make up elements ``start:stop`` of a row-major tensor, in order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    rest = shape[1:]
+    row = math.prod(rest)
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _in_row(first, rest, head, tail)
+        return
+    if head:
+        yield from _in_row(first, rest, head, row)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in rest)), (last - first, *rest)
+    yield from _in_row(last, rest, 0, tail)
+
+
+def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Ints, _Ints]]:
+    for offsets, sizes in range_boxes(shape, start, stop):
+        yield (row, *offsets), (1, *sizes)

@@ -1,0 +1,97 @@
+"""Whole values of one flat parameter, gathered into memory of their own: for exports, not for computing.
+
+Of its parameters, or of anything that lies as they do: an optimizer's averages. Exact, whatever collectives train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatshard._collectives import Done, Pending
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.sharded_parameter import shard_info
+from flatshard._progress import here
+
+
+class Gathering:
+    """One all-gather under way. All ranks start the same ones in the same order."""
+
+    def __init__(
+        self, handle: FlatParamHandle, buffers: FlatBuffers, pieces: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
+        """Start. ``pieces``: for each parameter this rank's part of what to gather, 1-D; None: zeros. By default the shard.
+
+        Not all of ``pieces`` are None on any rank, and their dtype is the same on all.
+        """
+        self._handle, self._owner = handle, buffers
+        layout = buffers.layout
+        self._pending: Pending = Done()
+        if pieces is None and buffers.is_whole:
+            self.flat = buffers.shard
+            return
+        found = [p for p in pieces or [buffers.shard] if p is not None]
+        self.flat = torch.zeros(layout.padded_numel, dtype=found[0].dtype, device=buffers.unsharded.flat.device)
+        own = self.flat[buffers.rank * layout.shard_numel :][: layout.shard_numel]
+        if pieces is None:
+            own.copy_(buffers.shard)
+        else:
+            for part, piece in zip(buffers.slices, pieces, strict=True):
+                if piece is not None:
+                    own[part.start : part.stop].copy_(piece)
+        if not buffers.is_whole and layout.padded_numel:
+            here.label, here.again = handle.label, False
+            runtime = handle.runtime.exact
+            try:  # bytes: no backend knows every dtype
+                self._pending = runtime.all_gather(self.flat.view(torch.uint8), own.view(torch.uint8))
+            except Exception as e:
+                runtime.fail("all-gather", handle.fqn, e)
+
+    def wait(self) -> list[torch.Tensor]:
+        """The whole tensors, one for each parameter, in its shape and stride: views of one buffer.
+
+        With tensor parallelism this gathers over its mesh, too, and gives plain tensors with the shape of the DTensor.
+        """
+        try:
+            self._pending.wait()
+        except Exception as e:
+            self._handle.runtime.fail("all-gather", self._handle.fqn, e)
+        result = []
+        for info, param in zip(self._owner.layout.params, self._owner.params, strict=True):
+            whole = self.flat.as_strided(info.shape, info.stride, info.start)
+            known = shard_info(param)
+            if known is not None and known.wrapping is not None:
+                whole = known.wrapping.wrap(whole)
+                if known.parallel is not None:
+                    whole = whole.full_tensor()  # type: ignore[attr-defined]
+            result.append(whole)
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.flat.nbytes
+
+
+def exchange(handle: FlatParamHandle, text: str) -> list[str]:
+    """Every rank's ``text``, in the order of the ranks that hold the shards."""
+    world, rank = handle.runtime.world_size, handle.runtime.rank
+    if handle.buffers[0].is_whole:
+        return [text]
+    here.label, here.again = handle.label, False
+    runtime, device = handle.runtime.exact, handle.buffers[0].unsharded.flat.device
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    sizes[rank] = len(data)
+    try:
+        runtime.all_gather(sizes, sizes[rank : rank + 1]).wait()
+        found: list[int] = sizes.tolist()
+        longest = max(1, *found)
+        everything = torch.zeros(world, longest, dtype=torch.uint8, device=device)
+        everything[rank, : len(data)] = data
+        runtime.all_gather(everything.view(-1), everything[rank]).wait()
+    except Exception as e:
+        runtime.fail("all-gather", handle.fqn, e)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
