@@ -28,17 +28,19 @@ class MemoryWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._alive: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for out in torch.utils._pytree.tree_leaves(result):
-            if isinstance(out, Tensor) and out.untyped_storage()._cdata not in known:
+            memory = isinstance(out, Tensor) and not out.is_meta and not isinstance(out, flatshard.ShardedValue)
+            if memory and out.untyped_storage()._cdata not in known:
                 storage = out.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {k: (ref, n) for k, (ref, n) in self._alive.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(n for _, n in self._alive.values()))
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        storages = {k: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for k, ref in self._alive.items()}
+        self._alive = {k: ref for k, ref in self._alive.items() if storages[k] is not None}
+        self.peak = max(self.peak, sum(s.nbytes() for s in storages.values() if s is not None))  # they are resized
         return result
 
 

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_full_state import MemoryWatch
+from test_state_dict import CommunicationWatch
 from torch import Tensor, nn
 
 import flatshard
@@ -173,6 +176,101 @@ def test_training_goes_on_while_saving(pool, tmp_path):
     expected = pool.run(overlap, str(tmp_path), world_size=3)[0]
     assert any(name.endswith("exp_avg") for name in expected)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+
+
+class Progress:
+    """What a script keeps besides: known by its two methods, as torch's ``Stateful``."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"tokens": 0, "shards": [1, 2], "rng": torch.zeros(3, dtype=torch.uint8)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.seen)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = dict(state)
+
+
+def keep_anything(ctx, path: str) -> None:
+    class Job(Progress):  # as torchtitan has it
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": model.state_dict(), **super().state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            model.load_state_dict(state.pop("model"))
+            super().load_state_dict(state)
+
+    torch.manual_seed(0)
+    model = fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group)
+    expected = {n: v.clone() for n, v in flatshard.full_state_dict(model).items()}
+    for name in ("ours", "torch"):
+        job = Job()
+        job.seen["tokens"] = 7
+        state = {"job": job, "values": {"lr": 0.1, "names": ["a", "b"], "table": torch.arange(4)}, "step": 3}
+        at = Path(path) / name
+        if name == "ours":
+            save_checkpoint(at, state, process_group=ctx.group)
+        else:
+            dcp.save(dict(state), checkpoint_id=at, process_group=ctx.group)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        job.seen = Progress().seen
+        empty: dict[str, Any] = {"lr": 0.0, "names": [], "table": torch.zeros(4, dtype=torch.int64)}
+        found: dict[str, Any] = {"job": job, "values": empty, "step": 0}
+        if name == "ours":
+            found = load_checkpoint(at, found, process_group=ctx.group)
+        else:
+            dcp.load(found, checkpoint_id=at, process_group=ctx.group)
+        assert (found["step"], found["values"]["lr"], found["values"]["names"]) == (3, 0.1, ["a", "b"])
+        assert torch.equal(found["values"]["table"], torch.arange(4))
+        assert job.seen["tokens"] == 7
+        assert_same(flatshard.full_state_dict(model), expected)
+
+
+def test_stateful_objects_and_plain_values(pool, tmp_path):
+    pool.run(keep_anything, str(tmp_path), world_size=2)
+
+
+class Deep(nn.Sequential):
+    """Blocks of one size, and a root that is small."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(40, 40) for _ in range(8)])
+
+
+def start_on_meta(ctx, path: str) -> None:
+    """The shards, as much again for what is read, and one unit: never the model."""
+    with torch.device("meta"):
+        model = Deep()
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    unit, slack = 40 * 41 * 4, 8 * 512  # alignment, messages of the order check
+    with MemoryWatch() as watch:
+        fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+        load_checkpoint(path, {"model": model}, process_group=ctx.group)
+    assert watch.peak <= 2 * whole / ctx.world_size + 2 * unit + slack, (
+        watch.peak,
+        whole,
+        unit,
+    )  # two: made, and sharded
+    assert watch.peak < whole
+    torch.manual_seed(0)
+    expected = Deep().state_dict()
+    for name, value in flatshard.full_state_dict(model).items():
+        assert torch.equal(value, expected[name])
+
+
+def save_deep(ctx, path: str) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group)
+    with CommunicationWatch() as watch:
+        save_checkpoint(path, {"model": model}, process_group=ctx.group)
+    assert watch.seen == []  # nor any other
+
+
+def test_from_the_meta_device(pool, tmp_path):
+    pool.run(save_deep, str(tmp_path / "x"), world_size=2)
+    pool.run(start_on_meta, str(tmp_path / "x"), world_size=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +287,25 @@ def test_a_file_of_whole_tensors(pool, tmp_path):
     path = str(tmp_path / "whole.pt")
     torch.save(net(0).state_dict(), path)
     pool.run(map_file, path, world_size=3)
+
+
+def map_large_file(ctx, path: str) -> None:
+    model = fully_shard(nn.Linear(4000, 4000, bias=False), process_group=ctx.group)
+    state = torch.load(path, mmap=True, weights_only=True)
+    model.load_state_dict(state)
+    resident = 0
+    for mapping in Path("/proc/self/smaps").read_text().split("VmFlags:"):
+        if path in mapping:
+            resident += int(mapping.partition("\nRss:")[2].split()[0]) * 1024
+    part = 64_000_000 // ctx.world_size
+    assert part * 0.9 < resident < part + 5_000_000, (resident, part)  # the kernel maps up to 2 MB around what is read
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux which pages were read")
+def test_each_rank_reads_its_own_bytes_of_a_file(pool, tmp_path):
+    path = str(tmp_path / "whole.pt")
+    torch.save({"weight": torch.ones(4000, 4000)}, path)
+    pool.run(map_large_file, path, world_size=4)
 
 
 def test_random_models_are_random_and_repeatable():
