@@ -41,8 +41,8 @@ def optim_state_dict(
     Args:
         module: the sharded module that the optimizer's parameters come from.
         optim: an optimizer, or several: then their states and groups come in one dict.
-        full: whole, plain tensors, as of the unsharded model, gathered one at a time. All ranks must call it. A state that a
-            rank lacks, where its part is empty, is taken from the others.
+        full: whole, plain tensors of their own, as of the unsharded model, gathered one at a time. All ranks must call it. A
+            state that a rank lacks, where its part is empty, is taken from the others.
         rank0_only: with ``full``: only the first of all ranks gets the result, the others ``{}``.
         offload_to_cpu: with ``full``: the result is on CPU.
         for_load: where a trainable parameter has no state yet, show what its first step would make, for
@@ -158,7 +158,7 @@ def _gather(
             if each.fqn in kinds or each.fqn in state:
                 own = state.get(each.fqn, {})
                 given = {k: _from_text(kind) for k, kind in kinds.get(each.fqn, {}).items() if kind[0] != "like"}
-                whole[each.fqn] = {**given, **{k: v for k, v in own.items() if not isinstance(v, _Like)}}
+                whole[each.fqn] = {**given, **{k: _copy(v, device) for k, v in own.items() if not isinstance(v, _Like)}}
         tensors = dict.fromkeys(
             (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
         )
@@ -171,8 +171,13 @@ def _gather(
             del gathered
     for named in everything:
         if named.buffers is None and named.fqn in state:
-            whole[named.fqn] = {k: v.tensor if isinstance(v, _Like) else v for k, v in state[named.fqn].items()}
+            whole[named.fqn] = {k: _copy(v, device) for k, v in state[named.fqn].items()}
     return {n.fqn: whole[n.fqn] for n in everything if n.fqn in whole} if receives else {}
+
+
+def _copy(value: Any, device: torch.device | None) -> Any:
+    value = value.tensor if isinstance(value, _Like) else value
+    return export(value, device, None) if isinstance(value, torch.Tensor) else value
 
 
 def _part_for(named: Named | None, state: State, key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:

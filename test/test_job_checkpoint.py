@@ -85,7 +85,7 @@ class Job:
             model, state = self.model.state_dict(), self.optimizer.state_dict()["state"]
             names = [n for n, _ in self.model.named_parameters()]
             return copy.deepcopy({**model, **{f"{names[i]}.{k}": v for i, s in state.items() for k, v in s.items()}})
-        state = copy.deepcopy(flatshard.optim_state_dict(self.model, self.optimizer, full=True)["state"])
+        state = flatshard.optim_state_dict(self.model, self.optimizer, full=True)["state"]
         model = flatshard.full_state_dict(self.model)
         return {**model, **{f"{n}.{k}": v for n, s in state.items() for k, v in s.items()}}
 
