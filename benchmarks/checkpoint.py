@@ -150,7 +150,11 @@ def floor(path: Path, nbytes: int) -> tuple[float, float]:
             stream.flush()
             os.fsync(stream.fileno())
 
-    spent = timed(write), timed(file.read_bytes)
+    def read() -> None:
+        with open(file, "rb", buffering=0) as stream:
+            stream.readinto(data)
+
+    spent = timed(write), timed(read)
     file.unlink()
     return spent
 
