@@ -5,7 +5,7 @@
 they are DTensors, and would save one rank's part of each for all of it. So an optimizer that steps sharded parameters gets
 hooks of its own, at its first step (which these helpers take, where there was none): what the helper reads are sharded
 values, and what is loaded may be sharded values or whole tensors. To anybody else ``optimizer.state_dict()`` is what it
-always is: this rank's parts, for this rank to load.
+always is: this rank's parts, for this rank to load. One that has loaded such a state and not stepped since has no hooks yet.
 """
 
 from __future__ import annotations
