@@ -120,7 +120,7 @@ def _write(
         results = meeting.gather(lambda: writer.write_data(planner.finish_plan(cast(Any, mine)), planner).value())
         meeting.scatter(finish)
     except BaseException:
-        if meeting.is_first and metadata:
+        if meeting.is_first:
             files.discard(path)
         raise
     counted.end(path)
@@ -172,7 +172,7 @@ def load_checkpoint(
         reader.reset(files.find(given))
         metadata = reader.read_metadata()
         names = metadata.state_dict_metadata
-        target.update(_staged(_collect(state, names), on_cpu=False))
+        target.update(_staged(_collect(state, names, strict), on_cpu=False))
         reader.set_up_storage_reader(metadata, meeting.is_first)
         planner.set_up_planner(target, metadata, meeting.is_first)
         planner.check([n for n in names if n.partition(".")[0] in state])
@@ -198,8 +198,11 @@ def _loads(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _collect(state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The state dicts of ``state``. ``saved``: what is in the checkpoint that they are to be loaded from, by name."""
+def _collect(state: Mapping[str, Any], saved: Mapping[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
+    """The state dicts of ``state``. ``saved``: what is in the checkpoint that they are to be loaded from, by name.
+
+    Not ``strict``: also with what an optimizer has and the checkpoint lacks, which is to stay.
+    """
     result = {}
     for key, value in state.items():
         if "." in key:
@@ -208,16 +211,19 @@ def _collect(state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -
             module = _owner(state, key, value)
             if units_below(module):
                 names = [] if saved is None else [n.removeprefix(f"{key}.") for n in saved if n.startswith(f"{key}.")]
+                if not strict:
+                    own = optim_state_dict(module, value)["state"]
+                    names += [f"state.{n}.{k}" for n, values in own.items() for k in values]
                 result[key] = optim_state_dict(module, value, for_load=saved is not None and names)
             else:
-                result[key] = _plain_optim_state_dict(key, module, value, saved)
+                result[key] = _plain_optim_state_dict(key, module, value, saved, strict)
         else:
             result[key] = value.state_dict() if _loads(value) else value
     return result
 
 
 def _plain_optim_state_dict(
-    key: str, module: nn.Module, optim: torch.optim.Optimizer, saved: Mapping[str, Any] | None
+    key: str, module: nn.Module, optim: torch.optim.Optimizer, saved: Mapping[str, Any] | None, strict: bool
 ) -> dict[str, Any]:
     """The same of a module that is not sharded. ``saved``: with room for what is there of it."""
     names = _stepped_names(module, optim)
@@ -228,7 +234,10 @@ def _plain_optim_state_dict(
         )
     result = rekey(optim.state_dict(), names)
     if saved is not None:
-        result["state"] = {n: {} for n in names if any(k.startswith(f"{key}.state.{n}.") for k in saved)}
+        own = {} if strict else result["state"]
+        result["state"] = {
+            n: dict(own.get(n, {})) for n in names if n in own or any(k.startswith(f"{key}.state.{n}.") for k in saved)
+        }
         for name, state in result["state"].items():
             prefix = f"{key}.state.{name}."
             for full, kind in saved.items():
@@ -273,7 +282,7 @@ def _take_over(state: Mapping[str, Any], target: dict[str, Any], strict: bool) -
         elif isinstance(value, torch.optim.Optimizer):
             module = _owner(state, key, value)
             if units_below(module):
-                load_optim_state_dict(module, value, target[key])
+                load_optim_state_dict(module, value, target[key], strict=strict)
             else:
                 value.load_state_dict(rekey(target[key], _stepped_names(module, value), to="ids"))
         elif _loads(value):

@@ -122,7 +122,7 @@ class Progress:
     def __init__(self, verb: str, say: Say | None, every: float = 5.0) -> None:
         self._verb, self._say, self._every = verb, say, every
         self._began = self._said = time.monotonic()
-        self.done = self.total = 0  # bytes
+        self.done = self.total = 0  # bytes; of the total those of tensors
 
     def add(self, nbytes: int) -> None:
         """So much more has been done."""
@@ -155,6 +155,12 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """See torch."""
+        tensors = [item.tensor_data for item in new_plan.items if item.tensor_data is not None]
+        self._progress.total = sum(math.prod(t.chunk.sizes) * t.properties.dtype.itemsize for t in tensors)
+        return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """See torch."""
@@ -288,6 +294,13 @@ class LoadPlanner(DefaultLoadPlanner):
             wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
         if wrong:
             raise ValueError("; ".join(wrong))
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """See torch."""
+        items = [item for item in new_plan.items if isinstance(self.state_dict[item.dest_index.fqn], torch.Tensor)]
+        sizes = [math.prod(i.lengths) * self.state_dict[i.dest_index.fqn].dtype.itemsize for i in items]
+        self._progress.total = sum(sizes)
+        return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See torch, which would execute ``value``."""

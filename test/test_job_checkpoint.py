@@ -342,6 +342,31 @@ def lose_elements(ctx, path: str) -> None:
         state = {n: v for n, v in state.items() if n != "blocks.0.0.weight"}
     with expect(r"elements that the ranks would write, and of the tensor: 'model.blocks.0.0.weight' \(\d+ of 49\)"):
         save_checkpoint(Path(path) / "x", {"model": state}, process_group=ctx.group)
+    dist.barrier(ctx.group)
+    assert list(Path(path).iterdir()) == []  # nothing is left of the attempt
+
+
+def stay(ctx, path: str, sharded: bool) -> None:
+    """What a checkpoint lacks stays as it is, an optimizer's state included."""
+    job = Job(ctx.group, sharded)
+    job.train(2)
+    save_checkpoint(path, {"model": job.model}, process_group=ctx.group)
+    saved = job.values()
+    with torch.no_grad():
+        for param in job.model.parameters():
+            param.zero_()
+    state = {"model": job.model, "optimizer": job.optimizer, "step": 5}
+    with expect(r"not in the checkpoint: .*'optimizer"):
+        load_checkpoint(path, state, process_group=ctx.group)
+    assert load_checkpoint(path, state, strict=False, process_group=ctx.group)["step"] == 5
+    assert any(name.endswith("exp_avg") for name in saved)
+    assert_same(job.values(), saved)
+    job.train(1)
+
+
+@pytest.mark.parametrize(("sharded", "world_size"), [(True, 3), (False, 1)])
+def test_what_is_not_in_a_checkpoint_stays(pool, tmp_path, sharded, world_size):
+    pool.run(stay, str(tmp_path / "x"), sharded, world_size=world_size)
 
 
 def test_every_element_is_accounted_for(pool, tmp_path):

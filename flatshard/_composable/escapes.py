@@ -68,6 +68,7 @@ class EscapeWatch:
         self._sizes: list[int] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._hooks: list[dict[int, Any]] = []
+        self._newest: dict[int, tuple[int, int]] = {}  # of each module's hooks, when last looked at
         self._watched: set[int] = set()  # modules with a hook of ours, as somebody else's hook was seen there
         self._caught: list[torch.Tensor] = []
 
@@ -85,7 +86,12 @@ class EscapeWatch:
         if not any(self._hooks):
             return
         for module in self.modules:
-            hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+            after, before = module._forward_hooks, module._forward_pre_hooks
+            newest = next(reversed(after), -1), next(reversed(before), -1)  # their numbers only grow
+            if newest == self._newest.get(id(module), (-1, -1)):
+                continue
+            self._newest[id(module)] = newest
+            hooks = itertools.chain(after.values(), before.values())
             if id(module) not in self._watched and not all(map(_is_of_tensor_parallelism, hooks)):
                 self._watched.add(id(module))
                 if module is not self.unit_module:
