@@ -17,7 +17,6 @@ import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gpt import GPT, GPTConfig
-from step_time import shard_flatshard, shard_fsdp1, shard_fsdp2
+from step_time import join, shard_flatshard, shard_fsdp1, shard_fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -93,10 +92,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where to write (default: the temporary directory)")
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
+    join()
     names = args.only
     if importlib.util.find_spec("numpy") is None:
         names = [n for n in names if n == "flatshard"]

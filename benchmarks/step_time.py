@@ -55,6 +55,14 @@ CONTENDERS: dict[str, Callable[[GPT], nn.Module]] = {
 }
 
 
+def join() -> None:
+    """Make this process a rank over gloo, with one thread."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
@@ -64,10 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
+    join()
 
     trainers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
     for name in args.only:

@@ -225,13 +225,19 @@ def exchange(ctx, path: str, sharded: bool) -> None:
         state = target.state(for_load=True)
         dcp.load(state, checkpoint_id=at, process_group=ctx.group)
         target.load(state)
-        found, expected = target.whole(), source.whole()
-        assert found["model"].keys() == expected["model"].keys()
-        for name, value in expected["model"].items():
-            assert torch.equal(found["model"][name], value), name
-        for name, values in expected["optim"]["state"].items():
-            for key, value in values.items():
-                assert torch.equal(found["optim"]["state"][name][key], value), (name, key)
+        assert_same(target.whole(), source.whole())
+        other = Ours(ctx, 2)
+        flatshard.load_checkpoint(at, {"model": other.model, "optim": other.optimizer}, process_group=ctx.group)
+        assert_same(other.whole(), source.whole())
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["model"].keys() == expected["model"].keys()
+    for name, value in expected["model"].items():
+        assert torch.equal(found["model"][name], value), name
+    for name, values in expected["optim"]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(found["optim"]["state"][name][key], value), (name, key)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
