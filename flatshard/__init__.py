@@ -49,6 +49,7 @@ from flatshard._handle.sharded_gradient import ShardedGradient
 from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
 from flatshard._handle.sharded_value import ShardedValue
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
+from flatshard._layouts import Blocks, Elements, Layout, Rows, Whole
 from flatshard._meeting import MeetingError
 from flatshard._optim_names import rekey
 from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict, optim_state_dict_to_load
@@ -58,6 +59,7 @@ from flatshard._state_dict import full_state_dict, iter_full_params, load_local_
 
 __all__ = [
     "BackwardPrefetch",
+    "Blocks",
     "CPUOffload",
     "CollectiveError",
     "Collectives",
@@ -66,10 +68,12 @@ __all__ = [
     "CustomPolicy",
     "DefaultCollectives",
     "Description",
+    "Elements",
     "FlatDescription",
     "GlooCollectives",
     "GradientStatistics",
     "InternalError",
+    "Layout",
     "MeetingError",
     "MixedPrecision",
     "ModuleWrapPolicy",
@@ -77,12 +81,14 @@ __all__ = [
     "OutOfStepError",
     "Pending",
     "QuantizedCollectives",
+    "Rows",
     "ShardedGradient",
     "ShardedParameter",
     "ShardedValue",
     "ShardingStrategy",
     "UnitDescription",
     "UnshardHandle",
+    "Whole",
     "bf16_compress_hook",
     "builtin_collectives",
     "check_replicas",

@@ -51,10 +51,8 @@ class Named:
         if not self.is_flat:
             return value
         assert self.buffers is not None
-        layout, part = self.buffers.layout.params[self.index], self.buffers.slices[self.index]
-        if self.buffers.is_whole:
-            return value.as_strided(layout.shape, layout.stride, value.storage_offset() + layout.start)
-        return value[part.start : part.stop]
+        part = self.buffers.slices[self.index]
+        return self.buffers.shaped(self.index, value[part.start : part.stop])
 
 
 class Names:

@@ -184,16 +184,10 @@ def _part_for(named: Named | None, state: State, key: str, dtype: torch.dtype, n
     """This rank's part of one state of one parameter, 1-D; zeros where it has none."""
     value = None if named is None else state.get(named.fqn, {}).get(key)
     if isinstance(value, _Like) and value.tensor.dtype is dtype:
-        tensor = value.tensor
-        return (
-            tensor if tensor.dim() == 1 and named and named.info and named.info.shard_world_size > 1 else _flat(tensor)
-        )
+        assert named is not None
+        assert named.info is not None
+        return named.info.in_memory_order(value.tensor)
     return torch.zeros(numel, dtype=dtype)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _kinds(state: dict[str, Any]) -> dict[str, list[Any]]:

@@ -22,6 +22,7 @@ PACKAGE = Path(flatshard.__file__).parent
 LAYERS = [
     "_errors",
     "_config",
+    "_layouts",
     "_trace",
     "_progress",
     "_watch",
@@ -33,6 +34,7 @@ LAYERS = [
     "_order_check",
     "_runtime",
     "_handle",
+    "_handle.packing",
     "_handle.layout",
     "_handle.lifetime",
     "_handle.partial",
@@ -72,6 +74,7 @@ LAYERS = [
     "_composable.forward_method",
     "_composable.pass_by",
     "_composable.partition",
+    "_composable.flat_plan",
     "_composable.policy",
     "_composable.materialize",
     "_composable.validate",
@@ -357,10 +360,10 @@ def test_layout_knows_no_torch():
 
 
 def test_nothing_outside_layout_computes_an_offset():
-    """The plan may become row- or block-aligned; then only ``layout`` changes. Nobody else rounds up or cuts shards."""
-    for name, node in outside("_handle.layout"):
+    """Whether by rows, in blocks or whole, it is all in ``layout`` and ``packing``. Nobody else rounds up or cuts shards."""
+    for name, node in outside("_handle.layout", "_handle.packing"):
         word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "_round_up"), show(name, node)
+        assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "round_up", "pack"), show(name, node)
 
 
 # -- private API of torch ----------------------------------------------------------------------------------------------

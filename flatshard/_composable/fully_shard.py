@@ -18,12 +18,13 @@ from flatshard._collectives import CollectivesFactory, check_factory
 from flatshard._compile import keep_out_of_graphs
 from flatshard._composable import materialize, validate
 from flatshard._composable.context import Context
+from flatshard._composable.flat_plan import plan_flats
 from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.optimizer_hooks import watch_optimizers
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.precision import cast_buffers, flat_options, warn_about_low_precision_masters
+from flatshard._composable.precision import cast_buffers, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
 from flatshard._composable.state_dict_hooks import StateDictHooks
 from flatshard._config import (
@@ -37,8 +38,9 @@ from flatshard._config import (
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.param_slots import ParamSlots
+from flatshard._handle.param_slots import FlatPlan, ParamSlots
 from flatshard._handle.tensor_subclass import wrapping_of
+from flatshard._layouts import LayoutChoice, check_layout
 from flatshard._runtime import Runtime
 
 M = TypeVar("M", bound=nn.Module)
@@ -64,6 +66,7 @@ def fully_shard(
     forward_methods: str | Iterable[str] = (),
     limit_all_gathers: bool = True,
     collectives: CollectivesFactory | None = None,
+    layout: LayoutChoice = None,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
@@ -108,6 +111,9 @@ def fully_shard(
         collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
             backend's own: :class:`QuantizedCollectives`, :class:`NoCommunication`, or a class that you write after
             :class:`Collectives`. A :class:`CustomPolicy` may override it per unit.
+        layout: how parameters may be cut between ranks: :class:`Elements` (the default: anywhere), :class:`Rows`,
+            :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. By rows and whole, a rank's part
+            keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
@@ -127,6 +133,7 @@ def fully_shard(
         collectives=collectives,
         prefetch_limit_bytes=prefetch_limit_bytes,
         reshard_after_forward=reshard_after_forward,
+        layout=layout,
     )
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
@@ -147,6 +154,7 @@ def fully_shard(
     device = validate.check_parameters(planned, _as_device(device_id), groups)
     names = {m: n for n, m in module.named_modules()}
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
+    _check_layouts(planned, config, configs, world_size)
 
     context = Context.of(Runtime.of(group, device))
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
@@ -160,6 +168,7 @@ def fully_shard(
     made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
     was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
+    loads = [0] * world_size
     with _changing(module):
         for unit, initialised in zip(planned, was_meta, strict=True):  # so that at most one is whole on the device
             overwritten = sync_module_states and not is_rank0
@@ -169,7 +178,7 @@ def fully_shard(
                 materialize.broadcast(unit, context.runtime, ignored_params)
                 if replicas is not None:
                     materialize.broadcast(unit, replicas, ignored_params)
-            made[unit.module] = _make_unit(unit, context, replicas, configs.get(unit.module, config))
+            made[unit.module] = _make_unit(unit, context, replicas, configs.get(unit.module, config), loads)
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
@@ -207,6 +216,7 @@ def _unit_config(
     collectives: CollectivesFactory | None,
     prefetch_limit_bytes: Any,
     reshard_after_forward: Any,
+    layout: Any,
 ) -> UnitConfig:
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
@@ -221,6 +231,7 @@ def _unit_config(
     ):
         raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
     check_reshard_after_forward(reshard_after_forward, strategy)
+    check_layout(layout)
     if collectives is not None:
         check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
     return UnitConfig(
@@ -232,7 +243,20 @@ def _unit_config(
         collectives,
         reshard_after_forward,
         prefetch_limit_bytes,
+        layout,
     )
+
+
+def _check_layouts(
+    planned: list[PlannedUnit], config: UnitConfig, configs: dict[nn.Module, UnitConfig], world_size: int
+) -> None:
+    """Plan layouts other than the default, before anything is changed: warn where one is not as asked for, or raise."""
+    loads = [0] * world_size
+    for unit in planned:
+        own = configs.get(unit.module, config)
+        for flat in plan_flats(unit, own, world_size, loads) if own.layout is not None else ():
+            if flat.warning is not None:
+                warnings.warn(flat.warning, stacklevel=3)
 
 
 def _refuse_what_has_no_meaning(limit_all_gathers: bool) -> None:
@@ -275,24 +299,24 @@ def _as_device(device_id: int | torch.device | str | None) -> torch.device | Non
     return device
 
 
-def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None, config: UnitConfig) -> Unit:
-    policy, offload = config.mixed_precision, config.cpu_offload
-    params = []
+def _make_unit(
+    planned: PlannedUnit, context: Context, replicas: Runtime | None, config: UnitConfig, loads: list[int]
+) -> Unit:
     for owned in planned.owned:
-        modules, param = [m for m, _ in owned.slots], owned.param
-        if (wrapping := wrapping_of(param)) is not None:
-            owned.was, owned.param = weakref.ref(param), wrapping.take_apart(param)
-            param = owned.param
-        options = flat_options(param, modules, policy, offload.offload_params, offload.pin_memory)
-        params.append(ParamSlots(owned.fqn, param, tuple(owned.slots), options))
-    cast_buffers(planned.modules, policy)
+        if (wrapping := wrapping_of(owned.param)) is not None:
+            owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
+    flats = [
+        FlatPlan(tuple(ParamSlots(o.fqn, o.param, tuple(o.slots)) for o in flat.owned), flat.options, flat.layout)
+        for flat in plan_flats(planned, config, context.runtime.world_size, loads)
+    ]
+    cast_buffers(planned.modules, config.mixed_precision)
     warn_about_low_precision_masters(owned.param for owned in planned.owned)
     runtime = context.runtime.using(config.collectives)
     if config.strategy is ShardingStrategy.NO_SHARD:
         replicas = runtime
     elif replicas is not None:
         replicas = replicas.using(config.collectives)
-    handle = FlatParamHandle(planned.fqn, params, runtime, replicas)
+    handle = FlatParamHandle(planned.fqn, flats, runtime, replicas)
     unit = Unit(planned.module, planned.fqn, handle, context, config)
     unit.set_reshard_after_forward(config.reshard_after_forward)
     set_unit(planned.module, unit)

@@ -16,29 +16,34 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from flatshard._config import MixedPrecision
+from flatshard._config import CPUOffload, MixedPrecision
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatOptions
 from flatshard._handle.sharded_parameter import shard_info
-from flatshard._handle.tensor_subclass import TensorSubclass, wrapping_of
+from flatshard._handle.tensor_subclass import TensorSubclass
+from flatshard._handle.wrapping import Wrapping
 
 
 def flat_options(
-    param: nn.Parameter, modules: Iterable[nn.Module], policy: MixedPrecision, offload: bool, pin_memory: bool
+    plain: torch.Tensor,
+    wrapping: Wrapping | None,
+    modules: Iterable[nn.Module],
+    policy: MixedPrecision,
+    offload: CPUOffload,
 ) -> FlatOptions:
-    """What ``policy`` means for one parameter, which is registered in ``modules``."""
-    if not param.is_floating_point() or any(policy.ignores(m) for m in modules):
-        return FlatOptions(offload=offload, pin_memory=pin_memory)
+    """What a user's choices mean for one parameter, which is registered in ``modules``: the ``plain`` tensor of it."""
+    placed = offload.offload_params, offload.pin_memory
+    if not plain.is_floating_point() or any(policy.ignores(m) for m in modules):
+        return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # What another dtype would mean to a tensor subclass only it knows: it keeps its own, with gradients reduced as said.
-    casts = policy.param_dtype is not param.dtype and not isinstance(wrapping_of(param), TensorSubclass)
+    casts = policy.param_dtype is not plain.dtype and not isinstance(wrapping, TensorSubclass)
     compute = policy.param_dtype if casts else None
     return FlatOptions(
         compute,
         policy.reduce_dtype,
         policy.keep_low_precision_grads,
         policy.keep_cast_shard and compute is not None,
-        offload,
-        pin_memory,
+        *placed,
     )
 
 

@@ -19,6 +19,7 @@ from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.whole_parameters import WholeParameters
+from flatshard._layouts import LayoutChoice
 
 if TYPE_CHECKING:
     from flatshard._composable.context import Context
@@ -39,6 +40,7 @@ class UnitConfig:
     # None: as the strategy says, and not where the unit is outermost. An int: to that many ranks, between 1 and all.
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # of unsharded parameters gathered ahead
+    layout: LayoutChoice = None
 
     def stays_for_backward(self, outermost: bool) -> bool:
         """Whether the parameters stay unsharded from a forward to its backward."""

@@ -33,7 +33,7 @@ from flatshard._collectives import Done, Pending
 from flatshard._errors import name_list
 from flatshard._handle.changes import changes
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._handle.unsharded import UnshardedBuffer
@@ -130,10 +130,15 @@ class FlatBuffers:
 
     def _part_view(self, index: int) -> torch.Tensor:
         """Parameter ``index``'s part of the local shard, in the shape that the user's parameter has."""
-        info, part = self.layout.params[index], self.slices[index]
+        part = self.slices[index]
+        return self.shaped(index, self.shard[part.start : part.stop])
+
+    def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
+        """Elements of parameter ``index``'s part, 1-D in memory order, in the shape that the user's parameter has."""
+        info = self.layout.params[index]
         if self.is_whole:
-            return self.shard.as_strided(info.shape, info.stride, info.start)
-        return self.shard[part.start : part.stop]
+            return part.as_strided(info.shape, info.stride)
+        return part.as_strided(info.shape_of(self.slices[index]), info.stride) if info.by_rows else part
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
         info, part = self.layout.params[index], self.slices[index]
@@ -145,12 +150,14 @@ class FlatBuffers:
             runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
         copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, self._beside)
-        shard_info = ShardInfo(info.fqn, info.shape, info.stride, part.offset, end, world, runtime, wrapping, copied)
+        shard_info = ShardInfo(
+            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, runtime, wrapping, copied
+        )
         ShardedParameter.adopt(param, shard_info, self)
         self._describe(index, shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
-            param.grad = mine.as_strided(info.shape, info.stride) if self.is_whole else mine
+            param.grad = self.shaped(index, mine)
 
     def _describe(self, index: int, info: ShardInfo) -> None:
         # A compute parameter shares its attributes with the user's, but for a tensor subclass, which has some of its own.
@@ -357,9 +364,8 @@ class FlatBuffers:
 
     def write_shard(self, shard: torch.Tensor) -> None:
         """Take another local shard's values, ``(shard_numel,)``. By the parameters, whose versions must show it."""
-        for info, part, param in zip(self.layout.params, self.slices, self.params, strict=True):
-            values = shard[part.start : part.stop]
-            param.copy_(values.as_strided(info.shape, info.stride) if self.is_whole else values)
+        for index, (part, param) in enumerate(zip(self.slices, self.params, strict=True)):
+            param.copy_(self.shaped(index, shard[part.start : part.stop]))
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard.
@@ -377,11 +383,3 @@ class FlatBuffers:
     def resident_nbytes(self) -> int:
         """Bytes of parameter storage held now: the shard, and the unsharded buffer where it has storage of its own."""
         return self.shard.untyped_storage().nbytes() + self.unsharded.nbytes
-
-
-def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``tensor``'s elements as 1-D, in the order of a dense ``stride``; a view where ``tensor`` has that stride."""
-    if tuple(tensor.stride()) != stride:
-        dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = dense.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -33,11 +33,11 @@ import torch
 from torch import nn
 
 from flatshard._errors import name_list
-from flatshard._handle.buffers import FlatBuffers, in_memory_order
+from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.parts import Parts
 from flatshard._handle.reduction import Reduction
 from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
-from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._runtime import Runtime
 
@@ -413,7 +413,7 @@ class FlatGradients:
             mine = in_memory_order(self._localize(index, grad.detach()), info.stride)[
                 part.offset : part.offset + part.numel
             ]
-            mine = mine.as_strided(info.shape, info.stride) if buffers.is_whole else mine
+            mine = buffers.shaped(index, mine)
             if parts is not None:
                 parts[index].copy_(mine)
             elif param.grad is None:

@@ -23,9 +23,8 @@ from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.inner_shards import InnerShards, Kept
-from flatshard._handle.layout import plan_layout
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
-from flatshard._handle.param_slots import ParamSlots, group_by_kind
+from flatshard._handle.param_slots import FlatPlan
 from flatshard._handle.slots import Slots
 from flatshard._handle.tensor_subclass import plain_tensors
 from flatshard._progress import Label, digest, here
@@ -35,14 +34,12 @@ from flatshard._runtime import Runtime
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
-    def __init__(
-        self, fqn: str, params: Sequence[ParamSlots], runtime: Runtime, replicas: Runtime | None = None
-    ) -> None:
-        """Flatten and shard ``params`` in place.
+    def __init__(self, fqn: str, flats: Sequence[FlatPlan], runtime: Runtime, replicas: Runtime | None = None) -> None:
+        """Flatten and shard the parameters of ``flats`` in place.
 
         Args:
             fqn: the unit's FQN, for errors and traces.
-            params: what the unit owns, in module order.
+            flats: what the unit owns, laid out over the ranks of ``runtime``, or over one under ``NO_SHARD``.
             runtime: the collectives of the group to shard over.
             replicas: those of the group of ranks that hold the same shard, if there are others. ``runtime`` itself keeps
                 every parameter whole on every rank (``NO_SHARD``).
@@ -52,19 +49,17 @@ class FlatParamHandle:
         self.lifetime = Lifetime(fqn)
         self.slots = Slots()
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
-        self.label = self._make_label(digest([(p.fqn, tuple(p.param.shape)) for p in params]))
-        world, rank = (1, 0) if replicas is runtime else (runtime.world_size, runtime.rank)
+        params = [p for flat in flats for p in flat.params]
+        starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
+        self.label = self._make_label(digest([*((p.fqn, tuple(p.param.shape)) for p in params), starts]))
+        rank = 0 if replicas is runtime else runtime.rank
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
-        for group in group_by_kind(params):
-            options = group[0].options
-            sizes = [(p.fqn, p.param.shape, p.param.stride()) for p in group]
-            itemsize = min((options.compute_dtype or group[0].param.dtype).itemsize, group[0].param.dtype.itemsize)
-            layout = plan_layout(sizes, itemsize, world)
-            buffers = FlatBuffers(layout, [p.param for p in group], rank, options, runtime)
+        for flat in flats:
+            buffers = FlatBuffers(flat.layout, [p.param for p in flat.params], rank, flat.options, runtime)
             self.buffers.append(buffers)
             self.grads.append(FlatGradients(buffers, self.replicas, fqn))
-            for owned, compute in zip(group, buffers.computes, strict=True):
+            for owned, compute in zip(flat.params, buffers.computes, strict=True):
                 for module, name in owned.slots:
                     self.slots.add(module, name, owned.param, compute)
         self.all_trainable = all(p.param.requires_grad for p in params)

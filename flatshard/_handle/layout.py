@@ -5,6 +5,9 @@ Parameters lie end to end in one *unsharded buffer*, which is cut into ``world_s
     unsharded buffer   [ w0 w0 w0 | b0 . | w1 w1 w1 w1 w1 | . . ]      '.' = padding
     shards             [   rank 0    |   rank 1    |   rank 2   ]
 
+Where cuts may not fall anywhere (``block``), there is padding between parameters, and their order in memory may be another:
+see ``packing.py``.
+
 Nothing outside this file computes an offset. All ranges are half-open; an absent part is an empty range, not a flag.
 
 [Note: Alignment]
@@ -19,6 +22,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from flatshard._handle.packing import Piece, pack, round_up
 
 PARAM_ALIGNMENT = 16  # bytes
 SHARD_ALIGNMENT = 128  # bytes
@@ -45,10 +50,23 @@ class ParamInfo:
     stride: tuple[int, ...]  # dense: the elements fill [start, start + numel) without holes
     numel: int
     start: int  # first element in the unsharded buffer
+    block: int = 1  # elements that no cut separates, counted from the first in memory order
+    by_rows: bool = False  # blocks are rows: a rank's part has the parameter's dimensions
 
     @property
     def stop(self) -> int:
         return self.start + self.numel
+
+    def shape_of(self, part: ShardSlice) -> tuple[int, ...]:
+        """The shape of a rank's part: ``(rows, *rest)``, or 1-D."""
+        return part_shape(self.shape, part.numel, self.by_rows)
+
+
+class Cut(NamedTuple):
+    """How one parameter may be cut."""
+
+    block: int = 1  # as in ``ParamInfo``
+    by_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +114,7 @@ class FlatLayout:
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding, as ranges of the unsharded buffer."""
         gaps, end = [], 0
-        for info in self.params:
+        for info in sorted((i for i in self.params if i.numel), key=_start):
             if info.start > end:
                 gaps.append((end, info.start))
             end = info.stop
@@ -106,23 +124,81 @@ class FlatLayout:
 
 
 def plan_layout(
-    params: Sequence[tuple[str, Sequence[int], Sequence[int]]], itemsize: int, world_size: int
+    params: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+    itemsize: int,
+    world_size: int,
+    cuts: Sequence[Cut] | None = None,
 ) -> FlatLayout:
     """Lay ``params``, given as (FQN, shape, stride), end to end and cut the result into ``world_size`` shards.
 
     ``itemsize`` is the element's size in bytes. A stride that is not dense (an expanded or a sliced tensor) is replaced
     by the row-major one; a dense one (row-major, channels-last, transposed) is kept, so that kernels see the memory
-    format that the user chose.
+    format that the user chose. ``cuts`` says for each where it may be cut; None: anywhere. Of one that is cut by rows these
+    must lie one after the other in memory: if not (transposed), its stride is replaced too.
     """
     align = max(1, PARAM_ALIGNMENT // itemsize)  # [Note: Alignment]
-    infos, end = [], 0
-    for fqn, shape, stride in params:
-        numel = math.prod(shape)
-        start = _round_up(end, align)
-        infos.append(ParamInfo(fqn, tuple(shape), dense_stride(shape, stride), numel, start))
-        end = start + numel
-    shard = _round_up(-(-end // world_size), max(1, SHARD_ALIGNMENT // itemsize))
+    shard_align = max(1, SHARD_ALIGNMENT // itemsize)
+    numels = [math.prod(shape) for _, shape, _ in params]
+    cuts = [Cut()] * len(params) if cuts is None or world_size == 1 else cuts
+    if all(cut.block == 1 for cut in cuts):
+        starts, end = [], 0
+        for numel in numels:
+            starts.append(round_up(end, align))
+            end = starts[-1] + numel
+        shard = round_up(-(-end // world_size), shard_align)
+    else:
+        pieces = [Piece(n, max(1, cut.block)) for n, cut in zip(numels, cuts, strict=True)]
+        starts, shard = pack(pieces, world_size, align, shard_align)
+    infos = []
+    for (fqn, shape, stride), numel, start, cut in zip(params, numels, starts, cuts, strict=True):
+        stride = _by_rows(shape, stride) if cut.by_rows else dense_stride(shape, stride)
+        infos.append(ParamInfo(fqn, tuple(shape), stride, numel, start, max(1, cut.block), cut.by_rows))
     return FlatLayout(tuple(infos), world_size, shard)
+
+
+def balanced(layout: FlatLayout, works: Sequence[int], loads: list[int]) -> FlatLayout:
+    """``layout`` with its shards given to other ranks, so that work on whole parameters is even over many layouts.
+
+    ``works``: of each parameter. ``loads``: of each rank so far; what this layout adds is added. Shards that share a
+    parameter with their neighbour stay where they are. The largest work goes to the rank with the least.
+    """
+    size = layout.shard_numel
+    work = [0] * layout.world_size
+    fixed: set[int] = set()
+    for index, amount in enumerate(works):
+        holders = layout.holders(index)
+        if len(holders) > 1:
+            fixed.update(holders)
+        elif holders:
+            work[holders[0]] += amount
+    shards = sorted((r for r in range(layout.world_size) if r not in fixed), key=lambda r: -work[r])
+    ranks = sorted(sorted(shards), key=lambda r: loads[r])
+    moves = dict(zip(shards, ranks, strict=True))
+    for shard, amount in enumerate(work):
+        loads[moves.get(shard, shard)] += amount
+    params = []
+    for info in layout.params:
+        shard = info.start // size if info.numel else 0
+        params.append(replace(info, start=info.start + (moves.get(shard, shard) - shard) * size))
+    return replace(layout, params=tuple(params))
+
+
+def part_shape(shape: Sequence[int], numel: int, by_rows: bool) -> tuple[int, ...]:
+    """Of ``numel`` elements of a parameter of ``shape``: ``(rows, *rest)``, or 1-D."""
+    if not by_rows or not shape:
+        return (numel,)
+    row = math.prod(shape[1:])
+    return (numel // row if row else 0, *shape[1:])
+
+
+def _by_rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    dense = dense_stride(shape, stride)
+    ordered = not shape or shape[0] < 2 or dense[0] == math.prod(shape[1:])
+    return dense if ordered else _row_major(shape)
+
+
+def _start(info: ParamInfo) -> int:
+    return info.start
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -142,7 +218,3 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

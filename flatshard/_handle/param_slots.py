@@ -1,14 +1,13 @@
-"""What a handle is made of: parameters with all their registrations, and which of them share a flat parameter."""
+"""What a handle is made of: parameters with all their registrations, and how each flat parameter is laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from flatshard._handle.buffers import FlatOptions
+from flatshard._handle.layout import FlatLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +17,12 @@ class ParamSlots:
     fqn: str
     param: nn.Parameter
     slots: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlan:
+    """One flat parameter to be made: of parameters equal in dtype, in being trainable, and in options."""
+
+    params: tuple[ParamSlots, ...]  # as in ``layout``
     options: FlatOptions
-
-
-def group_by_kind(params: Sequence[ParamSlots]) -> list[list[ParamSlots]]:
-    """Parameters of one flat parameter each: equal in dtypes and in being trainable. Order within a group is kept."""
-    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[ParamSlots]] = {}
-    for owned in params:
-        groups.setdefault((owned.param.dtype, owned.param.requires_grad, owned.options), []).append(owned)
-    return list(groups.values())
+    layout: FlatLayout

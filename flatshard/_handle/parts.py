@@ -12,7 +12,7 @@ from flatshard._handle.sharded_parameter import shard_info
 class Parts:
     """Which elements are whose. Made for one dtype and device of the gradients."""
 
-    __slots__ = ("_empties", "_flat", "_here", "_infos", "_pieces", "_sizes")
+    __slots__ = ("_any_shaped", "_empties", "_flat", "_here", "_infos", "_pieces", "_sizes")
 
     def __init__(self, buffers: FlatBuffers, dtype: torch.dtype) -> None:
         self._flat = buffers
@@ -20,8 +20,8 @@ class Parts:
         self._here: list[int] = []  # the parameters that have elements on this rank
         self._pieces: list[int] = []  # which piece is whose of those
         end = 0
-        for index, part in enumerate(buffers.slices):
-            if part.start > end:
+        for index, part in sorted(enumerate(buffers.slices), key=lambda each: each[1].start):
+            if part.numel and part.start > end:
                 self._sizes.append(part.start - end)
             if part.numel:
                 self._here.append(index)
@@ -35,7 +35,9 @@ class Parts:
             self._here = [k for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         self._infos = [i for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         # Parts without elements never change, so they are made once. The others' places here are filled for each gradient.
-        self._empties = [torch.empty(0, dtype=dtype, device=buffers.device) for _ in infos]
+        empty_part = torch.empty(0, dtype=dtype, device=buffers.device)
+        self._empties = [empty_part.new_empty(p.shape if not p.numel() else (0,)) for p in buffers.params]
+        self._any_shaped = any(info.by_rows for info in buffers.layout.params)
         for empty, info in zip(self._empties, infos, strict=True):
             if info is not None and info.runtime is not None:
                 mark(empty, info)
@@ -52,6 +54,8 @@ class Parts:
             return whole
         split = shard.split_with_sizes(self._sizes)
         here = [split[k] for k in self._pieces]
+        if self._any_shaped:
+            here = list(map(self._flat.shaped, self._here, here))
         if as_gradients and self._infos:
             mark_all(here, self._infos)
         parts = self._empties.copy()

@@ -11,6 +11,7 @@ What is assigned to ``.grad`` becomes a :class:`ShardedGradient`, which has one.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._handle.changes import changes
+from flatshard._handle.layout import part_shape
 from flatshard._handle.sharded_gradient import plain_grad, set_gradient
 from flatshard._handle.tensor_parallel import TensorParallel
 from flatshard._handle.wrapping import Wrapping
@@ -55,6 +57,7 @@ class ShardInfo:
     start: int  # this rank's elements, half-open, in memory order
     stop: int
     shard_world_size: int
+    by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
     # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # Of a tensor subclass. Then all of the above but `runtime` is about the plain tensor that is taken out of it.
@@ -67,8 +70,45 @@ class ShardInfo:
         """What is sharded over another mesh as well."""
         return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of this rank's part: ``(stop - start,)``; ``(rows, *rest)`` where it consists of rows; whole, where it is alone."""
+        if self.shard_world_size == 1:
+            return self.shape
+        return part_shape(self.shape, self.stop - self.start, self.by_rows)
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """The rows of the parameter that this rank has, half-open; None where it was not cut by rows."""
+        if not self.shape or not (self.by_rows or self.shard_world_size == 1):
+            return None
+        row = max(1, math.prod(self.shape[1:]))
+        return self.start // row, self.stop // row
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank has a part that is neither all of the parameter nor empty."""
+        return 0 < self.stop - self.start < math.prod(self.shape)
+
+    def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
+        """``part``, which lies as this rank's part does, as 1-D; a view, where it has that stride."""
+        return part if part.dim() == 1 else in_memory_order(part, self.stride)
+
+    def shaped(self, part: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        shape = self.part_shape
+        return part if shape == part.shape else part.as_strided(shape, self.stride)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardInfo, (self.fqn, self.shape, self.stride, self.start, self.stop, self.shard_world_size)
+        return ShardInfo, (
+            self.fqn,
+            self.shape,
+            self.stride,
+            self.start,
+            self.stop,
+            self.shard_world_size,
+            self.by_rows,
+        )
 
 
 class ShardedParameter(nn.Parameter):
@@ -192,3 +232,11 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     if info is None:
         return param.shape
     return torch.Size(info.shape if info.wrapping is None else info.wrapping.shape)
+
+
+def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``'s elements as 1-D, in the order of a dense ``stride``; a view where ``tensor`` has that stride."""
+    if any(a != b and n > 1 for a, b, n in zip(tensor.stride(), stride, tensor.shape, strict=True)):
+        dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -23,8 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flatshard._handle.boxes import Box, Part
-from flatshard._handle.buffers import in_memory_order
-from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.tensor_subclass import TensorSubclass
 
@@ -217,11 +216,9 @@ def part_of(info: ShardInfo) -> Part:
 
 def sharded_value(tensor: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     """``tensor``, which lies as the sharded parameter of ``info`` does, as a state dict holds it: whole, where it is."""
-    if info.shard_world_size == 1:
-        if info.parallel is None:
-            return tensor
-        tensor = in_memory_order(tensor, info.stride)
-    return ShardedValue(tensor, part_of(info))
+    if info.shard_world_size == 1 and info.parallel is None:
+        return tensor
+    return ShardedValue(info.in_memory_order(tensor), part_of(info))
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
@@ -258,7 +255,7 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
         return None if part_of(source._flatshard_info) == part_of(info) else _other_part(repr(source))
     if tuple(source.shape) != whole and not (whole == () and source.shape == (1,)):
         hint = ""
-        if source.shape == (info.stop - info.start,):
+        if source.shape == info.part_shape:
             hint = (
                 ". It has the shape of this rank's part, but does not say whose part it is: load values of state_dict()"
             )
@@ -304,8 +301,8 @@ def _other_part(what: str) -> str:
 def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
     """This rank's part of what ``check_source`` passed, in the shape of the sharded parameter."""
     source = _unwrapped(info, source)
-    if _is_sharded_parameter(source):
-        return source.detach()
+    if _is_sharded_parameter(source):  # perhaps with the same elements in another shape
+        return info.shaped(source._flatshard_info.in_memory_order(source.detach()))
     if isinstance(source, ShardedValue):
         local = source._local
     elif info.shard_world_size == 1 and not is_dtensor(source) and info.parallel is None:
@@ -314,4 +311,4 @@ def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
         if not info.shape and source.dim():
             source = source[0]
         local = take(part_of(info), local_tensor(source).detach())
-    return local.as_strided(info.shape, info.stride) if info.shard_world_size == 1 else local
+    return info.shaped(local)
