@@ -18,6 +18,7 @@ from flatshard._comm_hooks import (
     register_comm_hook,
 )
 from flatshard._composable.fully_shard import fully_shard
+from flatshard._composable.optimizer_hooks import check_whole_parameters
 from flatshard._composable.policy import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -46,16 +47,19 @@ from flatshard._grad_sync import (
     set_requires_gradient_sync,
 )
 from flatshard._handle.sharded_gradient import ShardedGradient
-from flatshard._handle.sharded_parameter import ShardedParameter, full_shape
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 from flatshard._handle.sharded_value import ShardedValue
 from flatshard._inspect import Description, FlatDescription, UnitDescription, describe, flat_parameters
 from flatshard._layouts import Blocks, Elements, Layout, Rows, Whole
 from flatshard._meeting import MeetingError
 from flatshard._optim_names import rekey
-from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict, optim_state_dict_to_load
+from flatshard._optim_state_dict import optim_state_dict
+from flatshard._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
 from flatshard._quantized import QuantizedCollectives
+from flatshard._segments import segment_reduce
 from flatshard._skip import skip
 from flatshard._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
+from flatshard._whole_optimizer import WholeParameterOptimizer
 
 __all__ = [
     "BackwardPrefetch",
@@ -82,6 +86,7 @@ __all__ = [
     "Pending",
     "QuantizedCollectives",
     "Rows",
+    "ShardInfo",
     "ShardedGradient",
     "ShardedParameter",
     "ShardedValue",
@@ -89,9 +94,11 @@ __all__ = [
     "UnitDescription",
     "UnshardHandle",
     "Whole",
+    "WholeParameterOptimizer",
     "bf16_compress_hook",
     "builtin_collectives",
     "check_replicas",
+    "check_whole_parameters",
     "clip_grad_norm_",
     "describe",
     "flat_parameters",
@@ -119,12 +126,14 @@ __all__ = [
     "rekey",
     "reshard",
     "save_checkpoint",
+    "segment_reduce",
     "set_gradient_divide_factor",
     "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "set_reshard_after_forward",
+    "shard_info",
     "size_based_auto_wrap_policy",
     "skip",
     "summon_full_params",

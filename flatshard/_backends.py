@@ -28,7 +28,10 @@ import torch
 import torch.distributed as dist
 
 from flatshard._collectives import Done, Pending, Works, as_real
-from flatshard._progress import GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
+from flatshard._progress import EXCHANGE, GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
+
+Addressed = Sequence[tuple[torch.Tensor, int]]
+"""Tensors, each with the rank of the group that it goes to or comes from."""
 
 
 class BuiltinCollectives:
@@ -71,6 +74,13 @@ class BuiltinCollectives:
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, whose part for us becomes the ``k``-th of
         ``output``. It counts as a reduction in [Note: Order of collectives].
+        """
+        raise NotImplementedError
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """Send each tensor of ``sent`` to its rank, and fill those of ``received`` from theirs, all at once.
+
+        Addressed from one rank to another match in the order in which both list them. Tensors are 1-D and contiguous.
         """
         raise NotImplementedError
 
@@ -155,6 +165,15 @@ class GlooCollectives(BuiltinCollectives):
 
         return Works(works, then, describe)
 
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        group, tag = self.group, here.tag + EXCHANGE
+        works = [group.recv([tensor.view(torch.uint8)], rank, tag) for tensor, rank in received]
+        works += [group.send([tensor.view(torch.uint8)], rank, tag) for tensor, rank in sent]
+        ranks = [f"while receiving from rank {r} of the group" for _, r in received]
+        ranks += [f"while sending to rank {r} of the group" for _, r in sent]
+        return Works(works, None, ranks.__getitem__)
+
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
         tensor, tag = as_real(tensor), here.tag
@@ -211,6 +230,12 @@ class FakeCollectives(BuiltinCollectives):
         """See :class:`BuiltinCollectives`."""
         output.view(self.size, -1).copy_(input.view(self.size, -1)[self.rank])
         return self.group.broadcast(output, 0)
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """See :class:`BuiltinCollectives`. What would come are other ranks' values, which nobody has: zeros."""
+        for tensor, _ in received:
+            tensor.zero_()
+        return self.group.broadcast(received[0][0], 0) if received else Done()
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
@@ -280,6 +305,15 @@ class DefaultCollectives(BuiltinCollectives):
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
         dist.all_to_all_single(output, input, group=self.reduce_group)
+        return Done()
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        group, ranks = self.group, dist.get_process_group_ranks(self.group)
+        both = ((dist.irecv, received), (dist.isend, sent))
+        messages = [dist.P2POp(op, t.view(torch.uint8), ranks[r], group) for op, tensors in both for t, r in tensors]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()  # the current stream
         return Done()
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:

@@ -23,7 +23,8 @@ from flatshard._composable.state import units_below
 from flatshard._handle.tensor_parallel import is_dtensor
 from flatshard._meeting import Meeting
 from flatshard._optim_names import rekey
-from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict
+from flatshard._optim_state_dict import optim_state_dict
+from flatshard._optim_state_load import load_optim_state_dict, stepped_elsewhere
 
 _MINUTE = timedelta(seconds=60)
 _saving: list[Future[None]] = []  # saves under way, by threads of their own: one at a time
@@ -175,7 +176,8 @@ def load_checkpoint(
         target.update(_staged(_collect(state, names, strict), on_cpu=False))
         reader.set_up_storage_reader(metadata, meeting.is_first)
         planner.set_up_planner(target, metadata, meeting.is_first)
-        planner.check([n for n in names if n.partition(".")[0] in state])
+        elsewhere = _elsewhere(state)
+        planner.check([n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)])
         wanted = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
         reader.check_files(wanted)
         made.append(wanted)
@@ -251,6 +253,13 @@ def _stepped_names(module: nn.Module, optim: torch.optim.Optimizer) -> list[str]
     """The FQNs of an optimizer's parameters, in its order."""
     names = {id(p): n for n, p in module.named_parameters()}
     return [names[id(p)] for group in optim.param_groups for p in group["params"]]
+
+
+def _elsewhere(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the names begin of states that are on other ranks only."""
+    optimizers = {k: v for k, v in state.items() if isinstance(v, torch.optim.Optimizer)}
+    found = {k: stepped_elsewhere(_owner(state, k, v), v) for k, v in optimizers.items()}
+    return tuple(f"{key}.state.{fqn}." for key, fqns in found.items() for fqn in fqns)
 
 
 def _owner(state: Mapping[str, Any], key: str, optimizer: torch.optim.Optimizer) -> nn.Module:

@@ -24,6 +24,7 @@ class FlatDescription:
     numel: int  # elements of the parameters
     padded_numel: int  # with padding, over all ranks
     shard_numel: int  # on this rank, padding included
+    cuts: tuple[str, ...] = ()  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ class Description:
                 )
                 name = ("", "", "", "")
                 if self.verbose:
-                    for fqn, shape in zip(flat.fqns, flat.shapes, strict=True):
-                        rows.append(("  " + fqn, "x".join(map(str, shape)) or "scalar", *[""] * 8))
+                    for fqn, shape, cut in zip(flat.fqns, flat.shapes, flat.cuts, strict=True):
+                        cut = "" if cut == "elements" else cut
+                        rows.append(("  " + fqn, "x".join(map(str, shape)) or "scalar", cut, *[""] * 7))
             if not unit.flats:
                 rows.append((*name, "-", "-", "0", "0", "0", "0"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -143,6 +145,7 @@ def _describe(unit: Unit) -> UnitDescription:
             b.layout.numel,
             b.layout.padded_numel,
             b.layout.shard_numel,
+            tuple(info.cut for info in b.layout.params),
         )
         for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)
     )

@@ -164,7 +164,7 @@ def excess_padding(unit: str, fqns: Sequence[str], layouts: Sequence[Layout], pa
     limit = min((each.max_padding for each in aligned), default=math.inf)
     if padding <= limit:
         return None
-    kinds = name_list(sorted({type(each).__name__ for each in aligned}), 4)
+    kinds = ", ".join(sorted({type(each).__name__ for each in aligned}))
     cure = (
         f"allow it by max_padding={math.ceil(padding * 100) / 100:g}, make larger units (several layers each), or choose "
         "Elements() for some of the parameters by a callable layout"

@@ -109,6 +109,25 @@ class Names:
                 yield unit, buffers, entries
 
 
+class Like:
+    """A tensor that lies as its parameter does: this rank's part."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Alone:
+    """A tensor that only this rank has, whole, as the owner of the parameter."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def steps_whole(optimizer: Optimizer) -> bool:
+    """Whether its state is on the ranks that own the parameters: ``WholeParameterOptimizer``."""
+    return getattr(optimizer, "steps_whole_parameters", False)
+
+
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
     """One optimizer, or several."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from flatshard._errors import OutOfStepError
 
-GATHER, REDUCE = 0, 1
+GATHER, REDUCE, EXCHANGE = 0, 1, 2
 """Kinds of collectives, added to a unit's tag. Only within a kind all ranks have the same order: see ``GlooCollectives``."""
 
 _RECENT = 5  # collectives to tell about in an error

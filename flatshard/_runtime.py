@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,11 +27,11 @@ import torch.distributed as dist
 
 from flatshard import _config, _watch
 from flatshard._ablation import NoCommunication
-from flatshard._backends import FakeCollectives, GlooCollectives, builtin_collectives, subgroup
+from flatshard._backends import Addressed, FakeCollectives, GlooCollectives, builtin_collectives, subgroup
 from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._order_check import Comparison, OrderCheck
-from flatshard._progress import GATHER, REDUCE, Issued, Progress, describe_place, here
+from flatshard._progress import EXCHANGE, GATHER, REDUCE, Issued, Progress, describe_place, here
 
 
 class Then:
@@ -253,6 +254,13 @@ class Runtime:
         if self.progress is None:
             return self.issued(self.collectives.all_reduce(tensor))
         return self._issue(self.progress, "all-reduce", REDUCE, self.collectives.all_reduce, tensor)
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """Addressed between any ranks, by the backend: see ``BuiltinCollectives``. Nothing is lost on the way."""
+        if self.progress is None:
+            return self.issued(self._builtin.exchange(sent, received))
+        start = functools.partial(self._builtin.exchange, sent, received)
+        return self._issue(self.progress, "exchange", EXCHANGE, start)
 
     def _issue(
         self, progress: Progress, verb: str, kind: int, start: Callable[..., Pending], *tensors: torch.Tensor

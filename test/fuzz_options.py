@@ -59,6 +59,8 @@ class Options:
     offload: bool = False
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None
+    layout: str | None = None
+    """See :func:`layout_named`."""
     forward_before_step: bool = False
     """Whether the sharded model runs a forward between its last backward and the optimizer's step, for no backward."""
     clip: tuple[str, float] | None = None
@@ -120,6 +122,20 @@ class Options:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, p)
 
 
+def layout_named(name: str | None) -> Any:
+    """A layout without a limit to padding. ``"mixed"``: each parameter one of them, by its name."""
+    layouts = {
+        None: None,
+        "rows": flatshard.Rows(max_padding=1e9),
+        "pairs": flatshard.Rows(multiple=2, max_padding=1e9),
+        "blocks": flatshard.Blocks(3, max_padding=1e9),
+        "whole": flatshard.Whole(max_padding=1e9),
+    }
+    if name == "mixed":
+        return lambda fqn, param: random.Random(fqn).choice(list(layouts.values()))
+    return layouts[name]
+
+
 def has_units(module: nn.Module) -> bool:
     return any("_flatshard_unit" in m.__dict__ for m in module.modules())
 
@@ -172,6 +188,7 @@ def draw_options(
     if rng.random() < 0.3 and not found.get("keep_low_precision_grads"):
         found["clip"] = rng.choice(["torch", "flatshard"]), rng.choice([2.0, 2.0, 1.0, *[float("inf")] * (not empty)])
     found["forward_before_step"] = rng.random() < 0.2
+    found["layout"] = rng.choice([None, None, "rows", "pairs", "blocks", "whole", "mixed"])
     return Options(**found)
 
 

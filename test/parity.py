@@ -100,6 +100,7 @@ def check_parity(
     rounded: RoundedOracle | None = None,
     clip: Callable[[nn.Module], Tensor] | None = None,
     check_step: Callable[[nn.Module, nn.Module, int], None] | None = None,
+    same_strides: bool = True,
 ) -> ParityRun:
     """Train a model twice, plain and sharded, and assert that losses, gradients, parameters and buffers agree.
 
@@ -124,6 +125,7 @@ def check_parity(
         ``train``. Rounding grows from step to step, so each step starts from the sharded model's parameters and gradients.
     :param clip: clips the gradients of either model, and returns their norm.
     :param check_step: ``check_step(reference, sharded, step)`` after each step, for what a test wants beyond this.
+    :param same_strides: whether whole parameters keep their strides.
     :returns: both models and optimizers, for further assertions.
     """
     assert oracle in ("batch", "slices")
@@ -149,7 +151,7 @@ def check_parity(
     opt_sharded = opt_sharded or optimizer(sharded.parameters())
     if copies is None:
         copies = [1, ctx.world_size] if replicated is None else [ctx.world_size if replicated else 1]
-    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, tuple(copies))
+    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, tuple(copies), same_strides)
     run.check_registration(originals)
 
     stepped: set[str] = set()
@@ -215,6 +217,7 @@ class ParityRun:
     rtol: float
     copies: tuple[int, ...]
     """How many ranks may hold an element of a parameter."""
+    same_strides: bool = True
 
     @contextlib.contextmanager
     def explain(self, when: str):
@@ -277,7 +280,7 @@ class ParityRun:
         """Full parameters agree, in shape, dtype, strides and values. ``adopt`` as in ``check_grads``."""
         expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
         got = full_params(self.sharded)
-        _assert_close(got, expected, self.rtol, "parameter", strides=True)
+        _assert_close(got, expected, self.rtol, "parameter", strides=self.same_strides)
         for name, param in expected.items() if adopt else ():
             param.copy_(got[name])
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_options import HOOKS, Options, Rounded, draw_options, make_halves
+from fuzz_options import HOOKS, Options, Rounded, draw_options, layout_named, make_halves
 from parity import check_parity, mean_square
 from pool import RankFailure
 from torch import Tensor, nn
@@ -459,6 +459,7 @@ class Case:
                 forward_prefetch=self.forward_prefetch,
                 prefetch_limit_bytes=options.prefetch_limit_bytes,
                 reshard_after_forward=options.reshard_after_forward,
+                layout=layout_named(options.layout),
                 **where,
             )
 
@@ -718,6 +719,7 @@ def run_case(ctx, case: Case, halves: Any) -> None:
         divide_factor=options.divide_factor,
         rounded=Rounded(options, world_size, functools.partial(run_backwards, case, 1.0)) if options.rounds else None,
         clip=options.clip_gradients if options.clip else None,
+        same_strides=options.layout in (None, "blocks", "whole"),  # rows must lie one after the other
     )
 
 
@@ -797,6 +799,7 @@ def test_the_cases_cover_what_they_are_meant_to():
         values = {getattr(case.options, field.name) for case in cases}
         assert len(values) > 1, f"{field.name} is always {values}"
     assert {case.options.reshard_after_forward for case in cases} == {None, False, True, 2}
+    assert len({case.options.layout for case in cases}) == 6
     meshes = {case.options.mesh for case in cases if case.world_size > 1}
     assert meshes == {None, (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2)}
     assert {how for case in cases for how in case.options.backwards} == {"sync", "hold", "flag", "partial"}

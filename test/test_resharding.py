@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fuzz_options import layout_named
 from test_optim_state import same
 from test_state_dict import CommunicationWatch
 from torch import Tensor, nn
@@ -77,6 +78,7 @@ def shard(ctx, model: nn.Module, rng: random.Random) -> nn.Module:
         options["strategy"] = ShardingStrategy.HYBRID_SHARD
     if rng.random() < 0.3:
         options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+    options["layout"] = layout_named(rng.choice([None, "rows", "pairs", "blocks", "whole", "mixed"]))
     with_ignored = [p for p in dict.fromkeys(model.parameters()) if random.Random(str(p.shape)).random() < 0.1]
     return fully_shard(model, ignored_states=with_ignored, **options)
 

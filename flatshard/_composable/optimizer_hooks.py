@@ -6,12 +6,17 @@ they are DTensors, and would save one rank's part of each for all of it. So an o
 hooks of its own, at its first step (which these helpers take, where there was none): what the helper reads are sharded
 values, and what is loaded may be sharded values or whole tensors. To anybody else ``optimizer.state_dict()`` is what it
 always is: this rank's parts, for this rank to load. One that has loaded such a state and not stepped since has no hooks yet.
+
+[Note: Optimizers that look at shapes]
+Muon on some rows of a matrix, or Adafactor on a slice, runs without any error, and trains something else. So optimizers of
+known classes are looked at before their first step, on all ranks alike. Others can ask for it: ``check_whole_parameters``.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -19,7 +24,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._errors import name_list
+from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, shard_info
 from flatshard._handle.sharded_value import ShardedValue, check_source, local_source, sharded_value
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -35,9 +41,65 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _seen:
         _seen.add(optimizer)
-        if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(isinstance(p, ShardedParameter) for p in params):
+            _check_shapes(optimizer, params)
+            if getattr(optimizer, "steps_whole_parameters", False):
+                optimizer.register_state_dict_post_hook(_refuse_helper)
+                return
             optimizer.register_state_dict_post_hook(_as_values)
             optimizer.register_load_state_dict_pre_hook(_as_parts)
+
+
+# By class name, as most come from packages of their own: whether each can step parameters of which it has no element.
+_SHAPE_AWARE = {
+    **dict.fromkeys(("muon", "shampoo", "distributedshampoo", "soap", "lamb", "nvlamb", "fusedlamb", "lars"), True),
+    **dict.fromkeys(("adafactor", "came", "sm3", "kron", "galoreadamw", "apolloadamw"), False),
+}
+
+
+def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """[Note: Optimizers that look at shapes]"""
+    name = type(optimizer).__name__
+    steps_empty = _SHAPE_AWARE.get(name.lower())
+    if steps_empty is None or getattr(optimizer, "works_on_shards", False):
+        return
+    check_whole_parameters(params, name)
+    scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
+    if not steps_empty and scattered:
+        raise RuntimeError(
+            f"{name} cannot step parameters of which a rank has no element, such as {scattered[0].fqn!r} on some ranks: "
+            f"use flatshard.WholeParameterOptimizer(params, {name}, ...)"
+        )
+
+
+def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
+    """Raise unless each of ``params`` lies on one rank as a whole: for an optimizer that looks at more than single elements.
+
+    The same on all ranks, without communication. flatshard calls it before the first step of optimizers named Muon, Shampoo,
+    SOAP, LAMB, LARS, Adafactor and the like, unless they have an attribute ``works_on_shards = True``.
+
+    Args:
+        params: sharded and plain parameters.
+        optimizer: its name, for the message.
+
+    Raises:
+        RuntimeError: some are cut between ranks, or are 1-D here although whole, or are sharded by tensor parallelism.
+    """
+    infos = [i for p in params if (i := shard_info(p)) is not None]
+    parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
+    if parallel:
+        raise RuntimeError(
+            f"{optimizer} looks at whole parameters, and no rank has all of {name_list(parallel, 3)}, which are sharded by "
+            "tensor parallelism: step them by an optimizer of single elements, such as AdamW"
+        )
+    cut = [i.fqn for i in infos if i.shard_world_size > 1 and (i.owner is None or not (i.by_rows or len(i.shape) < 2))]
+    if cut:
+        raise RuntimeError(
+            f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: stepping each part alone "
+            f"would train something else. Use flatshard.WholeParameterOptimizer(params, {optimizer}, ...), which works in "
+            "any layout, or shard with layout=flatshard.Whole()"
+        )
 
 
 def refuse_to_gather(kind: str, function: str) -> None:
@@ -78,6 +140,14 @@ def _as_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         for number, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def _refuse_helper(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    if _helper("_get_optim_state_dict") is not None:
+        raise NotImplementedError(
+            f"torch's helper wants every parameter's state on every rank, and {type(optimizer).__name__} keeps each on one: "
+            "call flatshard.optim_state_dict(module, optimizer)"
+        )
 
 
 def _value(param: torch.Tensor, key: str, value: Any) -> Any:

@@ -150,8 +150,10 @@ class FlatBuffers:
             runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
         copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, self._beside)
+        holders = self.layout.holders(index)
+        owner = None if len(holders) > 1 else holders[0] if holders else 0
         shard_info = ShardInfo(
-            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, runtime, wrapping, copied
+            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied
         )
         ShardedParameter.adopt(param, shard_info, self)
         self._describe(index, shard_info)

@@ -95,3 +95,16 @@ def exchange(handle: FlatParamHandle, text: str) -> list[str]:
     except Exception as e:
         runtime.fail("all-gather", handle.fqn, e)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
+
+
+def from_owner(
+    handle: FlatParamHandle, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """On all ranks that hold the shards the ``tensor`` that one of them has; the others give None."""
+    result = torch.zeros(shape, dtype=dtype, device=handle.buffers[0].unsharded.flat.device)
+    if tensor is not None:
+        result.copy_(tensor)
+    if result.numel():  # bytes: with zeros from all others, their sum is the owner's bit for bit
+        here.label, here.again = handle.label, False
+        handle.runtime.all_reduce_now(result.view(-1).view(torch.uint8), "sum")
+    return result

@@ -121,7 +121,7 @@ class FlatGradients:
         start = buffers.rank * layout.shard_numel
         runtime = buffers.params[0]._flatshard_info.runtime  # type: ignore[attr-defined]
         shape, stop = (layout.padded_numel,), start + layout.shard_numel
-        info = ShardInfo(fqn, shape, (1,), start, stop, layout.world_size, runtime)
+        info = ShardInfo(fqn, shape, (1,), start, stop, layout.world_size, runtime=runtime)
         flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info, self)
         if buffers.options.keep_low_precision_grads:
             flat.grad_dtype = self.reduction.dtype

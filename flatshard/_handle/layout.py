@@ -57,6 +57,16 @@ class ParamInfo:
     def stop(self) -> int:
         return self.start + self.numel
 
+    @property
+    def cut(self) -> str:
+        """Where it may be cut, in words."""
+        if self.block == 1:
+            return "elements"
+        if not self.by_rows:
+            return f"blocks of {self.block}"
+        row = math.prod(self.shape[1:])
+        return "whole" if self.block >= self.numel else "rows" if self.block == row else f"{self.block // row} rows"
+
     def shape_of(self, part: ShardSlice) -> tuple[int, ...]:
         """The shape of a rank's part: ``(rows, *rest)``, or 1-D."""
         return part_shape(self.shape, part.numel, self.by_rows)
@@ -151,7 +161,8 @@ def plan_layout(
         starts, shard = pack(pieces, world_size, align, shard_align)
     infos = []
     for (fqn, shape, stride), numel, start, cut in zip(params, numels, starts, cuts, strict=True):
-        stride = _by_rows(shape, stride) if cut.by_rows else dense_stride(shape, stride)
+        cut_by_rows = cut.by_rows and cut.block < numel
+        stride = _by_rows(shape, stride) if cut_by_rows else dense_stride(shape, stride)
         infos.append(ParamInfo(fqn, tuple(shape), stride, numel, start, max(1, cut.block), cut.by_rows))
     return FlatLayout(tuple(infos), world_size, shard)
 

@@ -11,8 +11,8 @@ its multiples. Inside a piece there is
 So for each number of pieces, the largest ones, that may have several cuts, ``size`` is a multiple of their blocks, and not
 too small for the others: that gives the sizes to try, in increasing order, each in steps of that multiple, and a binary
 search over the steps. (After veScale's planner, arXiv 2602.22437, whose blocks are the same; finding the optimum is NP-hard,
-as packing bins is.) Whether pieces fit a size is tried by putting each at the first place that there is, in the given order and
-from the largest to the smallest. Room left before a piece takes later, smaller ones: so pieces are permuted.
+as packing bins is.) Whether pieces fit a size is tried by putting each at the first place that there is, in the given order
+and from the largest to the smallest. Room left before a piece takes later, smaller ones: so pieces are permuted.
 """
 
 from __future__ import annotations

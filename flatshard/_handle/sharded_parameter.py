@@ -49,7 +49,7 @@ _unswappable: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValue
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of which parameter a sharded parameter holds."""
+    """Which part of which parameter a sharded parameter holds: ``flatshard.shard_info(p)``."""
 
     fqn: str
     shape: tuple[int, ...]  # of the whole parameter
@@ -58,6 +58,7 @@ class ShardInfo:
     stop: int
     shard_world_size: int
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
+    owner: int | None = None  # the rank, of those sharded over, that has all of it; None: it is cut, or this is a copy
     # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # Of a tensor subclass. Then all of the above but `runtime` is about the plain tensor that is taken out of it.
@@ -86,9 +87,9 @@ class ShardInfo:
         return self.start // row, self.stop // row
 
     @property
-    def is_cut(self) -> bool:
-        """Whether this rank has a part that is neither all of the parameter nor empty."""
-        return 0 < self.stop - self.start < math.prod(self.shape)
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
         """``part``, which lies as this rank's part does, as 1-D; a view, where it has that stride."""
@@ -112,7 +113,8 @@ class ShardInfo:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which each rank holds a part: 1-D, shape ``(stop - start,)``, in the parameter's own dtype.
+    """A parameter of which each rank holds a part, in the parameter's own dtype: 1-D, shape ``(stop - start,)``, or, where
+    its layout is ``Rows`` or ``Whole``, ``(rows, *rest)``.
 
     Where the shard group has a single rank (``NO_SHARD``, world size 1) it keeps its original shape.
     """
@@ -217,7 +219,9 @@ _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
 def shard_info(param: torch.Tensor) -> ShardInfo | None:
-    """How ``param`` is sharded, or None for a plain tensor."""
+    """How ``param``, a parameter or its ``.grad``, is sharded: its name, the whole's shape, and which elements, and which
+    rows, this rank has. None for a plain tensor.
+    """
     return getattr(param, "_flatshard_info", None)
 
 
