@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -46,7 +47,8 @@ class WholeParameterOptimizer(Optimizer):
         optimizer_class: makes the optimizer. It must treat parameters one by one: one that couples them (LBFGS, Prodigy)
             would see those of this rank only.
         limit_bytes: of the whole gradients and parameters that a batch may hold on a rank, where that is more than one
-            parameter. Two batches are held at a time: one that is stepped, the next one on its way.
+            parameter. Up to three batches are held at a time: one on its way here, one that is stepped, and one on its
+            way back, without gradients.
         **defaults: passed on.
 
     Raises:
@@ -173,24 +175,16 @@ class WholeParameterOptimizer(Optimizer):
         self, inner: Optimizer, before: list[dict[str, Any]], uncut: list[nn.Parameter], batches: list[list[Owned]]
     ) -> None:
         """Each batch's exchange runs while the one before is stepped: the first, while the uncut parameters are."""
-        gathers = iter(batches)
-        current = next(gathers, None)
-        gathering = None if current is None else move(current)
-        self._step_some(inner, before, uncut)  # also if there are none: options may count steps
-        sends: list[tuple[list[Owned], Pending]] = []
-        while current is not None:
-            assert gathering is not None
-            following = next(gathers, None)
-            gathering.wait()
-            gathering = None if following is None else move(following)
-            if mine := [o.param for o in current if o.is_mine]:
-                self._step_some(inner, before, mine)
-            for done in sends:  # of the batch before: its memory goes
-                _finish(*done)
-            sends = [(current, move(current, back=True))]
-            current = following
-        for done in sends:
-            _finish(*done)
+        with _UnderWay() as under_way:
+            under_way.gather(batches[:1])
+            self._step_some(inner, before, uncut)  # also if there are none: options may count steps
+            for number, batch in enumerate(batches):
+                under_way.wait_for_gathers()
+                under_way.gather(batches[number + 1 : number + 2])
+                if mine := [o.param for o in batch if o.is_mine]:
+                    self._step_some(inner, before, mine)
+                under_way.wait_for_sends()  # of the batch before: its memory goes
+                under_way.send(batch)
 
     def _step_some(self, inner: Optimizer, before: list[dict[str, Any]], params: Sequence[nn.Parameter]) -> None:
         self._copy_options(before, inner.param_groups)  # an option that counts steps counts this as the same one
@@ -217,10 +211,44 @@ class WholeParameterOptimizer(Optimizer):
             target.update({k: v for k, v in source.items() if k not in ("params", "param_names")})
 
 
-def _finish(batch: list[Owned], sending: Pending) -> None:
-    sending.wait()
-    for each in batch:
-        each.finish()
+class _UnderWay:
+    """Exchanges that have been started. Whatever happens, they end before the block does, and nothing is held after it."""
+
+    def __init__(self) -> None:
+        self._gathers: list[tuple[list[Owned], Pending]] = []
+        self._sends: list[tuple[list[Owned], Pending]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.wait_for_sends()
+            return
+        for batch, pending in [*self._gathers, *self._sends]:
+            with contextlib.suppress(Exception):  # the error is on its way
+                pending.wait()
+            for each in batch:
+                each.drop()
+
+    def gather(self, batches: Sequence[list[Owned]]) -> None:
+        self._gathers += [(batch, move(batch)) for batch in batches]
+
+    def wait_for_gathers(self) -> None:
+        for _, pending in self._gathers:
+            pending.wait()
+        self._gathers.clear()
+
+    def send(self, batch: list[Owned]) -> None:
+        self._sends.append((batch, move(batch, back=True)))
+
+    def wait_for_sends(self) -> None:
+        while self._sends:
+            batch, pending = self._sends[0]
+            pending.wait()
+            for each in batch:
+                each.finish()
+            del self._sends[0]
 
 
 def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]]) -> dict[nn.Parameter, Owned | None]:

@@ -301,7 +301,7 @@ def test_only_backends_communicates():
             assert node.module in DISTRIBUTED_MODULES, show(name, node)
 
 
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now"}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now", "exchange"}
 
 
 def test_only_handles_start_collectives_and_construction_broadcasts():

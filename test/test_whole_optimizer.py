@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,68 @@ def traffic(ctx) -> None:
 
 def test_what_travels(pool):
     pool.run(traffic, world_size=2)
+
+
+class Watched(torch.optim.Adafactor):
+    """Calls back before each step."""
+
+    watch: Callable[[], Any] = staticmethod(bool)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        type(self).watch()
+        return super().step(closure)
+
+
+def hold(ctx) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 17, bias=False) if i % 2 else nn.Linear(17, 16, bias=False) for i in range(12)]
+    model = nn.Sequential(*layers)
+    for layer in layers:  # a unit each, so that each is cut
+        fully_shard(layer, process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    for limit, count in ((5000, 2), (1, 1), (10**6, 4)):
+        optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=limit)
+        owned = [o for o in optimizer._owned.values() if o is not None]
+        assert all(o.is_cut for o in owned)
+        assert sum(o.is_mine for o in owned) == 4  # balanced
+        held: list[int] = []
+        Watched.watch = functools.partial(note_held, owned, held)
+        model(torch.randn(3, 17)).sum().backward()
+        optimizer.step()
+        assert max(held) == min(3 * count, 4), (limit, held)
+        assert all(o._whole is o._grad is None for o in owned)
+
+
+def note_held(owned: list[Any], held: list[int]) -> None:
+    held.append(sum(o._whole is not None for o in owned))
+
+
+def test_what_is_held_is_bounded(pool):
+    pool.run(hold, world_size=3)
+
+
+def error() -> None:
+    raise ArithmeticError
+
+
+def fail(ctx) -> None:
+    """An optimizer that raises on all ranks: nothing is left under way, and the next step works."""
+    model = fully_shard(make(True), process_group=ctx.group)
+    optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=1)
+    model(torch.randn(3, 9)).sum().backward()
+    Watched.watch = error
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    Watched.watch = staticmethod(bool)
+    before = flatshard.full_state_dict(model)
+    optimizer.step()
+    after = flatshard.full_state_dict(model)
+    assert not any(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_after_an_error_the_next_step_works(pool):
+    pool.run(fail, world_size=2)
 
 
 def checkpoints(ctx, path: str) -> None:
@@ -490,6 +553,6 @@ def reduce_all(ctx) -> None:
             segment_reduce([torch.ones(5, 7)], [params[0] if params[0].shape != (5, 7) else params[1]][:1])
 
 
-@pytest.mark.parametrize("world_size", [1])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_segment_reduce(pool, world_size):
     pool.run(reduce_all, world_size=world_size)

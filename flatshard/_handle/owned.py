@@ -108,9 +108,13 @@ class Owned:
 
     def finish(self) -> None:
         """The step is over: this rank's part has changed."""
-        self._whole = self._grad = None
+        self.drop()
         if self.param.numel():
             increment_version(self.param)
+
+    def drop(self) -> None:
+        """Free what was gathered."""
+        self._whole = self._grad = None
 
     def _own(self) -> torch.Tensor:
         part = self.buffers.slices[self.index]
