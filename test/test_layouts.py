@@ -233,6 +233,62 @@ def test_the_rest_of_the_interface(pool, name):
     pool.run(everything_else, name, world_size=3)
 
 
+class BlockMomentum(torch.optim.Optimizer):
+    """Momentum kept as 8-bit integers in blocks of 16 elements with a scale each, as 8-bit optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            flat, state = p.grad.detach().as_subclass(Tensor).reshape(-1), self.state[p]
+            padded = nn.functional.pad(flat, (0, -flat.numel() % 16)).view(-1, 16)
+            momentum = padded + 0.9 * state["int8"].to(padded.dtype) * state["scale"] if state else padded
+            state["scale"] = momentum.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+            state["int8"] = (momentum / state["scale"]).round().to(torch.int8)
+            p.sub_(0.1 * momentum.view(-1)[: flat.numel()].view(p.shape))
+
+
+class RowNormalised(torch.optim.Optimizer):
+    """Each row of a matrix moves by the same length."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            grad = p.grad.detach().as_subclass(Tensor)
+            p.sub_(0.1 * (nn.functional.normalize(grad, dim=1) if p.dim() == 2 else grad))
+
+
+def step_by(ctx, kind: type[torch.optim.Optimizer], layout: Any) -> bool:
+    """Whether the parameters are those of one process with the same gradients, bit for bit."""
+    reference, model = net(), fully_shard(net(), process_group=ctx.group, layout=layout)
+    optimizers = kind(reference.parameters()), kind(model.parameters())
+    for step in range(3):
+        torch.manual_seed(10 * step + ctx.rank)
+        model(torch.randn(4, 3, 2, 2)).square().mean().backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                # Of channels-last, blocks are counted in memory order: give the reference the memory's order too.
+                p.grad = q.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = flatshard.full_state_dict(model)
+    return all(torch.equal(found[n], v) for n, v in reference.state_dict().items() if n != "conv.weight")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_optimizers_of_blocks_and_of_rows(pool, world_size):
+    """What ``Blocks`` and ``Rows`` are for, and what is lost without them."""
+    assert all(pool.run(step_by, BlockMomentum, Blocks(16, FREE), world_size=world_size))
+    assert all(pool.run(step_by, RowNormalised, Rows(max_padding=FREE), world_size=world_size))
+    assert not any(pool.run(step_by, BlockMomentum, Elements(), world_size=world_size))
+    assert not any(pool.run(step_by, RowNormalised, Elements(), world_size=world_size))
+
+
 def parallel(ctx, name: str) -> None:
     """Tensor parallelism: what is laid out is the local tensor."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
