@@ -53,14 +53,20 @@ from flatshard._layouts import Blocks, Elements, Layout, Rows, Whole
 from flatshard._meeting import MeetingError
 from flatshard._optim_names import rekey
 from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict, optim_state_dict_to_load
+from flatshard._plan import Plan, StrategyPlan, UnitPlan, plan
+from flatshard._plan_ledger import Memory, Peak
+from flatshard._plan_step import Collective
+from flatshard._plan_time import Bandwidths, Timeline
 from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip
 from flatshard._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 __all__ = [
     "BackwardPrefetch",
+    "Bandwidths",
     "Blocks",
     "CPUOffload",
+    "Collective",
     "CollectiveError",
     "Collectives",
     "CommHookHandle",
@@ -75,18 +81,24 @@ __all__ = [
     "InternalError",
     "Layout",
     "MeetingError",
+    "Memory",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NoCommunication",
     "OutOfStepError",
+    "Peak",
     "Pending",
+    "Plan",
     "QuantizedCollectives",
     "Rows",
     "ShardedGradient",
     "ShardedParameter",
     "ShardedValue",
     "ShardingStrategy",
+    "StrategyPlan",
+    "Timeline",
     "UnitDescription",
+    "UnitPlan",
     "UnshardHandle",
     "Whole",
     "bf16_compress_hook",
@@ -111,6 +123,7 @@ __all__ = [
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "plan",
     "recover",
     "reduce_gradients",
     "register_comm_hook",

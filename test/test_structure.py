@@ -94,6 +94,14 @@ LAYERS = [
     "_skip",
     "_checks",
     "_inspect",
+    "_plan_cost",
+    "_plan_ledger",
+    "_plan_order",
+    "_plan_step",
+    "_plan_time",
+    "_plan_optimizer",
+    "_plan_build",
+    "_plan",
     "_",
 ]
 """All modules, from the bottom up (a package's own name is its ``__init__``, ``_`` the top one): a module imports only
