@@ -52,8 +52,9 @@ def state_nbytes(choice: OptimizerChoice, parts: Sequence[Part]) -> dict[nn.Para
         optimizer.step()
     except Exception as e:
         raise ValueError(
-            f"plan: {type(optimizer).__name__} cannot take a step on the meta device, so the size of its state cannot be "
-            "found: pass optimizer=the number of bytes of state for each element"
+            f"plan: the size of {type(optimizer).__name__}'s state is found by a step on the meta device, which failed "
+            f"({type(e).__name__}: {e}). If it would not fail on true parameters and gradients of these dtypes, pass "
+            "optimizer=the number of bytes of state for each element"
         ) from e
     result = {}
     for param, stand_in in stand_ins.items():
