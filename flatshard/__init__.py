@@ -53,9 +53,10 @@ from flatshard._layouts import Blocks, Elements, Layout, Rows, Whole
 from flatshard._meeting import MeetingError
 from flatshard._optim_names import rekey
 from flatshard._optim_state_dict import load_optim_state_dict, optim_state_dict, optim_state_dict_to_load
-from flatshard._plan import Plan, StrategyPlan, UnitPlan, plan
+from flatshard._plan import Plan, plan
+from flatshard._plan_actions import Collective
+from flatshard._plan_data import StrategyPlan, UnitPlan
 from flatshard._plan_ledger import Memory, Peak
-from flatshard._plan_step import Collective
 from flatshard._plan_time import Bandwidths, Timeline
 from flatshard._quantized import QuantizedCollectives
 from flatshard._skip import skip

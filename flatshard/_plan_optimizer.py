@@ -78,14 +78,14 @@ def _made(choice: Any, stand_ins: dict[nn.Parameter, nn.Parameter]) -> torch.opt
 def _like(given: torch.optim.Optimizer, stand_ins: dict[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
     """One of the class and options of ``given`` over stand-ins: ``given`` is not stepped."""
     groups = []
-    for group in given.param_groups:
-        if unknown := [tuple(p.shape) for p in group["params"] if p not in stand_ins and p.requires_grad]:
+    for options in given.param_groups:
+        if unknown := [tuple(p.shape) for p in options["params"] if p not in stand_ins and p.requires_grad]:
             raise ValueError(
                 f"plan: the optimizer holds a trainable parameter of shape {unknown[0]} that is not among those the plan "
                 "shards: build it on the parameters of the planned module, without ignored ones"
             )
-        params = [stand_ins[p] for p in group["params"] if p in stand_ins]
+        params = [stand_ins[p] for p in options["params"] if p in stand_ins]
         if params:
-            groups.append({k: v for k, v in group.items() if k != "param_names"} | {"params": params})
+            groups.append({k: v for k, v in options.items() if k != "param_names"} | {"params": params})
     known = inspect.signature(type(given).__init__).parameters
     return type(given)(groups, **{k: v for k, v in given.defaults.items() if k in known})

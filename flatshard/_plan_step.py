@@ -14,98 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from flatshard import _config
 from flatshard._config import BackwardPrefetch
+from flatshard._plan_actions import Action, Collective, Verb, WalkedStep
 from flatshard._plan_cost import FlatCost, UnitCost
 from flatshard._plan_ledger import Ledger, Memory
 from flatshard._plan_order import Event, Pass, What
-
-
-class Verb(Enum):
-    """What the host issues, in order."""
-
-    COMPUTE = "compute"
-    COLLECTIVE = "collective"
-    WAIT = "wait"
-    FREE = "free"
-    START = "start"
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective of a step."""
-
-    kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
-    unit: str  # FQN
-    phase: str  # "forward" or "backward"
-    nbytes: int  # of the whole: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
-    ranks: int
-    group: str  # "shards", "inner" (the ranks that a unit reshards to) or "replicas"
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that a rank sends by a ring algorithm, rounded up."""
-        rounds = 2 if self.kind == "all-reduce" else 1
-        return -(-rounds * self.nbytes * (self.ranks - 1) // self.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Something that the host issues. ``after``: the collective, by number, that this waits for."""
-
-    verb: Verb
-    unit: int
-    phase: str
-    flops: int = 0
-    collective: Collective | None = None
-    after: int = -1
-
-
-@dataclass(frozen=True)
-class WalkedStep:
-    """What came of it."""
-
-    actions: tuple[Action, ...]
-    collectives: tuple[Collective, ...]  # in the order in which they are issued on an accelerator
-    device: Ledger
-    host: Ledger  # of offloaded shards, gradients and state
-
-
-class _State:
-    """Of one unit, while the step is walked: what ``Unit`` and ``Lifetime`` know."""
-
-    def __init__(self, unit: UnitCost) -> None:
-        self.sharded = True
-        self.holds = 0
-        self.gathers: list[int] = []  # collectives to wait for
-        self.inner = False  # holds an inner shard
-        self.cast = False
-        self.open_task = False
-        self.finished = False
-        self.expected = 0
-        self.pending = 0
-        self.active_steps = 0
-        self.has_left = False
-        self.last_step = -1
-        self.held = False  # gradients of an earlier backward
-        self.reductions: list[int] = []
-        self.filled = [False] * len(unit.flats)
-        self.waiting = [0] * len(unit.flats)  # bytes of gradients that wait for all to come
-        self.batching = [False] * len(unit.flats)
-        self.has_grad = [False] * len(unit.flats)
-        self.local_grads: set[tuple[int, int]] = set()
-
-
-@dataclass(slots=True)
-class _Step:
-    """As ``state.Step``."""
-
-    unit: int
-    previous: int
-    outer: list[int]
+from flatshard._plan_state import State, StepRecord
 
 
 class Walk:
@@ -115,7 +31,7 @@ class Walk:
         self.units = units
         self.one_pass = one_pass
         self.device, self.host = Ledger(start), Ledger(host)
-        self.states = [_State(u) for u in units]
+        self.states = [State(u) for u in units]
         self.actions: list[Action] = []
         self.collectives: list[Collective] = []
         self.phase = "forward"
@@ -133,7 +49,7 @@ class Walk:
         self.ready: set[int] = set()
         self.reducing: deque[int] = deque()
         self.prefetched: dict[int, None] = {}
-        self.steps: list[_Step] = []
+        self.steps: list[StepRecord] = []
         self.last_step = -1
         self.at = 0  # in `order`
         self.sync = True
@@ -200,7 +116,7 @@ class Walk:
         assert self.forwards.pop() == unit
         outermost = not self.forwards
         if event.flag:
-            self.steps.append(_Step(unit, -1 if in_backward else self.last_step, list(self.forwards)))
+            self.steps.append(StepRecord(unit, -1 if in_backward else self.last_step, list(self.forwards)))
             if not in_backward:
                 self.last_step = len(self.steps) - 1
         for needed in self.units[unit].needs:
@@ -374,7 +290,7 @@ class Walk:
     def _gradient_ledger(self, flat: FlatCost) -> Ledger:
         return self.host if flat.offloaded else self.device
 
-    def _fill(self, state: _State, flat: FlatCost, index: int) -> None:
+    def _fill(self, state: State, flat: FlatCost, index: int) -> None:
         if not state.filled[index]:
             state.filled[index] = True
             state.batching[index] = flat.waits_for_all

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flatshard._plan_step import Action, Collective, Verb
+from flatshard._plan_actions import Action, Collective, Verb
 
 
 @dataclass(frozen=True)
