@@ -23,12 +23,12 @@ from flatshard._plan_order import Place
 
 
 def check_plannable(module: nn.Module) -> None:
-    """Nothing in ``module`` is sharded.
+    """Nothing in ``module`` is sharded. Whether it is a module is asked elsewhere.
 
     Raises:
         ValueError: something is.
     """
-    if units := units_below(module):
+    if isinstance(module, nn.Module) and (units := units_below(module)):
         raise ValueError(
             f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() tells "
             "what was built; to plan, build the model anew: `with torch.device('meta'):` takes no memory"

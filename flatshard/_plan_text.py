@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from flatshard._errors import name_list
@@ -68,7 +69,9 @@ def as_text(plan: Numbers) -> str:
     )
     for title, texts in (("warnings", plan.warnings), ("assumptions", plan.assumptions)):
         if texts:
-            lines += ["", title, *(f"- {text}" for text in texts)]
+            lines += ["", title]
+            for text in texts:
+                lines += textwrap.wrap(text, 118, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines)
 
 
@@ -170,8 +173,9 @@ def size_warnings(units: Sequence[UnitPlan], mean_numel: float, fullest_numel: i
         worst = max(padded, key=lambda u: u.padding / max(1, u.numel))
         found.append(
             f"{_named(padded)} more than {MUCH_PADDING:.0%} padding ({worst.fqn or '<root>'!r}: "
-            f"{worst.padding / max(1, worst.numel):.0%}). Parameters begin at multiples of 16 bytes and shards are multiples of "
-            "128 bytes, so other sizes, few elements for many ranks, and layouts by rows or blocks leave gaps: make larger units"
+            f"{worst.padding / max(1, worst.numel):.0%}). Parameters begin at multiples of 16 bytes and shards are multiples "
+            "of 128 bytes, so other sizes, few elements for many ranks, and layouts by rows or blocks leave gaps: make "
+            "larger units"
         )
     if fullest_numel > (1 + MUCH_IMBALANCE) * mean_numel:
         found.append(

@@ -86,10 +86,13 @@ class _Recorder:
         self.books: dict[int, list[Any]] = {}  # bytes that autograd saved, by storage
         self.at = (0, 0)  # operations and bytes saved so far
         self.task = -1
+        self.running: list[int] = []  # units whose forwards are under way, outermost first
         memo: dict[int, Any] = {}
         self.copies = list(_stand_ins(root, built, memo))
         self.root = copy.deepcopy(root, memo)
-        self.own = {id(t.untyped_storage()) for t in self.copies}  # not activations
+        self.own = {
+            id(s): s for s in (t.untyped_storage() for t in self.copies)
+        }  # no activations; kept, as ids are reused
         for number, unit in enumerate(built.choice.planned):
             self._hook(memo[id(unit.module)], number)
             if (policy := built.choice.config_of(unit).mixed_precision).param_dtype is not None:
@@ -147,7 +150,7 @@ class _Recorder:
     def _hook(self, module: nn.Module, number: int) -> None:
         unit = self.built.choice.planned[number]
         policy = self.built.choice.config_of(unit).mixed_precision
-        depth = self.__dict__.setdefault("running", [])
+        depth = self.running
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._happen(Event(What.ENTER, number))
@@ -175,7 +178,8 @@ class _Recorder:
             return output
 
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True)
+        # Also when a checkpoint has recomputed enough, and ends a forward by an exception: then `output` is None.
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def _begin(self, number: int, step: int, begun: list[bool], grads: Any) -> None:
         if not begun:
