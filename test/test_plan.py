@@ -514,7 +514,7 @@ def test_the_drawing(tmp_path):
     space = "{http://www.w3.org/2000/svg}"
     texts = [t.text or "" for t in root.iter(f"{space}text")]
     for unit in planned.units:
-        assert unit.fqn in texts or "<root>" in texts
+        assert (unit.fqn or "<root>") in texts
     assert {"compute", "all-gather", "reduce-scatter", "activations", "HYBRID_SHARD"} <= set(texts)
     width, height = int(root.attrib["width"]), int(root.attrib["height"])
     for box in root.iter(f"{space}rect"):
@@ -525,6 +525,15 @@ def test_the_drawing(tmp_path):
         x = float(text.attrib["x"]) - {"start": 0, "middle": length / 2, "end": length}[text.attrib["text-anchor"]]
         assert -1 <= x <= x + length <= width + 1, text.text
         assert float(text.attrib["y"]) <= height
+
+
+def test_a_single_rank_has_nothing_to_wait_for(tmp_path):
+    planned = plan(Net(), policy=Block, world_size=1)
+    planned.plot(tmp_path / "plan.svg")
+    ElementTree.parse(tmp_path / "plan.svg")
+    assert planned.collectives == ()
+    assert planned.step_seconds == 0
+    assert "Net, FULL_SHARD over 1 ranks" in str(planned)
 
 
 def test_times():
