@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from flatshard._composable.flat_plan import PlannedFlat
 from flatshard._composable.state import UnitConfig
 from flatshard._config import ShardingStrategy, as_reshard_after_forward
@@ -107,10 +105,6 @@ class FlatCost:
     def local_gradient_nbytes(self, index: int) -> int:
         """Bytes of its ``.grad`` where nothing is reduced."""
         return self.numels[index] * self.description.grad_dtype.itemsize
-
-    @property
-    def smallest_dtype(self) -> torch.dtype:
-        return min(self.description.compute_dtype, self.description.dtype, key=lambda d: d.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
