@@ -55,6 +55,11 @@ from flatshard._meeting import MeetingError
 from flatshard._optim_names import rekey
 from flatshard._optim_state_dict import optim_state_dict
 from flatshard._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
+from flatshard._plan import Plan, plan
+from flatshard._plan_actions import Collective
+from flatshard._plan_data import StrategyPlan, UnitPlan
+from flatshard._plan_ledger import Memory, Peak
+from flatshard._plan_time import Bandwidths, Timeline
 from flatshard._quantized import QuantizedCollectives
 from flatshard._segments import segment_reduce
 from flatshard._skip import skip
@@ -63,8 +68,10 @@ from flatshard._whole_optimizer import WholeParameterOptimizer
 
 __all__ = [
     "BackwardPrefetch",
+    "Bandwidths",
     "Blocks",
     "CPUOffload",
+    "Collective",
     "CollectiveError",
     "Collectives",
     "CommHookHandle",
@@ -79,11 +86,14 @@ __all__ = [
     "InternalError",
     "Layout",
     "MeetingError",
+    "Memory",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NoCommunication",
     "OutOfStepError",
+    "Peak",
     "Pending",
+    "Plan",
     "QuantizedCollectives",
     "Rows",
     "ShardInfo",
@@ -91,7 +101,10 @@ __all__ = [
     "ShardedParameter",
     "ShardedValue",
     "ShardingStrategy",
+    "StrategyPlan",
+    "Timeline",
     "UnitDescription",
+    "UnitPlan",
     "UnshardHandle",
     "Whole",
     "WholeParameterOptimizer",
@@ -118,6 +131,7 @@ __all__ = [
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "plan",
     "recover",
     "reduce_gradients",
     "register_comm_hook",

@@ -24,7 +24,7 @@ class FlatDescription:
     numel: int  # elements of the parameters
     padded_numel: int  # with padding, over all ranks
     shard_numel: int  # on this rank, padding included
-    cuts: tuple[str, ...] = ()  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
+    cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
 @dataclass(frozen=True)

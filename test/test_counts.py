@@ -30,10 +30,10 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard._collectives import Done
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.changes import changes
-from flatshard._handle.gradients import _SMALL
+from flatshard._handle.gradients import SMALL
 
 WIDTH = 96
-"""Makes a block large enough that each gradient is copied as it comes: see ``_SMALL`` in gradients.py."""
+"""Makes a block large enough that each gradient is copied as it comes: see ``SMALL`` in gradients.py."""
 SMALL_WIDTH = 24
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
@@ -191,7 +191,7 @@ def test_local_bytes_of_a_step(world, size, strategy, width):
             numel += layout.numel
             expected += 8 * layout.numel  # each gradient is read once, and written into the reduction's input
             expected += 4 * (layout.padded_numel - layout.numel)  # whose padding is zeroed
-            if 4 * layout.padded_numel < _SMALL:
+            if 4 * layout.padded_numel < SMALL:
                 expected += 8 * layout.padded_numel  # one more pass over the input, in place of many operations
             if strategy is not NO_SHARD:
                 gathers = 2 if strategy is FULL and unit.fqn else 1
@@ -221,7 +221,7 @@ def test_local_bytes_of_a_step_in_mixed_precision(world, strategy, width):
             layout = buffers.layout
             numel += layout.numel
             expected += 6 * layout.numel + 4 * (layout.padded_numel - layout.numel)  # bf16 read, fp32 written
-            if 4 * layout.padded_numel < _SMALL:
+            if 4 * layout.padded_numel < SMALL:
                 expected += 8 * layout.padded_numel
             gathers = 2 if strategy is FULL and unit.fqn else 1
             expected += gathers * 6 * layout.shard_numel  # fp32 read, bf16 written into its place

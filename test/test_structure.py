@@ -98,6 +98,21 @@ LAYERS = [
     "_skip",
     "_checks",
     "_inspect",
+    "_plan_cost",
+    "_plan_ledger",
+    "_plan_order",
+    "_plan_actions",
+    "_plan_state",
+    "_plan_step",
+    "_plan_time",
+    "_plan_optimizer",
+    "_plan_build",
+    "_plan_trace",
+    "_plan_data",
+    "_plan_text",
+    "_plan_plot",
+    "_plan_walked",
+    "_plan",
     "_",
 ]
 """All modules, from the bottom up (a package's own name is its ``__init__``, ``_`` the top one): a module imports only
@@ -324,8 +339,8 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
 
 
 def test_only_hooks_registers_hooks():
-    # All but the first: hooks of no forward.
-    others = ("_composable.pass_by", "_composable.state_dict_hooks", "_composable.optimizer_hooks")
+    # Hooks of a copy on the meta device, which is dropped; of the second's marks; and then hooks of no forward.
+    others = ("_plan_trace", "_composable.pass_by", "_composable.state_dict_hooks", "_composable.optimizer_hooks")
     for name, node in outside("_composable.hooks", *others):
         if name == "_handle.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
             continue  # super().register_hook: what a user may call on a parameter includes this

@@ -7,6 +7,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -124,7 +125,7 @@ def fully_shard(
             exist here: memory is bounded by the order of streams, and the host never waits.
     """
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
-    config = _unit_config(
+    config = unit_config(
         strategy=strategy,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
@@ -141,28 +142,23 @@ def fully_shard(
     watch_optimizers()
     methods = check_methods(module, forward_methods)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
-    ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
-    validate.check_tree(module, ignored)
-    overrides = choose_units(module, policy, ignored, ignored_params)
-    validate.check_chosen(module, overrides)
-    configs = {m: _override(config, given, m) for m, given in overrides.items()}
     world_size = dist.get_world_size(group)
-    sizes = {as_reshard_after_forward(c.reshard_after_forward, world_size) for c in (config, *configs.values())}
-    planned = plan_units(module, set(overrides), ignored, ignored_params)
-    validate.check_order(module, planned)
+    choice = choose(module, policy, config, ignored_states, world_size)
+    planned, ignored_params = choice.planned, choice.ignored_params
     groups = [group] if replica_group is None else [group, replica_group]
     device = validate.check_parameters(planned, _as_device(device_id), groups)
     names = {m: n for n, m in module.named_modules()}
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
-    _check_layouts(planned, config, configs, world_size)
+    for warning in choice.check_layouts(world_size):
+        warnings.warn(warning, stacklevel=2)
 
     context = Context.of(Runtime.of(group, device))
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
     if replicas is not None:
         context.follow(replicas)
     for unit in planned:  # what it makes is seen to be usable
-        context.runtime.using(configs.get(unit.module, config).collectives)
-    for size in sorted(s for s in sizes if s is not None and not isinstance(s, bool)):
+        context.runtime.using(choice.config_of(unit).collectives)
+    for size in choice.inner_sizes(world_size):
         context.runtime.split(size)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     made: dict[nn.Module, Unit] = {}
@@ -178,7 +174,7 @@ def fully_shard(
                 materialize.broadcast(unit, context.runtime, ignored_params)
                 if replicas is not None:
                     materialize.broadcast(unit, replicas, ignored_params)
-            made[unit.module] = _make_unit(unit, context, replicas, configs.get(unit.module, config), loads)
+            made[unit.module] = _make_unit(unit, context, replicas, choice.config_of(unit), loads)
         for unit in planned:
             _link(made[unit.module], unit, made)
             UnitHooks.install(made[unit.module], unit.modules)
@@ -196,6 +192,64 @@ def fully_shard(
     return module
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the arguments of one call make of a module, known before anything is changed, and without a process group."""
+
+    planned: list[PlannedUnit]
+    config: UnitConfig  # of the call
+    configs: dict[nn.Module, UnitConfig]  # where a CustomPolicy overrides it
+    ignored: set[nn.Module]
+    ignored_params: set[nn.Parameter]
+
+    def config_of(self, unit: PlannedUnit) -> UnitConfig:
+        return self.configs.get(unit.module, self.config)
+
+    def inner_sizes(self, world_size: int) -> list[int]:
+        """The numbers of ranks that units reshard to after forward, ascending, where that is not one or all."""
+        values = (as_reshard_after_forward(c.reshard_after_forward, world_size) for c in self._all_configs)
+        return sorted({v for v in values if v is not None and not isinstance(v, bool)})
+
+    @property
+    def _all_configs(self) -> list[UnitConfig]:
+        return [self.config, *self.configs.values()]
+
+    def check_layouts(self, world_size: int) -> list[str]:
+        """Plan layouts other than the default: says where one is not as asked for.
+
+        Raises:
+            TypeError, ValueError: see ``plan_flats``.
+        """
+        loads = [0] * world_size
+        planned = [(unit, self.config_of(unit)) for unit in self.planned]
+        flats = [f for unit, own in planned if own.layout is not None for f in plan_flats(unit, own, world_size, loads)]
+        return [f.warning for f in flats if f.warning is not None]
+
+
+def choose(
+    module: nn.Module,
+    policy: Policy,
+    config: UnitConfig,
+    ignored_states: Iterable[nn.Module | nn.Parameter] | None,
+    world_size: int,
+) -> Choice:
+    """Which units ``module`` gets over ``world_size`` ranks, which parameters each owns, and what was chosen for each.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
+    validate.check_tree(module, ignored)
+    overrides = choose_units(module, policy, ignored, ignored_params)
+    validate.check_chosen(module, overrides)
+    configs = {m: _override(config, given, m) for m, given in overrides.items()}
+    planned = plan_units(module, set(overrides), ignored, ignored_params)
+    choice = Choice(planned, config, configs, ignored, ignored_params)
+    choice.inner_sizes(world_size)  # they have a meaning
+    validate.check_order(module, planned)
+    return choice
+
+
 @contextlib.contextmanager
 def _changing(module: nn.Module) -> Iterator[None]:
     """From here on an error leaves ``module`` half sharded (undoing it would take communication): say so."""
@@ -206,7 +260,7 @@ def _changing(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _unit_config(
+def unit_config(
     *,
     strategy: Any,
     backward_prefetch: Any,
@@ -218,6 +272,11 @@ def _unit_config(
     reshard_after_forward: Any,
     layout: Any,
 ) -> UnitConfig:
+    """What the arguments of ``fully_shard`` mean for a unit.
+
+    Raises:
+        TypeError, ValueError: one of them is wrong.
+    """
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
@@ -247,18 +306,6 @@ def _unit_config(
     )
 
 
-def _check_layouts(
-    planned: list[PlannedUnit], config: UnitConfig, configs: dict[nn.Module, UnitConfig], world_size: int
-) -> None:
-    """Plan layouts other than the default, before anything is changed: warn where one is not as asked for, or raise."""
-    loads = [0] * world_size
-    for unit in planned:
-        own = configs.get(unit.module, config)
-        for flat in plan_flats(unit, own, world_size, loads) if own.layout is not None else ():
-            if flat.warning is not None:
-                warnings.warn(flat.warning, stacklevel=3)
-
-
 def _refuse_what_has_no_meaning(limit_all_gathers: bool) -> None:
     if limit_all_gathers is not True:
         raise ValueError(
@@ -276,7 +323,7 @@ def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> U
             f"the policy overrides {name_list(unknown)} for a {type(module).__name__}; it can override {sorted(fields)}"
         )
     try:
-        result = _unit_config(**(fields | given))
+        result = unit_config(**(fields | given))
     except (TypeError, ValueError) as e:
         raise type(e)(f"the policy's {e} (for a {type(module).__name__})") from None
     if result.strategy.is_hybrid != config.strategy.is_hybrid:

@@ -120,7 +120,7 @@ def choose_units(
         warnings.warn(
             f"fully_shard: {sought} matched no submodule, so {type(root).__name__} is a single unit: its whole size is "
             f"unsharded at once. Classes in the module: {name_list(seen, 20)}",
-            stacklevel=3,
+            stacklevel=4,
         )
     return chosen
 

@@ -41,7 +41,7 @@ from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_
 from flatshard._handle.tensor_subclass import wrapping_of
 from flatshard._runtime import Runtime
 
-_SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
+SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
 
 # Read of every parameter in every step: the loops are left to C.
 _grad = plain_grad.__get__
@@ -243,7 +243,7 @@ class FlatGradients:
         else:
             self._input.untyped_storage().resize_(self._nbytes)
         self.any_filled = True
-        self._batching = self._nbytes < _SMALL
+        self._batching = self._nbytes < SMALL
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
