@@ -169,6 +169,13 @@ def as_reshard_after_forward(value: bool | int | None, world_size: int) -> bool 
     return True if value == world_size and world_size > 1 else False if value == 1 else value
 
 
+_MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and not any(
+    name in os.environ for name in _MALLOC_SETTINGS
+)
+"""``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_host_memory.py``."""
+
+
 REDUCTIONS_IN_FLIGHT = 2
 """Gradient reductions that may hold their input at a time (FSDP2's knob has the same default in its torchtitan use)."""
 

@@ -30,6 +30,7 @@ from flatshard._ablation import NoCommunication
 from flatshard._backends import Addressed, FakeCollectives, GlooCollectives, builtin_collectives, subgroup
 from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
 from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._host_memory import keep_freed_memory
 from flatshard._order_check import Comparison, OrderCheck
 from flatshard._progress import EXCHANGE, GATHER, REDUCE, Issued, Progress, describe_place, here
 
@@ -159,6 +160,8 @@ class Runtime:
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
         self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
+        if device.type == "cpu" and self.world_size > 1:
+            keep_freed_memory()
         if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
             self._checked = _config.checked_collectives()
             self._order = self._orders.setdefault(group, OrderCheck(group, device))

@@ -23,6 +23,7 @@ LAYERS = [
     "_errors",
     "_config",
     "_layouts",
+    "_host_memory",
     "_trace",
     "_progress",
     "_watch",
