@@ -5,23 +5,37 @@ Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import textwrap
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from parity import check_parity
 from pool import RankFailure
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flatshard
 from flatshard import Blocks, CustomPolicy, Elements, Rows, Whole, fully_shard, shard_info
+from flatshard._layouts import work_of
 
 FREE = 1e9  # no limit to padding
+
+
+@contextlib.contextmanager
+def fake_group(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -312,6 +326,41 @@ def parallel(ctx, name: str) -> None:
 @pytest.mark.parametrize("name", ["rows", "whole", "blocks"])
 def test_with_tensor_parallelism(pool, name):
     pool.run(parallel, name, world_size=4)
+
+
+def quantized(ctx, name: str) -> None:
+    """Other collectives see one flat buffer, whatever lies in it."""
+    x = torch.randn(4, 3, 2, 2)
+    reference = net()
+    reference(x).square().mean().backward()
+    model = net()
+    collectives = flatshard.QuantizedCollectives()
+    fully_shard(model, process_group=ctx.group, layout=LAYOUTS[name], collectives=collectives)
+    model(x).square().mean().backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert float((p.grad - q.grad).norm()) <= 0.15 * float(q.grad.norm())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_with_quantized_collectives(pool, name):
+    pool.run(quantized, name, world_size=3)
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(2, 1.0), (4, 1.02), (8, 1.05)])
+def test_work_on_whole_parameters_is_even_over_units(world_size, most):
+    """Each unit has fewer matrices than ranks, so no unit is balanced; all of them together are."""
+    with fake_group(world_size):
+        blocks = [
+            nn.Sequential(nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(24)
+        ]
+        model = fully_shard(nn.Sequential(*blocks), policy=CustomPolicy(lambda m: m in blocks), layout=Whole(FREE))
+        loads = [0] * world_size
+        for p in model.parameters():
+            info = shard_info(p)
+            loads[info.owner] += work_of(info.shape)
+    assert max(loads) <= most * sum(loads) / world_size, loads
 
 
 def fall_back(ctx) -> str:

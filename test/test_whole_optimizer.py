@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_options import layout_named
+from pool import Pool
 from test_optim_state import same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -157,6 +158,18 @@ def test_any_batches(pool, limit):
 
 def test_no_shard(pool):
     pool.run(train, "adafactor", "", 1, "NO_SHARD", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_eight_ranks():
+    pool = Pool(8)
+    try:
+        for kind in KINDS:
+            for layout in ("", "whole"):
+                pool.run(train, kind, layout, world_size=8)
+    finally:
+        pool.close()
 
 
 def hybrid(ctx) -> None:
