@@ -43,6 +43,8 @@ class BuiltinCollectives:
     """
 
     exact = True
+    out_of_place = False
+    """Whether ``all_gather`` also takes a shard that lies elsewhere, and puts it into its place: a copy less for some."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
     """The kinds of collectives whose order is compared on all ranks: see ``OrderCheck``. Others may have it, too."""
 
@@ -109,9 +111,13 @@ class GlooCollectives(BuiltinCollectives):
     [Note: Order of collectives]. And so have units: [Note: Data of different units never mix].
     """
 
+    out_of_place = True
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
         rows = output.view(self.size, -1).unbind()
+        if rows[self.rank].data_ptr() != shard.data_ptr():
+            rows[self.rank].copy_(shard)  # and sent from there: the shard may change
         return self._exchange(rows, [rows[self.rank]] * self.size, GATHER)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
@@ -207,9 +213,14 @@ class FakeCollectives(BuiltinCollectives):
     at 4,096 ranks. The same result comes here from a single operation, and one call into the group keeps its dispatch cost.
     """
 
+    out_of_place = True
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
-        numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1  # `shard` may be the row between
+        numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1
+        if output.data_ptr() + before * shard.nbytes != shard.data_ptr():
+            output.as_strided((self.size, numel), (numel, 1), 0).copy_(shard)
+            return self.group.broadcast(output, 0)
         if before:
             output.as_strided((before, numel), (numel, 1), 0).copy_(shard)
         if after:
@@ -265,6 +276,8 @@ class DefaultCollectives(BuiltinCollectives):
     Raises:
         ValueError: the two groups have not the same ranks in the same order, or are one.
     """
+
+    out_of_place = True
 
     def __init__(self, group: dist.ProcessGroup, reduce_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)

@@ -221,6 +221,11 @@ class Runtime:
         """For what must arrive bit for bit: this one, unless its collectives approximate."""
         return self._exact or self
 
+    @property
+    def gathers_out_of_place(self) -> bool:
+        """Whether the collectives' ``all_gather`` takes a shard that lies elsewhere, and puts it into its place."""
+        return getattr(self.collectives, "out_of_place", False)
+
     # -- where collectives run ---------------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[None] | None:

@@ -322,6 +322,10 @@ class FlatBuffers:
         return self.shard.to(self._compute_device, non_blocking=True)
 
     def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:
+        sent = None if self.is_whole or not runtime.gathers_out_of_place else target.as_sent(shard)
+        if sent is not None:
+            target.allocate(None)
+            return runtime.all_gather(target.wire, sent)
         target.allocate(shard)
         if self.is_whole:
             return runtime.issued(Done())

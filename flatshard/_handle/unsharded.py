@@ -70,10 +70,17 @@ class UnshardedBuffer:
         self._nbytes = self._storage.nbytes()
         self.free()
 
-    def allocate(self, shard: torch.Tensor) -> None:
-        """Take storage, and put this rank's ``shard`` in its place there, cast as need be."""
+    def allocate(self, shard: torch.Tensor | None) -> None:
+        """Take storage, and put this rank's ``shard`` in its place there, cast as need be; None: somebody else will."""
         self._storage.resize_(self._nbytes)
-        self.own.copy_(shard)
+        if shard is not None:
+            self.own.copy_(shard)
+
+    def as_sent(self, shard: torch.Tensor) -> torch.Tensor | None:
+        """``shard`` as ``own_wire`` is; None if it would have to be cast or moved for that."""
+        if shard.dtype is not self.flat.dtype or shard.device != self.flat.device:
+            return None
+        return shard if self.own_wire is self.own else shard.view(torch.uint8)
 
     def inner_wire(self, size: int, rank: int) -> torch.Tensor:
         """Number ``rank`` of ``size`` equal parts, as it is sent."""
