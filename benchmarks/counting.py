@@ -1,8 +1,8 @@
 """Counts that do not depend on the machine: bytes copied, collectives and their payload, live bytes of memory.
 
 [What is a byte copied] An operation reads the bytes of its tensor arguments and writes those of its results. Views and
-allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Operations of the process
-group (``c10d``) are left out, and flatshard's collectives are replaced by :class:`Wire`, as the fake group has them copy.
+allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Operations of the
+process group (``c10d``) are left out, and flatshard's collectives are replaced by :class:`Wire`, as the fake group has them copy.
 FSDP2's ``all_gather_copy_in`` takes and returns the buffer of the whole all-gather, of which it fills this rank's part: it
 reads its inputs and writes as much. What a kernel does within is not seen.
 """
@@ -136,6 +136,8 @@ class LiveBytes(TorchDispatchMode):
                 names, _ = tensor.__tensor_flatten__()
                 self.add(t for t in (getattr(tensor, name) for name in names) if isinstance(t, Tensor))
                 continue
+            if tensor.device.type == "meta":
+                continue
             storage = tensor.untyped_storage()
             known = self._known.get(storage._cdata)
             if known is None or known.expired():
@@ -143,13 +145,16 @@ class LiveBytes(TorchDispatchMode):
 
     def now(self) -> int:
         """Bytes that are live."""
-        total = 0
-        for key, reference in list(self._known.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        total, gone = 0, []
+        revive = torch.UntypedStorage._new_with_weak_ptr
+        for key, reference in self._known.items():
+            storage = revive(reference.cdata)
             if storage is None:
-                del self._known[key]
-            elif storage.device.type != "meta":
+                gone.append(key)
+            else:
                 total += storage.nbytes()
+        for key in gone:
+            del self._known[key]
         return total
 
     @contextlib.contextmanager

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import math
 
+from suite import Figure, Table, arguments, main
+
 from flatshard._handle.layout import Cut, plan_layout
 
 Shapes = list[tuple[int, ...]]
@@ -58,11 +60,10 @@ def fsdp2(shapes: Shapes, ranks: int) -> float:
     return padded / sum(map(math.prod, shapes)) - 1
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(f"{'padding of one layer':21}{'layout':20}" + "".join(f"{n:>10,}" for n in RANKS) + "  ranks")
+def measure(args: argparse.Namespace) -> list[Table]:
+    rows: dict[str, dict[str, Figure]] = {}
     for name, shapes in MODELS.items():
-        rows = {
+        values = {
             "Elements()": [flat(shapes, n, "elements") for n in RANKS],
             "Blocks(64)": [flat(shapes, n, "blocks") for n in RANKS],
             "Rows()": [flat(shapes, n, "rows") for n in RANKS],
@@ -70,11 +71,10 @@ def main() -> None:
             "Whole()": [flat(shapes, n, "whole") for n in RANKS],
             "Whole(), 16 layers": [flat(shapes * 16, n, "whole") for n in RANKS],
         }
-        for layout, values in rows.items():
-            cells = "".join(f"{v:>10.2%}" if v < 10 else f"{f'x {v + 1:.0f}':>10}" for v in values)
-            print(f"{name:21}{layout:20}{cells}")
-            name = ""
+        for layout, series in values.items():
+            rows[f"{name}, {layout}"] = {f"{n:,} ranks": Figure(100 * v) for n, v in zip(RANKS, series, strict=True)}
+    return [Table("padding", "percent of padding of one layer as a unit", "0", rows)]
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, arguments(__doc__))

@@ -40,7 +40,7 @@ class Figure:
     low: float | None = None
     high: float | None = None
     note: str = ""
-    """Why there is no value."""
+    """Why there is no value, or what was found in its place."""
 
     def text(self, digits: int) -> str:
         if self.value is None:
@@ -63,24 +63,23 @@ class Table:
     """What could not be less, and how that is computed."""
     rows: Mapping[str, Mapping[str, Figure]]
     """Figures by column, by contender."""
-    targets: Mapping[str, float] = field(default_factory=dict)
-    """What flatshard's figure should be at most, by column."""
+    targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What a figure should be at most, by column, by contender: flatshard and its variants."""
     notes: Sequence[str] = ()
     digits: int = 2
-    target_row: str = OURS
-    """The row that the targets are for."""
 
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(column for row in self.rows.values() for column in row))
 
-    def missed(self) -> dict[str, float]:
-        """Columns whose target is missed, as it is printed, with the figure."""
+    def missed(self) -> dict[tuple[str, str], float]:
+        """(contender, column) whose target is missed, as it is printed, with the figure."""
         found = {}
-        for column, target in self.targets.items():
-            figure = self.rows.get(self.target_row, {}).get(column)
-            if figure is not None and figure.value is not None and round(figure.value, self.digits) > target:
-                found[column] = figure.value
+        for name, columns in self.targets.items():
+            for column, target in columns.items():
+                value = self.rows[name][column].value
+                if value is not None and round(value, self.digits) > target:
+                    found[name, column] = value
         return found
 
     def as_text(self) -> str:
@@ -89,15 +88,16 @@ class Table:
         lines = [["", *columns]]
         for name, row in self.rows.items():
             lines.append([name, *(row.get(c, Figure(None)).text(self.digits) for c in columns)])
-        if self.targets:
-            missed = self.missed()
-            cells = [f"<= {self.targets[c]:g}{' MISSED' * (c in missed)}" if c in self.targets else "" for c in columns]
-            lines.append([f"target ({self.target_row})", *cells])
+        missed = self.missed()
+        for name, targets in self.targets.items():
+            marks = {column: " MISSED" * ((name, column) in missed) for column in targets}
+            cells = [f"<= {targets[c]:g}{marks[c]}" if c in targets else "" for c in columns]
+            lines.append([f"target ({name})", *cells])
         widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
         text = [f"{self.name}: {self.title}"]
-        for line in lines:
-            first, *cells = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-            text.append("  ".join([first, *cells]).rstrip())
+        for first, *cells in lines:
+            padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            text.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
         text.append(f"Floor: {self.floor}")
         return "\n".join([*text, *self.notes])
 
@@ -117,9 +117,7 @@ class Table:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def interleaved(
-    steps: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 2
-) -> dict[str, list[float]]:
+def interleaved(steps: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
     """Seconds of each step in each round. A round runs every contender once; the first ``warm_up`` are not counted.
 
     A step returns its own time, so that it can leave out what does not belong to it.
@@ -172,9 +170,7 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main(
-    measure: Callable[[argparse.Namespace], list[Table]], parser: argparse.ArgumentParser, ranks: int = 1
-) -> None:
+def main(measure: Callable[[argparse.Namespace], list[Table]], parser: argparse.ArgumentParser, ranks: int = 1) -> None:
     """The command line of one benchmark: its own arguments, ``--full`` and ``--json``. Over ``ranks`` gloo processes."""
     parser.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
