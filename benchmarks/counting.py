@@ -2,7 +2,7 @@
 
 [What is a byte copied] An operation reads the bytes of its tensor arguments and writes those of its results. Views and
 allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Operations of the
-process group (``c10d``) are left out, and flatshard's collectives are replaced by :class:`Wire`, as the fake group has them copy.
+process group (``c10d``) are left out, and flatshard's collectives, which copy over the fake group, replaced by :class:`Wire`.
 FSDP2's ``all_gather_copy_in`` takes and returns the buffer of the whole all-gather, of which it fills this rank's part: it
 reads its inputs and writes as much. What a kernel does within is not seen.
 """

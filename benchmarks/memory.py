@@ -8,7 +8,7 @@ table is the peak. ``4 x reduced`` and ``4 x no_sync`` are four microbatches: ea
 last alone.
 
 The floor of the peak: this rank's shards of parameters, gradients and AdamW's two moments (4 P / 8, P being the parameters
-in float32), two whole units of the largest (the one in work and the one gathered ahead; in the dtype that they compute in), and
+in float32), the two largest whole units (the one in work and the one gathered ahead, in the dtype that they compute in), and
 what a plain model in that dtype keeps for its backward. It is a sum of what has to be there, not all of it at one moment: a
 step may stay below it. The floor between steps: the shards, gradients and moments alone.
 """

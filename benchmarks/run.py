@@ -39,7 +39,7 @@ QUICK = (
     "step_time",
     "padding",
     "muon",
-    "cuda",
+    "gpu",
 )
 MORE = ("checkpoint", "communication")
 """With ``--full``, or by name."""

@@ -3,8 +3,8 @@
     python benchmarks/scale.py
 
 By ranks: 30 units of 12 small parameters; the same model over the fake group of 8 and of 4,096, interleaved in one process
-(the smaller group is a part of the larger one). The ratio should be 1: no host time that grows with ranks is anyone's due. What
-remains is that of the collective's own call: the fake group of torch fills an all-gather's output rank by rank, which
+(the smaller group is a part of the larger one). The ratio should be 1: no host time that grows with ranks is anyone's due.
+What remains is that of the collective's own call: the fake group of torch fills an all-gather's output rank by rank, which
 flatshard's collectives for it do not. Over it FSDP1 and FSDP2 are charged with that; ``one call`` is FSDP1 as on GPUs.
 
 By units: 10 and 1,000 units over the fake group of 8. The exponent is log(time at 1,000 / time at 10) / log(100), and that of

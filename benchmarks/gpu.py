@@ -1,10 +1,11 @@
 """On one GPU: step time, kernels, bytes copied, memory, overlap, CUDA graphs, synchronisations. Against FSDP1, FSDP2, plain.
 
-    python benchmarks/cuda.py
-    python benchmarks/cuda.py --traces traces
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --traces traces
 
 A GPT over the fake group of 8 and of 64, whose collectives cost nothing, so that all else shows, and over NCCL at world size
-1. Without a GPU it says so, and its tables are empty.
+1. Without a GPU it says so, and its tables are empty. (No file here may be called ``cuda.py``: torch would import it as the
+package ``cuda``.)
 
 - ms: a forward, a backward and a step of AdamW (fused), by CUDA events; contenders interleaved, medians of the rounds.
 - kernels, copies: launched in a step by ``torch.profiler``'s trace (copies: memcpy and memset).
@@ -39,7 +40,7 @@ from contenders import SHARDED, Setting, build, drop_gradients
 from counting import CopiedBytes, Wire
 from gpt import GPT, Block, GPTConfig
 from suite import Figure, Table, arguments, fake_world, interleaved, main, over, progress
-from torch import Tensor, nn
+from torch import Tensor
 
 import flatshard
 
@@ -186,7 +187,7 @@ def overlap(args: argparse.Namespace, device: torch.device, traces: Path) -> Tab
             row[column] = Figure(hidden(traced(job.passes, traces / f"overlap-{column.replace(' ', '-')}.trace.json")))
             del job
     title = f"share of the collectives' time that other kernels ran in, collectives of {args.cycles:,} cycles"
-    return Table("cuda_overlap", title, "1 would be all", {"flatshard": row})
+    return Table("gpu_overlap", title, "1 would be all", {"flatshard": row})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -310,20 +311,20 @@ def tables(args: argparse.Namespace, rows: dict[str, dict[str, dict[str, Figure]
     dtype = "bf16 compute" if args.bf16 else "fp32"
     sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}, {dtype}"
     return [
-        Table(f"cuda_{backend}_{size}", f"{place}: {sizes}", "the plain model on the same device", rows[place])
+        Table(f"gpu_{backend}_{size}", f"{place}: {sizes}", "the plain model on the same device", rows[place])
         for place, (backend, size) in WORLDS.items()
     ]
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
     if not torch.cuda.is_available():
-        progress("no GPU is available here: the rows of cuda.py stay empty")
+        progress("no GPU is available here: the rows of gpu.py stay empty")
         empty = {name: {column: Figure(None, note=NO_GPU) for column in COLUMNS} for name in NAMES}
         nothing = Figure(None, note=NO_GPU)
         return [
             *tables(args, dict.fromkeys(WORLDS, empty)),
             Table(
-                "cuda_overlap",
+                "gpu_overlap",
                 "overlap",
                 "1 would be all",
                 {"flatshard": {"prefetch": nothing, "no prefetch": nothing}},
