@@ -271,10 +271,10 @@ def alone(name: str, args: argparse.Namespace, device: torch.device, trace: Path
         job.step()
         torch.cuda.synchronize(device)
         row["peak, MiB"] = Figure((torch.cuda.max_memory_allocated(device) - before) / 2**20)
-    row["synchronises"] = Figure(None, note=synchronises(job))
     kinds = launched(traced(job.step, trace))
     if cuda:
         row |= {kind: Figure(kinds[kind]) for kind in ("kernels", "copies")}
+    row["synchronises"] = Figure(None, note=synchronises(job))  # last: it may end in the middle of a step
     return row
 
 
