@@ -7,7 +7,6 @@ contender's public interface, :class:`Unavailable` says so, and stands in the ta
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -156,15 +155,3 @@ def as_on_gpus() -> Iterator[None]:
 
     with mock.patch.object(dist, "all_gather", all_gather):
         yield
-
-
-def others() -> list[str]:
-    """A line for each library that might compete, and does not: why."""
-    lines = []
-    for name, module, why in (
-        ("DeepSpeed", "deepspeed", "its engine owns the step and needs an accelerator to be like the others' step"),
-        ("Megatron-FSDP", "megatron_fsdp", "it needs CUDA"),
-    ):
-        found = importlib.util.find_spec(module) is not None
-        lines.append(f"{name}: {'installed, not compared: ' + why if found else 'not installed'}")
-    return lines

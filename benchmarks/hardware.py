@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 import platform
 import subprocess
@@ -56,3 +57,15 @@ def gpu() -> str:
     if not torch.cuda.is_available():
         return "none"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+
+
+def others() -> list[str]:
+    """A line for each library that might compete, and does not: why."""
+    lines = []
+    for name, module, why in (
+        ("DeepSpeed", "deepspeed", "its engine owns the step and needs an accelerator to be like the others' step"),
+        ("Megatron-FSDP", "megatron_fsdp", "it needs CUDA"),
+    ):
+        found = importlib.util.find_spec(module) is not None
+        lines.append(f"{name}: {'installed, not compared: ' + why if found else 'not installed'}")
+    return lines

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hardware
-from contenders import others
 from plots import as_svg
 from suite import ENVIRONMENT, Table, arguments
 
@@ -119,7 +118,7 @@ def main() -> None:
         tables += made
         print("\n\n".join(table.as_text() for table in made), end="\n\n", flush=True)
     about["seconds"] = f"{time.perf_counter() - began:.0f}"
-    notes = [*failures, *others(), *summary(tables)]
+    notes = [*failures, *hardware.others(), *summary(tables)]
     print("\n".join([*(f"{key}: {value}" for key, value in about.items()), "", *notes]))
     write(args, about, tables, notes)
     if failures:
