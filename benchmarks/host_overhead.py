@@ -86,7 +86,7 @@ def column(args: argparse.Namespace, bf16: bool, rounds: int) -> dict[str, Figur
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (41 if args.full else 15)
+    rounds = args.rounds or (41 if args.full else 11)
     columns: dict[str, dict[str, Figure]] = {}
     with fake_world(args.world_size):
         for name, bf16 in (("fp32", False), ("bf16", True)):
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--world-size", type=int, default=64)
     made.add_argument("--units", type=int, default=100)
-    made.add_argument("--rounds", type=int, default=0, help="default: 15, with --full 41")
+    made.add_argument("--rounds", type=int, default=0, help="default: 11, with --full 41")
     made.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
     made.add_argument("--profile", action="store_true", help="cProfile of flatshard's steps instead of timings")
     return made

@@ -3,8 +3,8 @@
     python benchmarks/optimizer_overhead.py --implementation foreach
 
 100 units of 12 parameters of 64 elements, so that host time is all there is: a step of AdamW and ``zero_grad``. The plain
-parameters are copies of this rank's parts in flatshard, half of which are empty in a group of two. In the fake group of 64 a
-rank has a part of one parameter in ten or so. All run interleaved in one process; figures are medians over the rounds.
+parameters are copies of this rank's parts in flatshard, of which in the fake group of 64 one in twelve is not empty, and in
+the group of two (``--full``) every second. All run interleaved in one process; figures are medians over the rounds.
 
 The floor is the plain parameters' time: 1. Flat parameters, one a unit, may be below it.
 """
@@ -54,16 +54,23 @@ def parameters(name: str, args: argparse.Namespace) -> tuple[nn.Module, list[nn.
     return model, flatshard.flat_parameters(model) if name == FLAT else list(model.parameters())
 
 
-def give_gradients(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.grad = torch.ones_like(param)
+def gradients(params: list[nn.Parameter]) -> Callable[[], object]:
+    """Gives every parameter its gradient, always the same one."""
+    grads = [torch.ones_like(param) for param in params]
+
+    def give() -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+    return give
 
 
 def stepped(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], float]:
     """Seconds of a step and ``zero_grad``."""
+    give = gradients(params)
 
     def step() -> float:
-        give_gradients(params)
+        give()
         began = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,8 +80,10 @@ def stepped(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Cal
 
 
 def clipped(params: list[nn.Parameter], clip: Callable[[], object]) -> Callable[[], float]:
+    give = gradients(params)
+
     def run() -> float:
-        give_gradients(params)
+        give()
         began = time.perf_counter()
         clip()
         return time.perf_counter() - began
@@ -105,30 +114,32 @@ def clipping(made: dict[str, tuple[nn.Module, list[nn.Parameter]]]) -> dict[str,
 def measure(args: argparse.Namespace) -> list[Table]:
     rounds = args.rounds or (41 if args.full else 15)
     columns: dict[str, dict[str, Figure]] = {}
-    for size in (2, 64):
+    sizes = (2, 64) if args.full else (64,)
+    for size in sizes:
         progress(f"optimizer, fake group of {size}")
         with fake_world(size):
             made = {name: parameters(name, args) for name in ("plain", *SHARDED, FLAT)}
             optimizers = {n: torch.optim.AdamW(params, **KINDS[args.implementation]) for n, (_, params) in made.items()}
             steps = {name: stepped(params, optimizers[name]) for name, (_, params) in made.items()}
             columns[f"{size} ranks"] = ratios(steps, rounds)
-            if size == 2:
+            if size == 64:
                 clip = ratios(clipping(made), rounds)
-    sizes = f"{args.units} units of {PER_UNIT} parameters"
-    what = f"over plain parameters of the same sizes; medians of {rounds} rounds ({sizes})"
+    model = f"{args.units} units of {PER_UNIT} parameters"
+    what = f"over plain parameters of the same sizes; medians of {rounds} rounds ({model})"
+    names = next(iter(columns.values()))
     return [
         Table(
             "optimizer_overhead",
             f"AdamW ({args.implementation}) step + zero_grad {what}",
             "the plain parameters' own time is 1",
-            {name: {c: column[name] for c, column in columns.items()} for name in columns["2 ranks"]},
-            {OURS: {"2 ranks": 1.3}, FLAT: {"2 ranks": 0.3}},
+            {name: {c: column[name] for c, column in columns.items()} for name in names},
+            {OURS: dict.fromkeys(columns, 1.3), FLAT: dict.fromkeys(columns, 0.3)},
         ),
         Table(
             "gradient_clipping",
             f"clip_grad_norm_ {what}",
             "the plain parameters' own time is 1",
-            {name: {"2 ranks": figure} for name, figure in clip.items()},
+            {name: {"64 ranks": figure} for name, figure in clip.items()},
         ),
     ]
 

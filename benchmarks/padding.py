@@ -1,6 +1,6 @@
 """Padding of each layout for the shapes of real models, at 8 to 1,024 ranks, beside FSDP2's. No model, no process group.
 
-    python benchmarks/padding.py
+    python benchmarks/padding.py --full
 
 Percent over the parameters' own elements, of one layer as a unit, and, in the last row, of 16 layers as a unit. FSDP2 cuts
 every parameter along dimension 0 into chunks of ``ceil(rows / ranks)`` rows, one for each rank, and pads each to that. The
@@ -42,6 +42,7 @@ MODELS: dict[str, Shapes] = {
     "Mixtral 8x7B": llama(4096, 1024, 14336, experts=8),
     "128 fused experts": [(128, 768, 2048), (128, 768, 2048), (128, 2048, 768)],
 }
+QUICK = ("GPT-2 XL (1600)", "Llama 3 70B", "Mixtral 8x7B")
 RANKS = (8, 32, 64, 256, 1024)
 
 
@@ -62,7 +63,8 @@ def fsdp2(shapes: Shapes, ranks: int) -> float:
 
 def measure(args: argparse.Namespace) -> list[Table]:
     rows: dict[str, dict[str, Figure]] = {}
-    for name, shapes in MODELS.items():
+    for name in MODELS if args.full else QUICK:
+        shapes = MODELS[name]
         values = {
             "Elements()": [flat(shapes, n, "elements") for n in RANKS],
             "Blocks(64)": [flat(shapes, n, "blocks") for n in RANKS],

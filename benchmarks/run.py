@@ -37,10 +37,9 @@ QUICK = (
     "setup_time",
     "step_time",
     "padding",
-    "muon",
     "gpu",
 )
-MORE = ("checkpoint", "communication")
+MORE = ("muon", "checkpoint", "communication")
 """With ``--full``, or by name."""
 
 
