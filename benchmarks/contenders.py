@@ -131,8 +131,10 @@ def unsynchronised(name: str, model: Any) -> Iterator[None]:
             yield
     elif name == "FSDP2":
         model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
     elif name == "plain":
         yield
     else:

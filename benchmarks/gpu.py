@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import subprocess
@@ -131,13 +132,15 @@ def launched(events: list[dict[str, Any]]) -> Counter[str]:
     return Counter(kinds[e["cat"]] for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
 
 
-def hidden(events: list[dict[str, Any]]) -> float:
-    """The share of the spinning kernels' time in which another kernel ran."""
+def hidden(events: list[dict[str, Any]]) -> float | None:
+    """The share of the spinning kernels' time in which another kernel ran; None if there is none."""
     kernels = [
         (e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e.get("cat") == "kernel"
     ]
     slow = [(start, stop) for name, start, stop in kernels if SPIN in name]
     busy = sorted((start, stop) for name, start, stop in kernels if SPIN not in name)
+    if not slow:
+        return None
     covered = 0.0
     for start, stop in slow:
         reached = start  # others may overlap each other: no moment counts twice
@@ -184,7 +187,8 @@ def overlap(args: argparse.Namespace, device: torch.device, traces: Path) -> Tab
             )
             for _ in range(3):
                 job.passes()
-            row[column] = Figure(hidden(traced(job.passes, traces / f"overlap-{column.replace(' ', '-')}.trace.json")))
+            events = traced(job.passes, traces / f"overlap-{column.replace(' ', '-')}.trace.json")
+            row[column] = Figure(hidden(events), note="no such kernels in the trace")
             del job
     title = f"share of the collectives' time that other kernels ran in, collectives of {args.cycles:,} cycles"
     return Table("gpu_overlap", title, "1 would be all", {"flatshard": row})
@@ -202,7 +206,7 @@ def synchronises(job: Job) -> str:
     torch.cuda.set_sync_debug_mode("error")
     try:
         job.step()
-    except RuntimeError as e:
+    except Exception as e:
         return f"yes: {first_line(e)}"
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -235,7 +239,7 @@ def capture(name: str, args: argparse.Namespace, device: torch.device) -> str:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-    except RuntimeError as e:
+    except Exception as e:  # the finding, whatever it is
         return first_line(e)
     return f"yes, {begin.elapsed_time(end):.2f} ms"
 
@@ -243,7 +247,10 @@ def capture(name: str, args: argparse.Namespace, device: torch.device) -> str:
 def captured_apart(name: str, place: str) -> str:
     """The same in a process of its own: a failed capture may leave a process unable to go on."""
     command = [sys.executable, *sys.argv, "--capture", name, place]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        return "its process did not end in 300 s"
     lines = done.stdout.strip().splitlines()
     return lines[-1] if done.returncode == 0 and lines else f"its process ended with {done.returncode}"
 
@@ -261,6 +268,7 @@ def copied(name: str, args: argparse.Namespace, device: torch.device) -> int:
 def alone(name: str, args: argparse.Namespace, device: torch.device, trace: Path) -> dict[str, Figure]:
     """What is counted of one contender, with nothing else on the device."""
     cuda = device.type == "cuda"
+    gc.collect()  # sharded models lie in cycles
     before = torch.cuda.memory_allocated(device) if cuda else 0
     job = Job(name, args, device)
     for _ in range(3):
@@ -285,12 +293,17 @@ def figures(args: argparse.Namespace, device: torch.device, place: str, traces: 
     with world(backend, size):
         base = copied("plain", args, device)
         numel = sum(p.numel() for p in Job("plain", args, torch.device("cpu")).model.parameters())
+        works: list[str] = []
         for name in NAMES:
             progress(f"{place}, {name}")
             label = f"{place} {name}".replace(",", "").replace(" ", "-")
-            rows[name] = alone(name, args, device, traces / f"{label}.trace.json")
-            rows[name]["copied / P"] = Figure((copied(name, args, device) - base) / (4 * numel))
-        jobs = {name: Job(name, args, device) for name in NAMES}
+            try:
+                rows[name] = alone(name, args, device, traces / f"{label}.trace.json")
+                rows[name]["copied / P"] = Figure((copied(name, args, device) - base) / (4 * numel))
+                works.append(name)
+            except Exception as e:  # of a peer, or ours: it stands in the table, and the others go on
+                rows[name] = {"ms": Figure(None, note=first_line(e))}
+        jobs = {name: Job(name, args, device) for name in works}
         times = interleaved({name: job.timed for name, job in jobs.items()}, args.rounds or 15, warm_up=3)
         jobs.clear()
     for name, series in times.items():
@@ -298,7 +311,8 @@ def figures(args: argparse.Namespace, device: torch.device, place: str, traces: 
         rows[name]["over plain"] = over(series, statistics.median(times["plain"]))
         if device.type == "cuda":
             rows[name]["CUDA graph"] = Figure(None, note=captured_apart(name, place))
-    return {name: {c: row.get(c, Figure(None, note=NO_GPU)) for c in COLUMNS} for name, row in rows.items()}
+    empty = Figure(None, note=NO_GPU if device.type != "cuda" else "")
+    return {name: {c: row.get(c, empty) for c in COLUMNS} for name, row in rows.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

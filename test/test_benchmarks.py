@@ -237,6 +237,17 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_but_for_the_gpu_itself(benchmarks, mon
     assert {p.name for p in tmp_path.iterdir()} == {f"fake-group-of-8-{n}.trace.json" for n in rows}
 
 
+def test_a_contender_that_fails_on_a_gpu_stands_in_the_table_with_its_error(benchmarks, monkeypatch, tmp_path: Path):
+    def fails(*_: object) -> None:
+        raise ValueError("no such\nluck")
+
+    monkeypatch.setattr(benchmarks.gpu, "NAMES", ["plain", "FSDP2"])
+    monkeypatch.setitem(benchmarks.contenders.CONTENDERS, "FSDP2", fails)
+    rows = benchmarks.gpu.figures(gpu_arguments(benchmarks), torch.device("cpu"), "fake group of 8", tmp_path)
+    assert rows["FSDP2"]["ms"].note == "ValueError: no such"
+    assert rows["plain"]["ms"].value > 0
+
+
 def test_overlap_and_launches_are_read_from_a_trace(benchmarks):
     def event(name: str, start: int, length: int, category: str = "kernel") -> dict[str, Any]:
         return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
@@ -250,4 +261,5 @@ def test_overlap_and_launches_are_read_from_a_trace(benchmarks):
         {"ph": "M", "name": "process_name"},
     ]
     assert benchmarks.gpu.hidden(events) == pytest.approx(0.5)
+    assert benchmarks.gpu.hidden(events[1:]) is None
     assert benchmarks.gpu.launched(events) == {"kernels": 4, "copies": 1}
