@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
             f"medians of {rounds} rounds (fake group of {args.world_size}, {args.units} units)",
             "what no eager flat design can leave out, timed alone in the same rounds",
             {name: {c: column[name] for c, column in columns.items()} for name in columns["fp32"]},
-            {OURS: TARGETS},
+            {OURS: TARGETS} if OURS in args.only else {},
             digits=0,
         )
     ]

@@ -120,15 +120,15 @@ def measure(args: argparse.Namespace) -> list[Table]:
                 peaks[name][column] = Figure(peak / floors[case.bf16])
                 if case in (Case(), Case(bf16=True)):
                     between[name][column] = Figure(after / state_bytes())
-    mib = {column: Figure(floors[case.bf16] / 2**20) for column, case in CASES.items()}
     what = f"GPT of 12 blocks, fake group of {RANKS}"
     return [
         Table(
             "memory",
             f"peak of live bytes in a training step over the floor ({what})",
             "shards, gradients and AdamW's moments, two largest whole units, what a plain forward keeps; counted",
-            {**peaks, "floor, MiB": mib},
+            peaks,
             {OURS: TARGETS},
+            [f"The floor is {floors[False] / 2**20:.2f} MiB in fp32 and {floors[True] / 2**20:.2f} MiB in bf16."],
             digits=3,
         ),
         Table(
