@@ -126,7 +126,7 @@ def main() -> None:
 
 def write(args: argparse.Namespace, about: dict[str, str], tables: Sequence[Table], notes: Sequence[str]) -> None:
     """The results' files: named ``quick`` or ``full``, or by what alone was run."""
-    stem = "-".join(args.only) if args.only else "full" if args.full else "quick"
+    stem = "-".join([*(args.only or []), *(["full"] if args.full else [])]) or "quick"
     args.results.mkdir(parents=True, exist_ok=True)
     (args.results / f"{stem}.txt").write_text(as_text(about, tables, notes))
     (args.results / f"{stem}.json").write_text(as_json(about, tables, notes))
