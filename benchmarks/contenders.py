@@ -142,6 +142,35 @@ def unsynchronised(name: str, model: Any) -> Iterator[None]:
             yield
 
 
+@contextlib.contextmanager
+def nothing_moves(name: str) -> Iterator[None]:
+    """Over the fake group, a peer's collective is one call into the group, as flatshard's is there, and fills nothing.
+
+    The fake group itself fills the output of an all-gather rank by rank: host time that no real backend spends. FSDP1 on CPU
+    gathers into a list of one view a rank, which stays; under its name with ``one call`` it gathers into one tensor.
+    """
+
+    def all_gather(output: Tensor, shard: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return called(output, group, async_op)
+
+    def reduce_scatter(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        return called(output, group, async_op)
+
+    def called(output: Tensor, group: Any, async_op: bool) -> Any:
+        work = (dist.group.WORLD if group is None else group).broadcast(output, 0)
+        return work if async_op else work.wait() and None
+
+    if name in ("plain", "flatshard"):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "all_gather_into_tensor", all_gather))
+        stack.enter_context(mock.patch.object(dist, "reduce_scatter_tensor", reduce_scatter))
+        if name == ONE_CALL:
+            stack.enter_context(as_on_gpus())
+        yield
+
+
 def drop_gradients(model: nn.Module) -> None:
     """``zero_grad`` without an optimizer's bookkeeping."""
     for parameter in model.parameters():

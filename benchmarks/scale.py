@@ -4,8 +4,8 @@
 
 By ranks: 30 units of 12 small parameters; the same model over the fake group of 8 and of 4,096, interleaved in one process
 (the smaller group is a part of the larger one). The ratio should be 1: no host time that grows with ranks is anyone's due.
-What remains is that of the collective's own call: the fake group of torch fills an all-gather's output rank by rank, which
-flatshard's collectives for it do not. Over it FSDP1 and FSDP2 are charged with that; ``one call`` is FSDP1 as on GPUs.
+Peers' collectives fill nothing here (``nothing_moves`` in ``contenders.py``): the fake group's own all-gather would fill its
+output rank by rank, which is nobody's fault. FSDP1 gathers into a list of one view a rank on CPU; ``one call`` is as on GPUs.
 
 By units: 10 and 1,000 units over the fake group of 8. The exponent is log(time at 1,000 / time at 10) / log(100), and that of
 the plain model, the floor, is computed from the same rounds.
@@ -14,14 +14,13 @@ the plain model, the floor, is computed from the same rounds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from contenders import ONE_CALL, SHARDED, Setting, as_on_gpus, build
+from contenders import ONE_CALL, SHARDED, Setting, build, nothing_moves
 from suite import OURS, Figure, Table, arguments, fake_world, interleaved, main, progress
 from units import Unit, Units, timed_step
 
@@ -36,7 +35,7 @@ def stepped(name: str, units: int, group: dist.ProcessGroup | None) -> Callable[
     step = timed_step(build(name, Units(units), Setting(Unit, group=group)))
 
     def within() -> float:
-        with as_on_gpus() if name == ONE_CALL else contextlib.nullcontext():
+        with nothing_moves(name):
             return step()
 
     return within
@@ -84,7 +83,7 @@ def by_units(names: list[str], rounds: int) -> dict[str, dict[str, Figure]]:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (21 if args.full else 9)
+    rounds = args.rounds or (11 if args.full else 9)
     names = FULL if args.full else ["flatshard"]
     progress("host time by ranks")
     ranks = by_ranks(names, 30, rounds)
@@ -114,7 +113,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
-    made.add_argument("--rounds", type=int, default=0, help="default: 9, with --full 21")
+    made.add_argument("--rounds", type=int, default=0, help="default: 9, with --full 11")
     return made
 
 

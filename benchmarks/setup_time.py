@@ -6,7 +6,7 @@
 model's first. Then AdamW's (foreach) first step of 480 parameters (40 units), which makes its state, on what this rank has of
 4,096. Every contender and round is a process of its own, forked from one that has imported everything and trained a plain
 model, but none of a contender: what a library builds or caches once is part of the figure, and what torch itself does at its
-first operations is not. Contenders take turns; medians over the rounds.
+first operations is not. Peers' collectives fill nothing, as in ``scale.py``. Contenders take turns; medians over the rounds.
 
 The floor is the plain model: no wrapping, its first step, AdamW's first step on whole parameters.
 """
@@ -14,7 +14,6 @@ The floor is the plain model: no wrapping, its first step, AdamW's first step on
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -22,7 +21,7 @@ import statistics
 import traceback
 
 import torch
-from contenders import ONE_CALL, SHARDED, Setting, as_on_gpus, build
+from contenders import SHARDED, Setting, build, nothing_moves
 from suite import OURS, Table, arguments, fake_world, main, over, progress, seconds
 from units import WIDTH, Unit, Units
 
@@ -38,7 +37,7 @@ def once(name: str) -> tuple[float, float, float]:
     began: list[torch.nn.Module] = []
     wrapping = seconds(lambda: began.append(build(name, module, Setting(Unit))))
     x = torch.ones(2, WIDTH)
-    with as_on_gpus() if name == ONE_CALL else contextlib.nullcontext():
+    with nothing_moves(name):
         first = seconds(lambda: began[0](x).sum().backward())
     return wrapping, first, optimizer(name)
 
@@ -46,7 +45,7 @@ def once(name: str) -> tuple[float, float, float]:
 def optimizer(name: str) -> float:
     """Seconds of AdamW's first step of 480 parameters."""
     model = build(name, Units(40), Setting(Unit))
-    with as_on_gpus() if name == ONE_CALL else contextlib.nullcontext():
+    with nothing_moves(name):
         model(torch.ones(2, WIDTH)).sum().backward()
     adam = torch.optim.AdamW(model.parameters(), foreach=True)
     return seconds(adam.step)
