@@ -7,6 +7,7 @@ contender's public interface, :class:`Unavailable` says so, and stands in the ta
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,10 @@ def unsynchronised(name: str, model: Any) -> Iterator[None]:
             yield
 
 
+_TENSOR_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+"""By either name: torch 2.13 has renamed them."""
+
+
 @contextlib.contextmanager
 def nothing_moves(name: str) -> Iterator[None]:
     """Over the fake group, a peer's collective is one call into the group, as flatshard's is there, and fills nothing.
@@ -150,22 +155,23 @@ def nothing_moves(name: str) -> Iterator[None]:
     gathers into a list of one view a rank, which stays; under its name with ``one call`` it gathers into one tensor.
     """
 
-    def all_gather(output: Tensor, shard: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        return called(output, group, async_op)
+    def stand_in(collective: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(collective)
 
-    def reduce_scatter(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        return called(output, group, async_op)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            work = (given.get("group") or dist.group.WORLD).broadcast(next(iter(given.values())), 0)
+            return work if given.get("async_op") else work.wait() and None
 
-    def called(output: Tensor, group: Any, async_op: bool) -> Any:
-        work = (dist.group.WORLD if group is None else group).broadcast(output, 0)
-        return work if async_op else work.wait() and None
+        return call
 
     if name in ("plain", "flatshard"):
         yield
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dist, "all_gather_into_tensor", all_gather))
-        stack.enter_context(mock.patch.object(dist, "reduce_scatter_tensor", reduce_scatter))
+        for collective in _TENSOR_COLLECTIVES:
+            if hasattr(dist, collective):
+                stack.enter_context(mock.patch.object(dist, collective, stand_in(getattr(dist, collective))))
         if name == ONE_CALL:
             stack.enter_context(as_on_gpus())
         yield
