@@ -1,6 +1,6 @@
 """Time to save and to load a GPT with its AdamW state, against FSDP2 and FSDP1, over gloo on CPU, interleaved.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py
 
 Every contender holds the same model and saves it with its optimizer's state to files of its own, flushed to disk; then it
 loads them back. A round does all of them once; figures are medians over the rounds, with the fastest and the slowest, and
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, GPTConfig
-from step_time import join, shard_flatshard, shard_fsdp1, shard_fsdp2
+from contenders import Setting, build
+from gpt import GPT, Block, GPTConfig
+from suite import Table, arguments, main, over, progress
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -76,34 +77,27 @@ def load_by_torch(job: Contender, path: Path) -> None:
     set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-CONTENDERS: dict[str, tuple[Callable[[GPT], nn.Module], Any, Any]] = {
-    "flatshard": (shard_flatshard, save_ours, load_ours),
-    "flatshard, dcp": (shard_flatshard, save_ours_by_torch, load_ours_by_torch),
-    "FSDP2, dcp": (shard_fsdp2, save_by_torch, load_by_torch),
-    "FSDP1, dcp": (shard_fsdp1, save_by_torch, load_by_torch),
+CONTENDERS: dict[str, tuple[str, Any, Any]] = {
+    "flatshard": ("flatshard", save_ours, load_ours),
+    "flatshard, dcp": ("flatshard", save_ours_by_torch, load_ours_by_torch),
+    "FSDP2, dcp": ("FSDP2", save_by_torch, load_by_torch),
+    "FSDP1, dcp": ("FSDP1", save_by_torch, load_by_torch),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="where to write (default: the temporary directory)")
-    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
-    args = parser.parse_args()
-    join()
-    names = args.only
+def measure(args: argparse.Namespace) -> list[Table]:
+    rounds = args.rounds or (11 if args.full else 5)
+    names, notes = args.only, []
     if importlib.util.find_spec("numpy") is None:
         names = [n for n in names if n == "flatshard"]
-        say(f"no numpy, so without {', '.join(n for n in args.only if n not in names)}")
-
+        notes = [f"no numpy, so without {', '.join(n for n in args.only if n not in names)}"]
     contenders = {name: make(name, args.layers, args.width) for name in names}
     nbytes = sum(p.numel() * p.element_size() for p in contenders[names[0]].model.parameters()) * 3
     directory = Path(shared(tempfile.mkdtemp(dir=args.directory) if dist.get_rank() == 0 else ""))
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ["floor", *names]}
     try:
-        for round_ in range(args.rounds + 1):
+        for round_ in range(rounds + 1):
+            progress(f"checkpoints, round {round_} of {rounds}")
             for name, (saves, loads) in times.items():
                 path = directory / f"{name.replace(', ', '-')}-{round_}"
                 spent = floor(path, nbytes) if name == "floor" else both(contenders[name], path)
@@ -113,14 +107,13 @@ def main() -> None:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(directory)
-    report(times, nbytes)
-    dist.destroy_process_group()
+    return [table(times, nbytes, rounds, notes)]
 
 
 def make(name: str, layers: int, width: int) -> Contender:
-    shard, save, load = CONTENDERS[name]
+    kind, save, load = CONTENDERS[name]
     torch.manual_seed(0)
-    model = shard(GPT(GPTConfig(256, 64, layers, width, heads=8)))
+    model = build(kind, GPT(GPTConfig(256, 64, layers, width, heads=8)), Setting(Block))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 64, dtype=torch.int64)).float().mean().backward()
     optimizer.step()
@@ -172,22 +165,40 @@ def shared(text: str) -> str:
     return bytes(row.tolist()).rstrip(b"\0").decode()
 
 
-def report(times: dict[str, tuple[list[float], list[float]]], nbytes: int) -> None:
-    say(f"{dist.get_world_size()} ranks, {nbytes / 2**20:.0f} MiB a rank: parameters and AdamW's state; seconds")
-    say(f"{'':<16}{'save':>8}{'(min-max)':>16}{'/ floor':>9}{'load':>10}{'(min-max)':>16}{'/ floor':>9}")
-    floors = [statistics.median(values) for values in times["floor"]]
-    for name, both_times in times.items():
-        cells = ""
-        for values, least in zip(both_times, floors, strict=True):
-            median, spread = statistics.median(values), f"({min(values):.3f}-{max(values):.3f})"
-            cells += f"{median:>8.3f}{spread:>16}{median / least:>9.2f}" + "  " * (values is both_times[0])
-        say(f"{name:<16}{cells}")
+def table(times: dict[str, tuple[list[float], list[float]]], nbytes: int, rounds: int, notes: list[str]) -> Table:
+    """Seconds, and over the floor."""
+    least = [statistics.median(values) for values in times["floor"]]
+    rows = {}
+    for name, (saves, loads) in times.items():
+        rows[name] = {
+            "save, s": over(saves, 1.0),
+            "over floor": over(saves, least[0]),
+            "load, s": over(loads, 1.0),
+            "over floor ": over(loads, least[1]),
+        }
+    title = (
+        f"saving and loading {nbytes / 2**20:.0f} MiB a rank, parameters and AdamW's state, {dist.get_world_size()} gloo "
+        f"ranks; medians of {rounds} rounds"
+    )
+    return Table(
+        "checkpoint",
+        title,
+        "a single write, flush and read of the same bytes, in the same rounds",
+        rows,
+        notes=notes,
+        digits=3,
+    )
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--width", type=int, default=512)
+    made.add_argument("--rounds", type=int, default=0, help="default: 5, with --full 11")
+    made.add_argument("--directory", type=Path, help="where to write (default: the temporary directory)")
+    made.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, parser(), ranks=2)

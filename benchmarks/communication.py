@@ -1,6 +1,6 @@
 """What cheaper communication costs in exactness, and saves in time: a small GPT, trained by each way of communicating.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/communication.py
+    python benchmarks/communication.py
 
 All train the same model on the same bytes of the standard library's sources, interleaved: a round is one step of each.
 The loss is the mean over ranks; "off" is the largest relative distance from fp32's curve in any step. Over loopback bytes
@@ -10,16 +10,15 @@ are cheap, so here int8 costs more time than it saves. "none" is garbage, and sh
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from corpus import VOCABULARY, load_corpus, random_windows
 from gpt import GPT, Block, GPTConfig
+from suite import Figure, Table, arguments, main, over, progress
 from torch import nn
 
 import flatshard
@@ -74,67 +73,78 @@ def _relative(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return (difference.norm() / torch.cat([e.flatten() for e in expected]).norm()).item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
-    parser.add_argument("--steps", type=int, default=100)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+class Trainer:
+    """A model with its AdamW, and its curve."""
 
-    config = GPTConfig(VOCABULARY, args.context, args.layers, args.width, heads=4)
-    trainers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-    for name, shard in WAYS.items():
+    def __init__(self, name: str, config: GPTConfig) -> None:
         torch.manual_seed(0)
-        model = shard(GPT(config))
-        trainers[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.model = WAYS[name](GPT(config))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+        """The mean over ranks, by step."""
+        self.times: list[float] = []
+
+    def step(self, tokens: torch.Tensor) -> None:
+        dist.barrier()
+        start = time.perf_counter()
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        dist.barrier()
+        self.times.append(time.perf_counter() - start)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.losses.append(mean.item() / dist.get_world_size())
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    steps = args.steps or (400 if args.full else 100)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = GPTConfig(VOCABULARY, args.context, args.layers, args.width, heads=4)
+    trainers = {name: Trainer(name, config) for name in WAYS}
     text = load_corpus().train
-    curves: dict[str, list[float]] = {name: [] for name in WAYS}
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    for step in range(args.steps):
+    for step in range(steps):
+        if step % 25 == 0:
+            progress(f"training, step {step} of {steps}")
         windows = random_windows(text, size * args.batch, args.context + 1, seed=step)
         tokens = windows[rank * args.batch : (rank + 1) * args.batch]
-        for name, (model, optimizer) in trainers.items():
-            dist.barrier()
-            start = time.perf_counter()
-            logits = model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            dist.barrier()
-            times[name].append(time.perf_counter() - start)
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            curves[name].append(mean.item() / size)
+        for trainer in trainers.values():
+            trainer.step(tokens)
         if step == 0:
-            parameters = parameter_error(trainers["int8"][0])
-            gradients = gradient_error(trainers["fp32"][0], trainers["int8 reduce"][0])
-    if rank == 0:
-        numel = sum(p.numel() for p in GPT(config).parameters())
-        print(
-            f"GPT of {numel / 1e6:.2f} M parameters, {size} gloo ranks, torch {torch.__version__}, {args.steps} steps"
-        )
-        print(
-            f"int8: relative RMS error of the gathered parameters {parameters:.2%}, of reduced gradients {gradients:.2%}"
-        )
-        marks = [0, args.steps // 4, args.steps // 2, args.steps - 1]
-        print(
-            f"{'':12}{'ms':>8}" + "".join(f"{'loss ' + str(m + 1):>11}" for m in marks) + f"{'last 10':>11}{'off':>9}"
-        )
-        for name, curve in curves.items():
-            off = max(abs(a / b - 1) for a, b in zip(curve, curves["fp32"], strict=True))
-            last = statistics.mean(curve[-10:])
-            cells = "".join(f"{curve[m]:11.4f}" for m in marks)
-            print(f"{name:12}{statistics.median(times[name]) * 1e3:8.1f}{cells}{last:11.4f}{off:9.2%}")
-    dist.destroy_process_group()
+            parameters = parameter_error(trainers["int8"].model)
+            gradients = gradient_error(trainers["fp32"].model, trainers["int8 reduce"].model)
+    note = f"int8: relative RMS error of the gathered parameters {parameters:.2%}, of reduced gradients {gradients:.2%}"
+    numel = sum(p.numel() for p in GPT(config).parameters())
+    title = f"training a GPT of {numel / 1e6:.2f} M parameters, {size} gloo ranks, {steps} steps"
+    rows = {name: row(trainer, trainers["fp32"], steps) for name, trainer in trainers.items()}
+    return [Table("communication", title, "fp32's loss; none's time", rows, notes=[note], digits=4)]
+
+
+def row(trainer: Trainer, exact: Trainer, steps: int) -> dict[str, Figure]:
+    """Of the table: milliseconds, losses, and how far they are off fp32's."""
+    off = max(abs(a / b - 1) for a, b in zip(trainer.losses, exact.losses, strict=True))
+    marks = [0, steps // 4, steps // 2, steps - 1]
+    last = [statistics.mean(curve[-10:]) for curve in (trainer.losses, exact.losses)]
+    return {
+        "ms": over(trainer.times, 1.0, 1e3),
+        **{f"loss {mark + 1}": Figure(trainer.losses[mark]) for mark in marks},
+        "last 10": Figure(last[0]),
+        "last 10 / fp32's": Figure(last[0] / last[1]),
+        "off": Figure(off),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--width", type=int, default=128)
+    made.add_argument("--context", type=int, default=64)
+    made.add_argument("--batch", type=int, default=8, help="sequences per rank")
+    made.add_argument("--steps", type=int, default=0, help="default: 100, with --full 400")
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, parser(), ranks=2)

@@ -1,6 +1,6 @@
 """A Muon step on sharded matrices: who steps what, over gloo on CPU, all in one process group, interleaved.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/muon.py
+    python benchmarks/muon.py
 
 The blocks of a GPT, fp32. Contenders make the same step from the same gradients:
 
@@ -21,8 +21,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from contenders import Setting, build
 from gpt import GPT, Block, GPTConfig
-from step_time import join, shard_fsdp2
+from suite import Figure, Table, arguments, interleaved, main, over
 from torch import nn
 
 import flatshard
@@ -75,7 +76,7 @@ def gather_all(model: GPT) -> tuple[Step, str]:
 
 def fsdp2(model: GPT) -> tuple[Step, str]:
     """The same with DTensors: whole gradients by ``full_tensor``, each rank keeps its rows of the result."""
-    shard_fsdp2(model)
+    build("FSDP2", model, Setting(Block))
     params = matrices_of(model)
     give_gradients(params)
     wholes = [nn.Parameter(p.detach().full_tensor()) for p in params]  # type: ignore[attr-defined]
@@ -117,41 +118,44 @@ CONTENDERS: dict[str, Callable[[GPT], tuple[Step, str]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+def timed(step: Step) -> Callable[[], float]:
+    """Seconds until the slowest rank is done."""
+
+    def run() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    return run
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    title = f"a Muon step of {args.layers} blocks of width {args.width}, {dist.get_world_size()} gloo ranks, fp32"
+    least = "a plain Muon's step of every N-th matrix, without communication: this rank's share of the work"
+    column = "over gather all"
     if not hasattr(torch.optim, "Muon"):
-        parser.error("this torch has no torch.optim.Muon")
-    join()
-    steps: dict[str, tuple[Step, str]] = {}
+        return [Table("muon", title, least, {"flatshard": {column: Figure(None, note="no torch.optim.Muon here")}})]
+    rounds = args.rounds or (9 if args.full else 5)
+    made: dict[str, tuple[Step, str]] = {}
     for name, make in CONTENDERS.items():
         torch.manual_seed(0)
-        steps[name] = make(GPT(GPTConfig(256, 64, args.layers, args.width, heads=8)))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.rounds + 1):
-        for name, (step, _) in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            dist.barrier()
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        print(
-            f"Muon step of {args.layers} blocks of width {args.width}, {dist.get_world_size()} gloo ranks, fp32, torch "
-            f"{torch.__version__}"
-        )
-        print(f"{'':12}{'ms':>8}{'min-max':>14}{'over gather all':>17}")
-        base = statistics.median(times["gather all"])
-        for name, series in times.items():
-            median = statistics.median(series)
-            spread = f"{min(series) * 1e3:.0f}-{max(series) * 1e3:.0f}"
-            print(f"{name:12}{median * 1e3:8.0f}{spread:>14}{median / base:17.2f}  {steps[name][1]}")
-    dist.destroy_process_group()
+        made[name] = make(GPT(GPTConfig(256, 64, args.layers, args.width, heads=8)))
+    times = interleaved({name: timed(step) for name, (step, _) in made.items()}, rounds, warm_up=1)
+    base = statistics.median(times["gather all"])
+    rows = {name: {column: over(series, base), "ms": over(series, 1.0, 1e3)} for name, series in times.items()}
+    notes = [f"{name}: {note}" for name, (_, note) in made.items()]
+    return [Table("muon", f"{title}; medians of {rounds} rounds", least, rows, notes=notes)]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--layers", type=int, default=6)
+    made.add_argument("--width", type=int, default=384)
+    made.add_argument("--rounds", type=int, default=0, help="default: 5, with --full 9")
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, parser(), ranks=2)

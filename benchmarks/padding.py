@@ -1,6 +1,6 @@
 """Padding of each layout for the shapes of real models, at 8 to 1,024 ranks, beside FSDP2's. No model, no process group.
 
-    python benchmarks/padding.py
+    python benchmarks/padding.py --full
 
 Percent over the parameters' own elements, of one layer as a unit, and, in the last row, of 16 layers as a unit. FSDP2 cuts
 every parameter along dimension 0 into chunks of ``ceil(rows / ranks)`` rows, one for each rank, and pads each to that. The
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import math
+
+from suite import Figure, Table, arguments, main
 
 from flatshard._handle.layout import Cut, plan_layout
 
@@ -40,6 +42,7 @@ MODELS: dict[str, Shapes] = {
     "Mixtral 8x7B": llama(4096, 1024, 14336, experts=8),
     "128 fused experts": [(128, 768, 2048), (128, 768, 2048), (128, 2048, 768)],
 }
+QUICK = ("GPT-2 XL (1600)", "Llama 3 70B", "Mixtral 8x7B")
 RANKS = (8, 32, 64, 256, 1024)
 
 
@@ -58,11 +61,11 @@ def fsdp2(shapes: Shapes, ranks: int) -> float:
     return padded / sum(map(math.prod, shapes)) - 1
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(f"{'padding of one layer':21}{'layout':20}" + "".join(f"{n:>10,}" for n in RANKS) + "  ranks")
-    for name, shapes in MODELS.items():
-        rows = {
+def measure(args: argparse.Namespace) -> list[Table]:
+    rows: dict[str, dict[str, Figure]] = {}
+    for name in MODELS if args.full else QUICK:
+        shapes = MODELS[name]
+        values = {
             "Elements()": [flat(shapes, n, "elements") for n in RANKS],
             "Blocks(64)": [flat(shapes, n, "blocks") for n in RANKS],
             "Rows()": [flat(shapes, n, "rows") for n in RANKS],
@@ -70,11 +73,10 @@ def main() -> None:
             "Whole()": [flat(shapes, n, "whole") for n in RANKS],
             "Whole(), 16 layers": [flat(shapes * 16, n, "whole") for n in RANKS],
         }
-        for layout, values in rows.items():
-            cells = "".join(f"{v:>10.2%}" if v < 10 else f"{f'x {v + 1:.0f}':>10}" for v in values)
-            print(f"{name:21}{layout:20}{cells}")
-            name = ""
+        for layout, series in values.items():
+            rows[f"{name}, {layout}"] = {f"{n:,} ranks": Figure(100 * v) for n, v in zip(RANKS, series, strict=True)}
+    return [Table("padding", "percent of padding of one layer as a unit", "0", rows)]
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, arguments(__doc__))

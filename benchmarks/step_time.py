@@ -1,115 +1,129 @@
 """Step time of a GPT against FSDP2, FSDP1 and DDP, over gloo on CPU, all in one process group, interleaved.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/step_time.py
+    python benchmarks/step_time.py
 
-Every contender trains the same model on the same batch: forward, backward and an AdamW step, fp32. A round runs each
-once; figures are medians over the rounds, and ratios to FSDP2's median. The floor is the plain model's step without any
-communication, on each rank's own batch.
+It starts two ranks; for more: ``torchrun --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains the same 25 M
+parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are medians over the
+rounds, as ratios to FSDP2's median. ``4 x``: four microbatches, of which the last reduces; ``flatshard, each reduced`` is its
+default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction.
+
+The floor is the plain model's step without any communication, on each rank's own batch (bf16: all of it in bfloat16).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from contenders import SHARDED, Setting, Unavailable, build, unsynchronised
 from gpt import GPT, Block, GPTConfig
+from suite import OURS, Figure, Table, arguments, interleaved, main, over, progress
 from torch import nn
 
-import flatshard
+COLUMNS = {"fp32": (False, 1), "fp32, 4 x": (False, 4), "bf16": (True, 1)}
+"""(bf16, microbatches)"""
+TARGETS = {"fp32": 0.60, "fp32, 4 x": 0.60, "bf16": 0.70}
+MILLISECONDS = "FSDP2, ms"
+EACH = "flatshard, each reduced"
+NAMES = ["plain", *SHARDED, "DDP"]
 
 
-def shard_flatshard(model: GPT) -> nn.Module:
-    return flatshard.fully_shard(model, policy={Block})
+def config(args: argparse.Namespace) -> GPTConfig:
+    return GPTConfig(256, args.context, args.layers, args.width, heads=8)
 
 
-def shard_fsdp2(model: GPT) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
+def trainer(name: str, args: argparse.Namespace, bf16: bool, microbatches: int) -> Callable[[], float]:
+    """Seconds of a step, until the slowest rank is done.
 
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module)
-    return fully_shard(model)
-
-
-def shard_fsdp1(model: GPT) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
-    )
-
-
-CONTENDERS: dict[str, Callable[[GPT], nn.Module]] = {
-    "plain": lambda model: model,
-    "flatshard": shard_flatshard,
-    "FSDP2": shard_fsdp2,
-    "FSDP1": shard_fsdp1,
-    "DDP": nn.parallel.DistributedDataParallel,
-}
-
-
-def join() -> None:
-    """Make this process a rank over gloo, with one thread."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
-    args = parser.parse_args()
-    join()
-
-    trainers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-    for name in args.only:
-        torch.manual_seed(0)
-        config = GPTConfig(256, args.context, args.layers, args.width, heads=8)
-        model = CONTENDERS[name](GPT(config))
-        trainers[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    Raises:
+        Unavailable: the contender has no such setting.
+    """
+    torch.manual_seed(0)
+    kind = "flatshard" if name == EACH else name
+    model = build(kind, GPT(config(args)), Setting(Block, bf16=bf16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 256, (args.batch, args.context + 1))
-    numel = sum(p.numel() for p in GPT(config).parameters())
 
-    times: dict[str, list[float]] = {name: [] for name in trainers}
-    losses: dict[str, float] = {}
-    for round_ in range(args.rounds + 1):
-        for name, (model, optimizer) in trainers.items():
-            dist.barrier()
-            start = time.perf_counter()
-            logits = model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            dist.barrier()
-            losses[name] = loss.item()
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        print(
-            f"GPT of {numel / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks, fp32, torch {torch.__version__}"
+    def step() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        for number in range(microbatches):
+            held = name != EACH and number < microbatches - 1
+            with unsynchronised(kind, model) if held else contextlib.nullcontext():
+                logits = model(tokens[:, :-1]).float()
+                nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    return step
+
+
+def column(args: argparse.Namespace, bf16: bool, microbatches: int, rounds: int) -> dict[str, Figure]:
+    """Every contender's ratio to FSDP2."""
+    steps: dict[str, Callable[[], float]] = {}
+    result: dict[str, Figure] = {}
+    for name in [*args.only, *([EACH] if microbatches > 1 and "flatshard" in args.only else [])]:
+        try:
+            steps[name] = trainer(name, args, bf16, microbatches)
+        except Unavailable as e:
+            result[name] = Figure(None, note=str(e))
+    times = interleaved(steps, rounds, warm_up=1)
+    base = statistics.median(times["FSDP2"]) if "FSDP2" in times else float("nan")
+    result |= {"floor: plain" if name == "plain" else name: over(series, base) for name, series in times.items()}
+    if "FSDP2" in times:
+        result[MILLISECONDS] = over(times["FSDP2"], 1.0, 1e3)
+    return result
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    rounds = args.rounds or (9 if args.full else 3)
+    columns = {}
+    for name, (bf16, microbatches) in COLUMNS.items():
+        progress(f"step time, {name}")
+        columns[name] = column(
+            args, bf16, microbatches, rounds if microbatches == 1 or args.full else max(1, rounds - 1)
         )
-        print(f"{'':12}{'ms':>9}{'min-max':>14}{'over FSDP2':>12}{'last loss':>11}")
-        base = statistics.median(times["FSDP2"]) if "FSDP2" in times else float("nan")
-        for name, series in times.items():
-            median = statistics.median(series)
-            spread = f"{min(series) * 1e3:.0f}-{max(series) * 1e3:.0f}"
-            print(f"{name:12}{median * 1e3:9.0f}{spread:>14}{median / base:12.2f}{losses[name]:11.4f}")
-    dist.destroy_process_group()
+        gc.collect()
+    base = {name: found.pop(MILLISECONDS).text(0) for name, found in columns.items() if MILLISECONDS in found}
+    names = list(dict.fromkeys(name for found in columns.values() for name in found))
+    last = [name for name in ("floor: plain",) if name in names]
+    rows = {
+        name: {c: found[name] for c, found in columns.items() if name in found} for name in names if name not in last
+    }
+    rows |= {name: {c: found[name] for c, found in columns.items() if name in found} for name in last}
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in GPT(config(args)).parameters())
+    return [
+        Table(
+            "step_time",
+            f"step time over FSDP2's, GPT of {numel / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks; medians of "
+            f"{rounds} rounds (of 4 x, one less in the quick set)",
+            "the plain model's step without communication, on each rank's own batch, in the same rounds",
+            rows,
+            {OURS: TARGETS} if OURS in rows else {},
+            [f"FSDP2's milliseconds: {'; '.join(f'{name} {text}' for name, text in base.items())}"] if base else [],
+        )
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--width", type=int, default=512)
+    made.add_argument("--context", type=int, default=64)
+    made.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    made.add_argument("--rounds", type=int, default=0, help="default: 3, with --full 9")
+    made.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, parser(), ranks=2)

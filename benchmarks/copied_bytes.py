@@ -1,0 +1,97 @@
+"""Local bytes that a step copies beyond the plain model's, as a multiple of P, the float32 bytes of the parameters.
+
+    python benchmarks/copied_bytes.py
+
+A GPT of 12 blocks, the fake group of 8, forward and backward; every operation's reads and writes are counted, collectives
+left out (``counting.py`` states the convention). The plain model is float32, or bfloat16 where the contenders compute in it.
+``4 x no_sync`` is four microbatches of which the last reduces; ``4 x reduced`` reduces each, which is flatshard's default
+way to accumulate. The plain model makes as many microbatches.
+
+The floor: autograd makes a gradient in memory of its own, and it must get into the reduction's input: read once, written
+once (float32: 2 P; from bfloat16: 0.5 + 1). A float32 shard may be handed to the collective where it lies; one of bfloat16 is
+cast once (1 + 0.5) / 8. Microbatches that are not reduced are added up in the reduction's input: what that reads and writes,
+the plain model's own accumulation does as well, so the floor is that of one reduction. Reducing each of four makes four
+copies of 2 P, adds three shards of 3 P / 8, and saves the plain model's three additions of 3 P.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import torch
+from contenders import SHARDED, Setting, build, drop_gradients, unsynchronised
+from counting import CopiedBytes, Wire
+from gpt import GPT, Block, GPTConfig
+from suite import OURS, Figure, Table, arguments, fake_world, main, progress
+from torch import nn
+
+RANKS = 8
+CONFIG = GPTConfig(vocabulary=512, context=512, layers=12, width=128, heads=8)
+COLUMNS: dict[str, tuple[bool, int, bool]] = {
+    "fp32": (False, 1, True),
+    "bf16": (True, 1, True),
+    "fp32, 4 x no_sync": (False, 4, False),
+    "fp32, 4 x reduced": (False, 4, True),
+}
+"""(bf16, microbatches, whether each is reduced)"""
+TARGETS = {"fp32": 2.3, "bf16": 1.9, "fp32, 4 x no_sync": 8.3}
+
+
+def parameter_bytes() -> int:
+    """P."""
+    return 4 * sum(p.numel() for p in GPT(CONFIG).parameters())
+
+
+def step(name: str, model: nn.Module, microbatches: int = 1, reduced: bool = True) -> None:
+    """Forwards and backwards, and no gradients left."""
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    for number in range(microbatches):
+        held = not reduced and number < microbatches - 1
+        with unsynchronised(name, model) if held else contextlib.nullcontext():
+            model(tokens).float().mean().backward()
+    drop_gradients(model)
+
+
+def copied(name: str, bf16: bool, microbatches: int, reduced: bool) -> int:
+    """Bytes of a step after the first ones, which may build what the later ones use."""
+    torch.manual_seed(0)
+    model = build(name, GPT(CONFIG), Setting(Block, bf16=bf16, collectives=Wire().factory))
+    for _ in range(2):
+        step(name, model, microbatches, reduced)
+    with CopiedBytes() as count:
+        step(name, model, microbatches, reduced)
+    return count.total
+
+
+def ratio(name: str, column: str) -> float:
+    """A contender's figure, within a fake group."""
+    return (copied(name, *COLUMNS[column]) - copied("plain", *COLUMNS[column])) / parameter_bytes()
+
+
+def floor() -> dict[str, Figure]:
+    """In the order of the columns: see above."""
+    values = (2.0, 1.5 + 1.5 / RANKS, 2.0, 4 * 2 + 3 * 3 / RANKS - 3 * 3)
+    return {column: Figure(value) for column, value in zip(COLUMNS, values, strict=True)}
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    rows: dict[str, dict[str, Figure]] = {name: {} for name in SHARDED}
+    with fake_world(RANKS):
+        for column in COLUMNS:
+            progress(f"bytes copied, {column}")
+            for name in SHARDED:
+                rows[name][column] = Figure(ratio(name, column))
+    return [
+        Table(
+            "copied_bytes",
+            f"local bytes copied in a step over the plain model's, over P (GPT of 12 blocks, fake group of {RANKS})",
+            "each gradient is read and written once, into the reduction's input; bf16 shards are cast once; by arithmetic",
+            {**rows, "floor": floor()},
+            {OURS: TARGETS},
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main(measure, arguments(__doc__))

@@ -1,0 +1,170 @@
+"""Counts that do not depend on the machine: bytes copied, collectives and their payload, live bytes of memory.
+
+[What is a byte copied] An operation reads the bytes of its tensor arguments and writes those of its results. Views and
+allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Operations of the
+process group (``c10d``) are left out, and flatshard's collectives, which copy over the fake group, replaced by :class:`Wire`.
+FSDP2's ``all_gather_copy_in`` takes and returns the buffer of the whole all-gather, of which it fills this rank's part: it
+reads its inputs and writes as much. What a kernel does within is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from flatshard._collectives import Done
+
+_ONLY_WRITTEN = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
+_COPY_IN = "fsdp::all_gather_copy_in"
+
+
+def nbytes(value: Any) -> int:
+    """Of all tensors in it."""
+    return sum(t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Bytes read and written by operations, by the operation's name: see above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operation: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_operation.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or name.startswith(("empty", "new_empty", "c10d::")):
+            return result
+        arguments = func._schema.arguments
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        if name == _COPY_IN:
+            self.by_operation[name] += 2 * nbytes(given["all_gather_inputs"])
+            return result
+        changed = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        unread = [a.name for a in changed if a.is_out or name in _ONLY_WRITTEN]
+        read = sum(nbytes(value) for key, value in given.items() if key not in unread)
+        written = nbytes([given[a.name] for a in changed if a.name in given]) if changed else nbytes(result)
+        self.by_operation[name] += read + written
+        return result
+
+
+class Wire:
+    """Flatshard's collectives that move nothing, and note (kind, bytes of the whole)."""
+
+    exact = True
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int]] = []
+
+    def factory(self, group: object, device: object) -> Wire:
+        """For ``fully_shard(collectives=...)``."""
+        return self
+
+    def _note(self, kind: str, tensor: Tensor) -> Done:
+        self.sent.append((kind, tensor.nbytes))
+        return Done()
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Done:
+        return self._note("all-gather", output)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Done:
+        return self._note("reduce-scatter", input)
+
+    def all_reduce(self, tensor: Tensor) -> Done:
+        return self._note("all-reduce", tensor)
+
+
+class Sent(TorchDispatchMode):
+    """The same of what goes through the process group: (kind, bytes of the whole)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            if "gather" in name:
+                self.sent.append(("all-gather", nbytes(args[0])))
+            elif "reduce_scatter" in name:
+                self.sent.append(("reduce-scatter", nbytes(args[1])))
+            elif "reduce" in name:
+                self.sent.append(("all-reduce", nbytes(args[0])))
+            else:
+                self.sent.append((name, nbytes(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all memory behind the tensors that operations got or gave while this was on: now, and at the most.
+
+    Exact: each storage is known by a weak reference to its implementation in C++, so that one is counted once, with its
+    present size (it may be resized), until nothing holds it. The size of all is taken after every operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+        self.watching = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add(t for t in pytree.tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
+        if self.watching:
+            self.peak = max(self.peak, self.now())
+        return result
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Know the memory behind these, too."""
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):  # a DTensor's own storage is none
+                names, _ = tensor.__tensor_flatten__()
+                self.add(t for t in (getattr(tensor, name) for name in names) if isinstance(t, Tensor))
+                continue
+            if tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            known = self._known.get(storage._cdata)
+            if known is None or known.expired():
+                self._known[storage._cdata] = StorageWeakRef(storage)
+
+    def now(self) -> int:
+        """Bytes that are live."""
+        total, gone = 0, []
+        revive = torch.UntypedStorage._new_with_weak_ptr
+        for key, reference in self._known.items():
+            storage = revive(reference.cdata)
+            if storage is None:
+                gone.append(key)
+            else:
+                total += storage.nbytes()
+        for key in gone:
+            del self._known[key]
+        return total
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Within, ``peak`` grows. Python's own collector is off: what only it would free counts as live."""
+        gc.collect()
+        gc.disable()
+        self.peak, self.watching = self.now(), True
+        try:
+            yield
+        finally:
+            self.watching = False
+            gc.enable()

@@ -1,0 +1,145 @@
+"""Live bytes of memory in a training step, and between steps, over what they have to be.
+
+    python benchmarks/memory.py
+
+A GPT of 12 blocks, the fake group of 8, forward, backward and a step of AdamW (foreach). Bytes are those of all storages
+that are live, counted exactly after every operation (``LiveBytes`` in ``counting.py``); Python's collector is off. The first
+table is the peak. ``4 x reduced`` and ``4 x no_sync`` are four microbatches: each is reduced (flatshard's default), or the
+last alone.
+
+The floor of the peak: this rank's shards of parameters, gradients and AdamW's two moments (4 P / 8, P being the parameters
+in float32), the two largest whole units (the one in work and the one gathered ahead, in the dtype that they compute in), and
+what a plain model in that dtype keeps for its backward. It is a sum of what has to be there, not all of it at one moment: a
+step may stay below it. The floor between steps: the shards, gradients and moments alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+from dataclasses import dataclass
+
+import torch
+from contenders import SHARDED, Setting, build, unsynchronised
+from copied_bytes import CONFIG, RANKS, parameter_bytes
+from counting import LiveBytes
+from gpt import GPT, Block
+from suite import OURS, Figure, Table, arguments, fake_world, main, progress
+
+
+@dataclass(frozen=True)
+class Case:
+    """A column of the table of peaks."""
+
+    bf16: bool = False
+    prefetch: bool = True
+    microbatches: int = 1
+    reduced: bool = True
+
+
+CASES = {
+    "fp32": Case(),
+    "bf16": Case(bf16=True),
+    "fp32, no prefetch": Case(prefetch=False),
+    "bf16, no prefetch": Case(bf16=True, prefetch=False),
+    "fp32, 4 x reduced": Case(microbatches=4),
+    "fp32, 4 x no_sync": Case(microbatches=4, reduced=False),
+}
+TARGETS = {"fp32": 1.10, "bf16": 1.06, "fp32, no prefetch": 1.02, "bf16, no prefetch": 1.02, "fp32, 4 x reduced": 1.12}
+NAMES = [name for name in SHARDED if name != "FSDP1 flat"]
+"""A flat parameter changes nothing here."""
+
+
+def tokens() -> torch.Tensor:
+    return torch.zeros(1, 16, dtype=torch.int64)
+
+
+def held(name: str, case: Case) -> tuple[int, int]:
+    """Bytes at the peak of a step, and after it with its gradients. Within a fake group."""
+    with LiveBytes() as live:
+        torch.manual_seed(0)
+        model = build(name, GPT(CONFIG), Setting(Block, bf16=case.bf16, prefetch=case.prefetch))
+        live.add(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        def step() -> None:
+            for number in range(case.microbatches):
+                waits = not case.reduced and number < case.microbatches - 1
+                with unsynchronised(name, model) if waits else contextlib.nullcontext():
+                    model(tokens()).float().mean().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            step()
+            optimizer.zero_grad()
+        with live.watch():
+            step()
+        gc.collect()
+        return live.peak, live.now()
+
+
+def activations(bf16: bool) -> int:
+    """Bytes that a plain model's forward keeps for its backward."""
+    model = GPT(CONFIG)
+    if bf16:
+        model.bfloat16()
+    with LiveBytes() as live:
+        live.add(model.parameters())
+        before = live.now()
+        loss = model(tokens()).float().mean()
+        gc.collect()
+        kept = live.now() - before
+    del loss
+    return kept
+
+
+def state_bytes() -> float:
+    """Of the shards of parameters, gradients and AdamW's moments."""
+    return 4 * parameter_bytes() / RANKS
+
+
+def floor(bf16: bool) -> float:
+    """Of the peak."""
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    units = sorted([*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks)])
+    return state_bytes() + sum(units[-2:]) * (2 if bf16 else 4) + activations(bf16)
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    peaks: dict[str, dict[str, Figure]] = {name: {} for name in NAMES}
+    between: dict[str, dict[str, Figure]] = {name: {} for name in NAMES}
+    floors = {bf16: floor(bf16) for bf16 in (False, True)}
+    with fake_world(RANKS):
+        for column, case in CASES.items():
+            progress(f"memory, {column}")
+            for name in NAMES:
+                peak, after = held(name, case)
+                peaks[name][column] = Figure(peak / floors[case.bf16])
+                if case in (Case(), Case(bf16=True)):
+                    between[name][column] = Figure(after / state_bytes())
+    what = f"GPT of 12 blocks, fake group of {RANKS}"
+    return [
+        Table(
+            "memory",
+            f"peak of live bytes in a training step over the floor ({what})",
+            "shards, gradients and AdamW's moments, two largest whole units, what a plain forward keeps; counted",
+            peaks,
+            {OURS: TARGETS},
+            [f"The floor is {floors[False] / 2**20:.2f} MiB in fp32 and {floors[True] / 2**20:.2f} MiB in bf16."],
+            digits=3,
+        ),
+        Table(
+            "memory_between_steps",
+            f"live bytes between steps over shards, gradients and AdamW's moments without padding ({what})",
+            "1.0",
+            between,
+            {OURS: {"fp32": 1.0, "bf16": 1.0}},
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main(measure, arguments(__doc__))

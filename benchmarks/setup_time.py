@@ -1,0 +1,120 @@
+"""Milliseconds of what happens once: sharding, the first step, the optimizer's first step.
+
+    python benchmarks/setup_time.py
+
+30 units of 12 small parameters over the fake group of 4,096: the wrapping, and the first forward and backward, beside a plain
+model's first. Then AdamW's (foreach) first step of 480 parameters (40 units), which makes its state, on what this rank has of
+4,096. Every contender and round is a process of its own, forked from one that has imported everything and trained a plain
+model, but none of a contender: what a library builds or caches once is part of the figure, and what torch itself does at its
+first operations is not. Peers' collectives fill nothing, as in ``scale.py``. Contenders take turns; medians over the rounds.
+
+The floor is the plain model: no wrapping, its first step, AdamW's first step on whole parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import traceback
+
+import torch
+from contenders import SHARDED, Setting, build, nothing_moves
+from suite import OURS, Table, arguments, fake_world, main, over, progress, seconds
+from units import WIDTH, Unit, Units
+
+RANKS = 4096
+COLUMNS = ("wrapping", "first step over plain", "AdamW's first step")
+TARGETS = {"wrapping": 60.0, "first step over plain": 10.0, "AdamW's first step": 25.0}
+
+
+def once(name: str) -> tuple[float, float, float]:
+    """Seconds of each: the wrapping, the first step, the optimizer's first step."""
+    torch.manual_seed(0)
+    module = Units(30)
+    began: list[torch.nn.Module] = []
+    wrapping = seconds(lambda: began.append(build(name, module, Setting(Unit))))
+    x = torch.ones(2, WIDTH)
+    with nothing_moves(name):
+        first = seconds(lambda: began[0](x).sum().backward())
+    return wrapping, first, optimizer(name)
+
+
+def optimizer(name: str) -> float:
+    """Seconds of AdamW's first step of 480 parameters."""
+    model = build(name, Units(40), Setting(Unit))
+    with nothing_moves(name):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    adam = torch.optim.AdamW(model.parameters(), foreach=True)
+    return seconds(adam.step)
+
+
+def forked(name: str) -> list[float]:
+    """:func:`once` in a process of its own.
+
+    Raises:
+        RuntimeError: it failed there, and has said why.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.write(writing, json.dumps(once(name)).encode())
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            os._exit(status)  # not the parent's way out
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    if os.waitpid(child, 0)[1] or not text:
+        raise RuntimeError(f"the set-up of {name} failed in its process")
+    return list(json.loads(text))
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    rounds = args.rounds or (3 if args.full else 5)
+    names = ["plain", *(SHARDED if args.full else ["flatshard"])]
+    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        importlib.import_module(module)
+    once("plain")
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    with fake_world(RANKS):
+        for number in range(rounds):
+            progress(f"set-up, round {number + 1} of {rounds}")
+            for name in names:
+                times[name].append(forked(name))
+    plain = statistics.median(first for _, first, _ in times["plain"])
+    rows = {}
+    for name, series in times.items():
+        wrapping, first, adam = zip(*series, strict=True)
+        less = [value - plain for value in first] if name != "plain" else first
+        rows["floor: plain (first step in all)" if name == "plain" else name] = dict(
+            zip(COLUMNS, (over(values, 1.0, 1e3) for values in (wrapping, less, adam)), strict=True)
+        )
+    return [
+        Table(
+            "setup_time",
+            f"milliseconds of set-up over the fake group of {RANKS:,}: 30 units, and AdamW (foreach) of 480 parameters; "
+            f"medians of {rounds} rounds",
+            "the plain model's, in the same rounds; its first step is subtracted from the others'",
+            rows,
+            {OURS: TARGETS},
+            () if args.full else ("Peers: with --full (seconds a round).",),
+            digits=1,
+        )
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--rounds", type=int, default=0, help="default: 5, with --full 3")
+    return made
+
+
+if __name__ == "__main__":
+    main(measure, parser())
