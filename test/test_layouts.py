@@ -144,8 +144,8 @@ up.weight    (13, 20)       rows (0, 13) owner 0
 up.bias      (0,)           rows None owner 1
 norm.weight  (0,)           rows None owner 1
 norm.bias    (0,)           rows None owner 1
-down.weight  (0,)           rows None owner 1
-down.bias    (7,)           rows None owner 0
+down.weight  (0,)           rows None owner 2
+down.bias    (0,)           rows None owner 1
 
 scale        (1,)           rows None owner 1
 conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 1
@@ -154,8 +154,8 @@ up.weight    (0, 20)        rows (0, 0) owner 0
 up.bias      (13,)          rows None owner 1
 norm.weight  (13,)          rows None owner 1
 norm.bias    (13,)          rows None owner 1
-down.weight  (91,)          rows None owner 1
-down.bias    (0,)           rows None owner 0
+down.weight  (0,)           rows None owner 2
+down.bias    (7,)           rows None owner 1
 
 scale        (0,)           rows None owner 1
 conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
@@ -164,8 +164,8 @@ up.weight    (0, 20)        rows (0, 0) owner 0
 up.bias      (0,)           rows None owner 1
 norm.weight  (0,)           rows None owner 1
 norm.bias    (0,)           rows None owner 1
-down.weight  (0,)           rows None owner 1
-down.bias    (0,)           rows None owner 0""",
+down.weight  (91,)          rows None owner 2
+down.bias    (0,)           rows None owner 1""",
     )
 
 

@@ -556,12 +556,12 @@ class Printed(expecttest.TestCase):
             """\
 unit    module      strategy    state      dtype     trainable  params  numel  padding  shard here
 ------  ----------  ----------  ---------  --------  ---------  ------  -----  -------  ----------
-<root>  Sequential  FULL_SHARD  sharded    bfloat16  yes             1     39       89          64
-                                           float32   yes             1      3       61          32
+<root>  Sequential  FULL_SHARD  sharded    bfloat16  yes             1     39        9          24
+                                           float32   yes             1      3        5           4
 0       Block       FULL_SHARD  unsharded  float32   yes             3    783       49         416
 2       Block       NO_SHARD    sharded    float32   no              2    406       10         416
                                            float32   yes             1    377        7         384
-3 units, 5 flat parameters, 1,608 elements over 2 ranks on cpu; 5,120 bytes of parameters here between steps""",
+3 units, 5 flat parameters, 1,608 elements over 2 ranks on cpu; 4,928 bytes of parameters here between steps""",
         )
 
     def test_repr(self) -> None:

@@ -11,9 +11,10 @@ see ``packing.py``.
 Nothing outside this file computes an offset. All ranges are half-open; an absent part is an empty range, not a flag.
 
 [Note: Alignment]
-Every parameter starts on 16 bytes (vectorised kernels) and every shard is a multiple of 128 bytes: NCCL has been seen to
-lose up to 12x of an all-gather's bandwidth when a rank's bytes are not a multiple of 16. The cost is at most
-``16 * params + 128 * world_size`` bytes for a flat parameter.
+Every parameter starts on 16 bytes (vectorised kernels) and every shard is a multiple of 128 bytes, or of 16 where it has less
+than a kilobyte: NCCL has been seen to lose up to 12x of an all-gather's bandwidth when a rank's bytes are not a multiple of
+16. The cost is at most ``16 * params`` bytes for a flat parameter, and an eighth of a shard, or 16 bytes, for each rank: a
+small unit over thousands of ranks does not become a large one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple
 from flatshard._handle.packing import Piece, pack, round_up
 
 PARAM_ALIGNMENT = 16  # bytes
-SHARD_ALIGNMENT = 128  # bytes
+SHARD_ALIGNMENT = 128  # bytes; of a shard of fewer than eight times as many: PARAM_ALIGNMENT
 
 
 class ShardSlice(NamedTuple):
@@ -147,8 +148,9 @@ def plan_layout(
     must lie one after the other in memory: if not (transposed), its stride is replaced too.
     """
     align = max(1, PARAM_ALIGNMENT // itemsize)  # [Note: Alignment]
-    shard_align = max(1, SHARD_ALIGNMENT // itemsize)
     numels = [math.prod(shape) for _, shape, _ in params]
+    is_small = sum(round_up(n, align) for n in numels) * itemsize < 8 * SHARD_ALIGNMENT * world_size
+    shard_align = max(1, (PARAM_ALIGNMENT if is_small else SHARD_ALIGNMENT) // itemsize)
     cuts = [Cut()] * len(params) if cuts is None or world_size == 1 else cuts
     if all(cut.block == 1 for cut in cuts):
         starts, end = [], 0
