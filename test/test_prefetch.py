@@ -30,7 +30,7 @@ from flatshard import (
 )
 from flatshard._composable.state import unit_of, units_below
 
-BLOCK_BYTES = 128  # a block's 20 floats, padded: the shard of each of 2 ranks is a multiple of 128 bytes
+BLOCK_BYTES = 48  # a block's 20 floats over 2 ranks: so small a shard is a multiple of 16 bytes
 assert BLOCK_BYTES * 2 >= 20 * 4
 
 
