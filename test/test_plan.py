@@ -223,7 +223,7 @@ def check(
     assert counted.peak == predicted.peak.nbytes, (counted.of, predicted.peak)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("size", [1, 3, 64])
 @pytest.mark.parametrize("precision", [None, BF16, PURE, LOW, KEPT])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("width", [WIDTH, SMALL_WIDTH])

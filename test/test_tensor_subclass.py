@@ -231,7 +231,7 @@ def test_bytes_travel_and_only_adapters_have_gradients(pool):
             "\n".join(map(str, found)),
             """\
 [(torch.uint8, 108, False), (torch.bfloat16, 7, True), (torch.float32, 28, True)]
-[0, 256, 256]""",
+[0, 32, 128]""",
         )
 
 
