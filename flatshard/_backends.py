@@ -82,7 +82,7 @@ class BuiltinCollectives:
     def exchange(self, sent: Addressed, received: Addressed) -> Pending:
         """Send each tensor of ``sent`` to its rank, and fill those of ``received`` from theirs, all at once.
 
-        Addressed from one rank to another match in the order in which both list them. Tensors are 1-D and contiguous.
+        Messages from one rank to another match in the order in which both list them. Tensors are 1-D and contiguous.
         """
         raise NotImplementedError
 

@@ -7,10 +7,12 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg as fake_pg
 from pool import Pool
 
 TEST_TIMEOUT = 120
@@ -101,3 +103,17 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[[int], None]]:
+    """``world(n)``: be rank 0 of n, over the fake process group."""
+
+    def start(size: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,20 +59,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[[int], None]]:
-    """``world(n)``: be rank 0 of n."""
-
-    def start(size: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def sharded(blocks: int = 4, width: int = WIDTH, **options: Any) -> nn.Module:

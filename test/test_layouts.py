@@ -5,37 +5,24 @@ Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_r
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import textwrap
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from parity import check_parity
 from pool import RankFailure
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flatshard
 from flatshard import Blocks, CustomPolicy, Elements, Rows, Whole, fully_shard, shard_info
 from flatshard._layouts import work_of
 
 FREE = 1e9  # no limit to padding
-
-
-@contextlib.contextmanager
-def fake_group(world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -349,17 +336,17 @@ def test_with_quantized_collectives(pool, name):
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 1.0), (4, 1.02), (8, 1.05)])
-def test_work_on_whole_parameters_is_even_over_units(world_size, most):
+def test_work_on_whole_parameters_is_even_over_units(world, world_size, most):
     """Each unit has fewer matrices than ranks, so no unit is balanced; all of them together are."""
-    with fake_group(world_size):
-        blocks = [
-            nn.Sequential(nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(24)
-        ]
-        model = fully_shard(nn.Sequential(*blocks), policy=CustomPolicy(lambda m: m in blocks), layout=Whole(FREE))
-        loads = [0] * world_size
-        for p in model.parameters():
-            info = shard_info(p)
-            loads[info.owner] += work_of(info.shape)
+    world(world_size)
+    blocks = [
+        nn.Sequential(nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(24)
+    ]
+    model = fully_shard(nn.Sequential(*blocks), policy=CustomPolicy(lambda m: m in blocks), layout=Whole(FREE))
+    loads = [0] * world_size
+    for p in model.parameters():
+        info = shard_info(p)
+        loads[info.owner] += work_of(info.shape)
     assert max(loads) <= most * sum(loads) / world_size, loads
 
 

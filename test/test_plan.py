@@ -7,14 +7,12 @@ import math
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from expecttest import assert_expected_inline
 from test_counts import SMALL_WIDTH, WIDTH, Block, Net, Wire
 from torch import Tensor, nn
@@ -46,20 +44,6 @@ BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 PURE = MixedPrecision(torch.bfloat16)
 LOW = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 KEPT = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, keep_cast_shard=True)
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[[int], None]]:
-    """``world(n)``: be rank 0 of n."""
-
-    def start(size: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ def fully_shard(
             :class:`Collectives`. A :class:`CustomPolicy` may override it per unit.
         layout: how parameters may be cut between ranks: :class:`Elements` (the default: anywhere), :class:`Rows`,
             :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. By rows and whole, a rank's part
-            keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout.
+            keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. What is
+            sharded as bytes (a tensor subclass with several tensors inside) has neither rows nor blocks: it is cut anywhere.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
