@@ -176,12 +176,6 @@ KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and 
 """``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_host_memory.py``."""
 
 
-REDUCTIONS_IN_FLIGHT = 2
-"""Gradient reductions that may hold their input at a time.
-
-With one, the peak of a step of a GPT of 12 blocks is 7 % lower, and no slower; but ranks that take different paths through
-the model then wait for each other (``test_order``): one for a reduction, one for a gather."""
-
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
 """``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger ``flatshard``, INFO)."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from flatshard._composable.flat_plan import PlannedFlat
 from flatshard._composable.state import UnitConfig
 from flatshard._config import ShardingStrategy, as_reshard_after_forward
-from flatshard._handle.gradients import SMALL
 from flatshard._inspect import FlatDescription
 
 
@@ -87,13 +86,6 @@ class FlatCost:
     def is_reduced(self) -> bool:
         """Whether ranks average its gradients."""
         return self.description.trainable and self.shards * self.replicas > 1
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether gradients stay where autograd puts them until all have come: gradients.py, [Note: The gradient has two
-        homes].
-        """
-        return self.description.padded_numel * self.description.reduce_dtype.itemsize < SMALL
 
     @property
     def is_cast_for_grad(self) -> bool:

@@ -20,6 +20,7 @@ class State:
         self.finished = False
         self.expected = 0
         self.pending = 0
+        self.finish_at = 1
         self.active_steps = 0
         self.has_left = False
         self.last_step = -1

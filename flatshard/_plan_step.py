@@ -12,10 +12,8 @@ dropped before forward; the optimizer has its state.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
-from flatshard import _config
 from flatshard._config import BackwardPrefetch
 from flatshard._plan_actions import Action, Collective, Verb, WalkedStep
 from flatshard._plan_cost import FlatCost, UnitCost
@@ -27,9 +25,12 @@ from flatshard._plan_state import State, StepRecord
 class Walk:
     """Walks through one step. Use ``walk_step``."""
 
-    def __init__(self, units: Sequence[UnitCost], one_pass: Pass, start: Memory, host: Memory) -> None:
+    def __init__(
+        self, units: Sequence[UnitCost], one_pass: Pass, start: Memory, host: Memory, waits_early: bool
+    ) -> None:
         self.units = units
         self.one_pass = one_pass
+        self.waits_early = waits_early
         self.device, self.host = Ledger(start), Ledger(host)
         self.states = [State(u) for u in units]
         self.actions: list[Action] = []
@@ -47,7 +48,7 @@ class Walk:
         self.forwards: list[int] = []
         self.open: dict[int, None] = {}
         self.ready: set[int] = set()
-        self.reducing: deque[int] = deque()
+        self.reducing: int | None = None
         self.prefetched: dict[int, None] = {}
         self.steps: list[StepRecord] = []
         self.last_step = -1
@@ -224,7 +225,9 @@ class Walk:
     def _begin_backward(self, event: Event) -> None:
         unit, step = event.unit, self.steps[event.step]
         state = self.states[unit]
-        self._begin(unit)
+        if not state.finished:
+            self._begin(unit)
+        self._come_to(unit, step)
         state.active_steps += 1
         state.has_left = False
         state.last_step = event.step
@@ -246,8 +249,15 @@ class Walk:
         if not state.open_task:
             state.open_task = True
             state.pending = 0 if state.finished else state.expected
+            state.finish_at = state.pending - max(0, state.pending // 6 - 1) if self.waits_early else 1
             if number not in self.open:
                 self.open = {number: None, **self.open}
+
+    def _come_to(self, unit: int, step: StepRecord) -> None:
+        for number in [n for n in reversed(self.open) if n != unit and n not in step.outer]:
+            state = self.states[number]
+            if state.open_task and not state.expected:
+                self._complete(number)
 
     def _prefetch_before(self, step: int) -> None:
         previous = self.steps[step].previous
@@ -276,31 +286,33 @@ class Walk:
                 self.device.add("arriving", -arriving)
             state.local_grads.add((flat_index, index))
         else:
-            self._fill(state, flat, flat_index)
+            if not state.filled[flat_index]:
+                state.filled[flat_index] = state.batching[flat_index] = True
             if state.batching[flat_index]:
                 state.waiting[flat_index] += arriving
             else:
                 self.device.add("arriving", -arriving)
         state.pending -= 1
-        if not state.pending:
-            self._complete(number)
-            if self._is_done(number) or state.has_left:
+        if 0 < state.pending < state.finish_at:
+            state.finish_at = 1
+            self._finish_previous()
+        elif not state.pending:
+            done = self._is_done(number) or state.has_left
+            if done:
                 self._free_in_backward(number)
+            self._complete(number)
+            if done:
+                self._prefetch_after(number)
 
     def _gradient_ledger(self, flat: FlatCost) -> Ledger:
         return self.host if flat.offloaded else self.device
 
-    def _fill(self, state: State, flat: FlatCost, index: int) -> None:
-        if not state.filled[index]:
-            state.filled[index] = True
-            state.batching[index] = flat.waits_for_all
-            self.device.add("reductions", flat.input_nbytes)
-
-    def _place_batches(self, number: int) -> None:
+    def _place_batch(self, number: int, index: int) -> None:
+        """Of one flat parameter: ``FlatGradients._place_batch``."""
         state = self.states[number]
-        for index, waiting in enumerate(state.waiting):
-            self.device.add("arriving", -waiting)
-            state.waiting[index], state.batching[index] = 0, False
+        self.device.add("reductions", self.units[number].flats[index].input_nbytes)
+        self.device.add("arriving", -state.waiting[index])
+        state.waiting[index], state.batching[index] = 0, False
 
     def _is_done(self, number: int) -> bool:
         return self.units[number].all_trainable and number not in self.partial
@@ -313,11 +325,14 @@ class Walk:
         state.has_left = state.active_steps == 0
         if state.has_left and not state.pending:
             self._free_in_backward(number)
+            self._prefetch_after(number)
 
     def _free_in_backward(self, number: int) -> None:
-        state, config = self.states[number], self.units[number].config
-        if state.holds == 0:
+        if self.states[number].holds == 0:
             self._reshard(number)
+
+    def _prefetch_after(self, number: int) -> None:
+        state, config = self.states[number], self.units[number].config
         if config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and state.last_step >= 0:
             self._prefetch_before(state.last_step)
 
@@ -332,7 +347,9 @@ class Walk:
             self.ready.add(number)
             self._reduce_ready()
         else:
-            self._place_batches(number)
+            for index, batching in enumerate(state.batching):
+                if batching:
+                    self._place_batch(number, index)
             state.held = True
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
@@ -350,21 +367,30 @@ class Walk:
             self._reduce(number)
 
     def _reduce(self, number: int) -> None:
-        while len(self.reducing) >= _config.REDUCTIONS_IN_FLIGHT:
-            self._finish(self.reducing.popleft())
+        self._finish_reductions()
         unit, state = self.units[number], self.states[number]
         for index, flat in enumerate(unit.flats):
             if flat.is_reduced:
-                self._fill(state, flat, index)
+                if state.batching[index] or not state.filled[index]:
+                    self._place_batch(number, index)
+                state.filled[index] = True
                 self._start_reduction(number, index)
         self._forget_cast(number)
         state.held = False
-        self.reducing.append(number)
+        self.reducing = number
+
+    def _finish_reductions(self) -> None:
+        number, self.reducing = self.reducing, None
+        if number is not None:
+            self._finish(number)
+
+    def _finish_previous(self) -> None:
+        """``Backward.finish_previous``."""
+        if self.reducing is not None and not any(f.replicas > 1 for f in self.units[self.reducing].flats):
+            self._finish_reductions()
 
     def _start_reduction(self, number: int, index: int) -> None:
         flat, state = self.units[number].flats[index], self.states[number]
-        self.device.add("arriving", -state.waiting[index])
-        state.waiting[index], state.batching[index] = 0, False
         self.device.add("reductions", flat.output_nbytes)
         own: list[int] = []
         if flat.shards > 1:
@@ -408,8 +434,7 @@ class Walk:
         for number in [n for n in reversed(self.open) if self.states[n].open_task]:
             self._complete(number)
         self._reduce_ready(all_of_them=True)
-        while self.reducing:
-            self._finish(self.reducing.popleft())
+        self._finish_reductions()
         for number, state in enumerate(self.states):
             state.active_steps, state.has_left, state.last_step = 0, False, -1
             if state.holds == 0:
@@ -426,13 +451,20 @@ class Walk:
 
 
 def walk_step(
-    units: Sequence[UnitCost], one_pass: Pass, start: Memory, host: Memory, microbatches: int, no_sync: bool
+    units: Sequence[UnitCost],
+    one_pass: Pass,
+    start: Memory,
+    host: Memory,
+    microbatches: int,
+    no_sync: bool,
+    waits_early: bool,
 ) -> WalkedStep:
     """Walk through ``microbatches`` passes, from what is held between steps (``start`` on the device, ``host`` off it).
 
-    ``no_sync``: all but the last pass run under ``no_sync``; else each reduces, and adds to ``.grad``.
+    ``no_sync``: all but the last pass run under ``no_sync``; else each reduces, and adds to ``.grad``. ``waits_early``: see
+    ``Backward``.
     """
-    walk = Walk(units, one_pass, start, host)
+    walk = Walk(units, one_pass, start, host, waits_early)
     for number in range(microbatches):
         walk.run_pass(sync=number == microbatches - 1 or not no_sync)
     for ledger in (walk.device, walk.host):

@@ -105,7 +105,10 @@ class Walked:
                 books["optimizer"] += sum(self.states.get(o.param, 0) for o in flat.owned)
         self.between, self.host = Memory(**device), Memory(**host)
         step = self.step
-        return walk_step(self.built.costs, self.order, self.between, self.host, step.microbatches, step.no_sync)
+        on_cpu = self.built.device == "cpu"
+        return walk_step(
+            self.built.costs, self.order, self.between, self.host, step.microbatches, step.no_sync, waits_early=on_cpu
+        )
 
     @property
     def strategy(self) -> ShardingStrategy:

@@ -486,7 +486,7 @@ def test_parameters_are_looked_at_only_after_a_change(world):
     """Once a step is like the last, a unit's Python loops don't go over its parameters, however many they are."""
     world(8)
     costs = []
-    for layers in (4, 12):
+    for layers in (12, 20):
         model = fully_shard(nn.Sequential(*[nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(layers)]))
         x = torch.ones(2, SMALL_WIDTH)
         for _ in range(3):

@@ -259,7 +259,8 @@ def check_clean(model: nn.Module) -> None:
         assert not unit.counted_tasks, unit
         assert not unit.reduce_wanted, unit
         assert unit.context.is_idle
-        assert [*backward._open, *backward._ready, *backward._tasks, *backward._touched, *backward._reducing] == []
+        assert backward._reducing is None
+        assert [*backward._open, *backward._ready, *backward._tasks, *backward._touched, *backward._idle] == []
 
 
 def check_users_own(model: nn.Module, error: type[BaseException] = Exception) -> None:

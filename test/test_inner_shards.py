@@ -84,17 +84,17 @@ reshard blocks.2            reshard blocks.2
 reshard <root>              -- backward
 -- backward                 all-gather over 2 blocks.2
 all-gather over 2 <root>    all-gather blocks.1
-all-gather over 2 blocks.2  reduce-scatter blocks.2
-all-gather over 2 blocks.1  reshard blocks.2
-reduce-scatter blocks.2     all-gather over 2 blocks.0
-reshard blocks.2            reduce-scatter blocks.1
-all-gather over 2 blocks.0  reshard blocks.1
-reduce-scatter blocks.1     reduce-scatter blocks.0
+all-gather over 2 blocks.2  reshard blocks.2
+all-gather over 2 blocks.1  reduce-scatter blocks.2
+reshard blocks.2            all-gather over 2 blocks.0
+reduce-scatter blocks.2     reshard blocks.1
+all-gather over 2 blocks.0  reduce-scatter blocks.1
 reshard blocks.1            reshard blocks.0
-reduce-scatter blocks.0     reduce-scatter <root>
+reduce-scatter blocks.1     reduce-scatter blocks.0
 reshard blocks.0            reshard <root>
-reduce-scatter <root>
-reshard <root>""",
+reduce-scatter blocks.0     reduce-scatter <root>
+reshard <root>
+reduce-scatter <root>""",
     )
 
 

@@ -8,6 +8,7 @@ Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/test_ord
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -117,15 +118,15 @@ reshard blocks.2         reshard blocks.2
 -- backward              -- backward
 all-gather blocks.2      all-gather blocks.2
 all-gather blocks.1      all-gather blocks.1
-reduce-scatter blocks.2  reduce-scatter blocks.2
 reshard blocks.2         reshard blocks.2
+reduce-scatter blocks.2  reduce-scatter blocks.2
 all-gather blocks.0      all-gather blocks.0
-reduce-scatter blocks.1  reduce-scatter blocks.1
 reshard blocks.1         reshard blocks.1
-reduce-scatter blocks.0  reduce-scatter blocks.0
+reduce-scatter blocks.1  reduce-scatter blocks.1
 reshard blocks.0         reshard blocks.0
-reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>""",
+reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
@@ -139,14 +140,14 @@ all-gather blocks.0      all-gather blocks.0
 all-gather blocks.1      all-gather blocks.1
 all-gather blocks.2      all-gather blocks.2
 -- backward              -- backward
-reduce-scatter blocks.2  reduce-scatter blocks.2
 reshard blocks.2         reshard blocks.2
-reduce-scatter blocks.1  reduce-scatter blocks.1
+reduce-scatter blocks.2  reduce-scatter blocks.2
 reshard blocks.1         reshard blocks.1
-reduce-scatter blocks.0  reduce-scatter blocks.0
+reduce-scatter blocks.1  reduce-scatter blocks.1
 reshard blocks.0         reshard blocks.0
-reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>""",
+reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
@@ -181,16 +182,16 @@ def test_backward_prefetch(pool):
 BACKWARD_PRE             POST                     None
 -- backward              -- backward              -- backward
 all-gather blocks.2      all-gather blocks.2      all-gather blocks.2
-all-gather blocks.1      reduce-scatter blocks.2  reduce-scatter blocks.2
-reduce-scatter blocks.2  reshard blocks.2         reshard blocks.2
-reshard blocks.2         all-gather blocks.1      all-gather blocks.1
-all-gather blocks.0      reduce-scatter blocks.1  reduce-scatter blocks.1
-reduce-scatter blocks.1  reshard blocks.1         reshard blocks.1
-reshard blocks.1         all-gather blocks.0      all-gather blocks.0
-reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
+all-gather blocks.1      reshard blocks.2         reshard blocks.2
+reshard blocks.2         reduce-scatter blocks.2  reduce-scatter blocks.2
+reduce-scatter blocks.2  all-gather blocks.1      all-gather blocks.1
+all-gather blocks.0      reshard blocks.1         reshard blocks.1
+reshard blocks.1         reduce-scatter blocks.1  reduce-scatter blocks.1
+reduce-scatter blocks.1  all-gather blocks.0      all-gather blocks.0
 reshard blocks.0         reshard blocks.0         reshard blocks.0
-reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>           reshard <root>""",
+reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
@@ -216,13 +217,13 @@ all-gather 0             all-gather 0
 reshard <root>           reshard <root>
 all-gather 0.second      all-gather 0.second
 all-gather 0.first       all-gather 0.first
-reduce-scatter 0.second  reduce-scatter 0.second
 reshard 0.second         reshard 0.second
-reduce-scatter 0.first   reduce-scatter 0.first
+reduce-scatter 0.second  reduce-scatter 0.second
 reshard 0.first          reshard 0.first
+reduce-scatter 0.first   reduce-scatter 0.first
+reshard 0                reshard 0
 reduce-scatter 0         reduce-scatter 0
-reduce-scatter <root>    reduce-scatter <root>
-reshard 0                reshard 0""",
+reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
@@ -316,17 +317,17 @@ reshard blocks.0         reshard blocks.2
 reshard blocks.2         -- backward
 reshard blocks.1         all-gather blocks.2
 -- backward              all-gather blocks.0
-all-gather blocks.2      reduce-scatter blocks.2
-all-gather blocks.0      reshard blocks.2
-reduce-scatter blocks.2  all-gather blocks.1
-reshard blocks.2         reduce-scatter blocks.0
-all-gather blocks.1      reshard blocks.0
-reduce-scatter blocks.0  reduce-scatter blocks.1
+all-gather blocks.2      reshard blocks.2
+all-gather blocks.0      reduce-scatter blocks.2
+reshard blocks.2         all-gather blocks.1
+reduce-scatter blocks.2  reshard blocks.0
+all-gather blocks.1      reduce-scatter blocks.0
 reshard blocks.0         reshard blocks.1
-reduce-scatter blocks.1  reduce-scatter <root>
+reduce-scatter blocks.0  reduce-scatter blocks.1
 reshard blocks.1         reshard <root>
-reduce-scatter <root>
-reshard <root>""",
+reduce-scatter blocks.1  reduce-scatter <root>
+reshard <root>
+reduce-scatter <root>""",
     )
 
 
@@ -345,16 +346,16 @@ all-gather blocks.0      reshard blocks.0
 all-gather blocks.1      -- backward
 reshard blocks.0         all-gather blocks.0
 reshard blocks.2         all-gather blocks.1
-reshard blocks.1         reduce-scatter blocks.1
--- backward              reshard blocks.1
-all-gather blocks.0      reduce-scatter blocks.0
-all-gather blocks.1      reshard blocks.0
-reduce-scatter blocks.1  reduce-scatter <root>
+reshard blocks.1         reshard blocks.1
+-- backward              reduce-scatter blocks.1
+all-gather blocks.0      reshard blocks.0
+all-gather blocks.1      reduce-scatter blocks.0
 reshard blocks.1         reshard <root>
-reduce-scatter blocks.0
+reduce-scatter blocks.1  reduce-scatter <root>
 reshard blocks.0
-reduce-scatter <root>
-reshard <root>""",
+reduce-scatter blocks.0
+reshard <root>
+reduce-scatter <root>""",
     )
 
 
@@ -496,6 +497,42 @@ def test_ranks_that_take_different_paths_reduce_in_one_order(pool, paths, option
     order = same_everywhere(pool.run(uneven_step, PATHS[paths], UNEVEN_OPTIONS[options], world_size=3, timeout=20))
     units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
     assert [line.split()[1] for line in order] == units
+
+
+def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
+    """Not at the end of backward: other ranks may have gradients of it, and wait for this one."""
+    world(8)
+    model = fully_shard(Uneven(), policy={Block, Around, Fork})
+    model.take_path({"fork": "both"})
+    model(torch.ones(2, 4)).sum().backward()
+    with record_events() as events:
+        model(torch.ones(2, 4)).sum().backward()
+    at = events.index("reduce-scatter fork")
+    assert events.index("reduce-scatter two") < at < events.index("all-gather one.second", at - 3)
+    assert events.count("reduce-scatter fork") == 1
+
+
+def gradients_of_inputs(ctx, times: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model = copy.deepcopy(plain)
+    for part in model:
+        sharded(ctx, part, None)
+    grads = []
+    for front, inner in (plain, model):
+        x = torch.ones(2, 4, dtype=torch.double, requires_grad=True)
+        hidden = front(x)
+        for _ in range(times):
+            hidden = torch.tanh(inner(hidden))
+        grads += torch.autograd.grad(hidden.sum(), x)
+        assert all(p.grad is None for p in [*front.parameters(), *inner.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_unit_without_gradients_of_its_own_gives_those_of_its_inputs(pool, times):
+    """Used twice: it is done with its gradients at the first use, and its values are needed at the second."""
+    pool.run(gradients_of_inputs, times, world_size=2)
 
 
 def uneven_training(ctx):

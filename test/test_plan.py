@@ -35,6 +35,8 @@ from flatshard import (
     fully_shard,
     plan,
 )
+from flatshard._composable.backward import Backward
+from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import units_below
 from flatshard._handle.handle import FlatParamHandle
 
@@ -102,8 +104,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        more = pytree.tree_leaves((args, kwargs, result)) if _caller() in ("gradients.py", "reduction.py") else []
-        self.look(*(t for t in more if isinstance(t, Tensor)))  # gradients on their way: added, copied, cast
+        files = ("gradients.py", "reduction.py", "unsharded.py")
+        more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
+        self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
         return result
 
     def look(self, *more: Tensor) -> None:
@@ -184,14 +187,23 @@ def check(
     del wire.sent[:]
     counted = Counted(model, optimizer)
     between = counted.held()
-    receive = FlatParamHandle.receive
 
-    def look_and_receive(handle: FlatParamHandle, *args: Any) -> None:
-        counted.look()  # autograd has made the gradient, and no operation has seen it
-        receive(handle, *args)
+    def look_first(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def look_and_go_on(self: Any, *args: Any) -> None:
+            counted.look()  # autograd has made a gradient, and no operation has seen it
+            method(self, *args)
+
+        patch.setattr(owner, name, look_and_go_on)
 
     with pytest.MonkeyPatch.context() as patch, counted:
-        patch.setattr(FlatParamHandle, "receive", look_and_receive)
+        for owner, name in (
+            (FlatParamHandle, "receive"),
+            (Backward, "finish_previous"),
+            (UnitHooks, "complete"),
+        ):
+            look_first(owner, name)
         step()
         counted.look()
     planned = [(c.kind, c.nbytes) for c in predicted.collectives]
@@ -201,10 +213,12 @@ def check(
     assert between.shards == predicted.between_steps.shards == describe(model).shard_nbytes
     state = predicted.between_steps.optimizer - between.optimizer  # more on the fullest rank than here
     assert state == 0 if options.get("layout") is None else state >= 0
-    grads = counted.held().gradients
-    assert grads <= sum(u.gradient_nbytes for u in predicted.units)
+    grads = sum(u.gradient_nbytes for u in predicted.units) - counted.held().gradients
+    assert grads >= 0
     counted.peak += state
-    assert counted.peak == predicted.peak.nbytes, (counted.of, predicted.peak)
+    # Of a unit of which this rank has nothing but padding, it drops the gradient shard at once.
+    most = 0 if options.get("layout") is None else grads
+    assert 0 <= predicted.peak.nbytes - counted.peak <= most, (counted.of, predicted.peak)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
@@ -459,20 +473,20 @@ memory on a rank
 -----------  -------------  -----------
 shards              16 MiB       16 MiB
 optimizer           32 MiB       32 MiB
-unsharded              0 B       64 MiB
-reductions             0 B     64.2 MiB
-arriving               0 B       32 MiB
+unsharded              0 B       32 MiB
+reductions             0 B       64 MiB
+arriving               0 B     32.1 MiB
 activations            0 B      512 MiB
-all                 48 MiB      720 MiB
+all                 48 MiB      688 MiB
 the peak is in backward, at unit 0.3
 
 strategies
 strategy           over         between steps      peak  collectives     sent     step  hidden
 -----------------  -----------  -------------  --------  -----------  -------  -------  ------
-FULL_SHARD (this)  16 ranks            48 MiB   720 MiB           14  480 MiB    14 ms     71%
-SHARD_GRAD_OP      16 ranks            48 MiB   784 MiB           10  360 MiB  13.8 ms     69%
-NO_SHARD           16 ranks           769 MiB  1.47 GiB            5  480 MiB  18.9 ms     55%
-HYBRID_SHARD       2 x 8 ranks       96.1 MiB   768 MiB           19  480 MiB  13.9 ms     74%
+FULL_SHARD (this)  16 ranks            48 MiB   688 MiB           14  480 MiB    14 ms     71%
+SHARD_GRAD_OP      16 ranks            48 MiB   752 MiB           10  360 MiB  13.8 ms     69%
+NO_SHARD           16 ranks           769 MiB  1.44 GiB            5  480 MiB  18.9 ms     55%
+HYBRID_SHARD       2 x 8 ranks       96.1 MiB   736 MiB           19  480 MiB  13.9 ms     73%
 
 time of a step
 14 ms: computing 13.3 ms, waiting for communication 615 us; communication 2.12 ms, hidden 71%

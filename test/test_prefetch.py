@@ -98,16 +98,16 @@ def test_backward(pool):
 BACKWARD_PRE             POST                     None
 -- backward              -- backward              -- backward
 all-gather blocks.2      all-gather blocks.2      all-gather blocks.2
-all-gather blocks.1      reduce-scatter blocks.2  all-gather blocks.1
-all-gather blocks.0      reshard blocks.2         all-gather blocks.0
-reduce-scatter blocks.2  all-gather blocks.1      reduce-scatter blocks.2
-reshard blocks.2         all-gather blocks.0      reshard blocks.2
-reduce-scatter blocks.1  reduce-scatter blocks.1  reduce-scatter blocks.1
+all-gather blocks.1      reshard blocks.2         all-gather blocks.1
+all-gather blocks.0      reduce-scatter blocks.2  all-gather blocks.0
+reshard blocks.2         all-gather blocks.1      reshard blocks.2
+reduce-scatter blocks.2  all-gather blocks.0      reduce-scatter blocks.2
 reshard blocks.1         reshard blocks.1         reshard blocks.1
-reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
+reduce-scatter blocks.1  reduce-scatter blocks.1  reduce-scatter blocks.1
 reshard blocks.0         reshard blocks.0         reshard blocks.0
-reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>
-reshard <root>           reshard <root>           reshard <root>""",
+reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 

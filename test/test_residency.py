@@ -79,22 +79,22 @@ all-gather blocks.0      all-gather blocks.0
 all-gather blocks.1      all-gather blocks.1
 reshard blocks.0         all-gather blocks.2
 all-gather blocks.2      -- backward
-reshard blocks.1         reduce-scatter blocks.2
-reshard blocks.2         reshard blocks.2
-reshard <root>           reduce-scatter blocks.1
--- backward              reshard blocks.1
-all-gather <root>        reduce-scatter blocks.0
-all-gather blocks.2      reshard blocks.0
-all-gather blocks.1      reduce-scatter <root>
-reduce-scatter blocks.2  reshard <root>
-reshard blocks.2
+reshard blocks.1         reshard blocks.2
+reshard blocks.2         reduce-scatter blocks.2
+reshard <root>           reshard blocks.1
+-- backward              reduce-scatter blocks.1
+all-gather <root>        reshard blocks.0
+all-gather blocks.2      reduce-scatter blocks.0
+all-gather blocks.1      reshard <root>
+reshard blocks.2         reduce-scatter <root>
+reduce-scatter blocks.2
 all-gather blocks.0
-reduce-scatter blocks.1
 reshard blocks.1
-reduce-scatter blocks.0
+reduce-scatter blocks.1
 reshard blocks.0
-reduce-scatter <root>
-reshard <root>""",
+reduce-scatter blocks.0
+reshard <root>
+reduce-scatter <root>""",
     )
 
 

@@ -88,7 +88,8 @@ def check_settled(model: nn.Module) -> None:
         backward = unit.context.backward
         assert unit.context.is_idle
         assert unit not in backward._touched
-        assert [*backward._ready, *backward._tasks, *backward._reducing] == []
+        assert [*backward._ready, *backward._tasks, *backward._idle] == []
+        assert backward._reducing is None
 
 
 def run_case(ctx, name: str) -> None:

@@ -111,21 +111,21 @@ gather waits for e4
 [gather
 e6 = gather
 gather]
+reshard 1
+e7 = compute
 reduce-scatter 1
 reduce waits for compute
 [reduce
-e7 = reduce
+e8 = reduce
 reduce]
-reshard 1
-e8 = compute
 compute waits for e6
+compute waits for e8
+reshard 0
+e9 = compute
 reduce-scatter 0
 reduce waits for compute
 [reduce
-e9 = reduce
+e10 = reduce
 reduce]
-reshard 0
-e10 = compute
-compute waits for e7
-compute waits for e9""",
+compute waits for e10""",
     )

@@ -29,7 +29,7 @@ class Context:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.backward = Backward()
+        self.backward = Backward(waits_early=runtime.device.type == "cpu")
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # of the current pass
         # Forwards under way, outermost first, each with the frame that its module's __call__ runs in.

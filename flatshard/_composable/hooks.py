@@ -348,11 +348,14 @@ class UnitHooks:
         """Backward comes to the unit, through one of its outputs."""
         unit = self.unit
         task = current_graph_task()
-        if step.opened_in == task or unit.finished_task == task:
+        finished = unit.finished_task == task
+        if step.opened_in == task or (finished and not unit.finished_early):
             return
         step.opened_in = task
         context = unit.context
-        context.backward.begin(unit)
+        if not finished:
+            context.backward.begin(unit)
+        context.backward.come_to(step)
         unit.active_steps += 1
         unit.has_left = False
         unit.last_step = step
@@ -387,14 +390,18 @@ class UnitHooks:
             unit = to_unit()
             assert unit is not None
             task = current_graph_task()
-            if batch.task == task and unit.pending > 1:  # neither the first nor the last to come: stays where it is
+            if batch.task == task and unit.pending > unit.finish_at:  # it stays where it is, until all have come
                 unit.pending -= 1
                 return
             if task not in unit.counted_tasks:
                 unit.context.backward.begin(unit)
             unit.handle.receive(group, index, task)
             unit.pending -= 1
-            if not unit.pending and unit.task == task:
+            if unit.pending:
+                if unit.pending < unit.finish_at:
+                    unit.finish_at = 1
+                    unit.context.backward.finish_previous()
+            elif unit.task == task:
                 self = to_self()
                 assert self is not None
                 self.complete()
@@ -404,9 +411,12 @@ class UnitHooks:
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit = self.unit
-        unit.context.backward.complete(unit)
-        if unit.is_done_with_gradients or unit.has_left:  # [Note: Freeing in backward]
+        done = unit.is_done_with_gradients or unit.has_left  # [Note: Freeing in backward]
+        if done:  # before the reduction's input takes as much
             self._free()
+        unit.context.backward.complete(unit)
+        if done:
+            self._prefetch_after()
 
     def leave(self) -> None:
         """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
@@ -415,11 +425,14 @@ class UnitHooks:
         unit.has_left = unit.active_steps == 0
         if unit.has_left and unit.pending == 0:
             self._free()
+            self._prefetch_after()
 
     def _free(self) -> None:
+        if not self.unit.context.backward.keeps_unsharded:
+            self.unit.free_if_unused()
+
+    def _prefetch_after(self) -> None:
         unit = self.unit
-        if not unit.context.backward.keeps_unsharded:
-            unit.free_if_unused()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
             prefetch_before(unit.last_step)
 

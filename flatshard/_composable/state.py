@@ -155,7 +155,9 @@ class Unit:
         self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
         self.finished_task = -1  # the graph task in which the unit was completed last
+        self.finished_early = False  # before another forward of it that backward may come to, and that needs its values
         self.pending = 0  # gradients still to come
+        self.finish_at = 1  # with this many to come, the next one ends the reduction of the unit before
         self.reduce_wanted = False  # gradients were expected, so there is a reduction, whether or not they came
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
         self.active_steps = 0  # steps that backward has come back to and has not yet left; only where params are frozen

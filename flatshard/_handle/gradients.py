@@ -1,11 +1,11 @@
 """The memory of one flat parameter's gradients, from autograd's gradients to the user's ``.grad``.
 
 [Note: The gradient has two homes]
-- ``input``, the reduction's input: 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. Each gradient is
-  copied into its slot as soon as autograd has it, and dropped at once. A permanent tensor with permanent views, whose
-  storage exists only from a backward's first gradient to the end of the reduction.
-  A small flat parameter's gradients stay where autograd puts them, in the compute parameters' ``.grad``, until all have
-  come, and are copied together in one operation.
+- ``input``, the reduction's input: 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. A permanent tensor
+  with permanent views, whose storage exists only from when a backward's gradients are complete to the end of the
+  reduction. Until then they stay where autograd puts them, in the compute parameters' ``.grad``: the unit's parameters are
+  freed first, so the two never take memory at once. They are copied into their slots one by one, and dropped at once;
+  those of a small flat parameter together in one operation.
 - the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
   each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
 
@@ -50,7 +50,7 @@ _STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
 
 
 class Batch:
-    """The graph task whose gradients a small flat parameter leaves where they are, to be copied together.
+    """The graph task whose gradients a flat parameter leaves where they are until they are complete.
 
     Autograd's hooks, which cannot hold more than this, ask before they call anyone.
     """
@@ -71,7 +71,7 @@ class FlatGradients:
         self._local = self.reduction.ranks == 1
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
-        self._batching = False  # a small flat parameter's gradients are still in the compute parameters' .grad
+        self._batching = False  # gradients are still in the compute parameters' .grad
         self.batch = Batch()
         self._wrappings = [wrapping_of(compute) for compute in buffers.computes]
         self._any_wrapped = any(self._wrappings)
@@ -213,37 +213,41 @@ class FlatGradients:
             param.grad.add_(grad)
 
     def _place_batch(self) -> None:
-        """Copy the gradients of a small flat parameter to their slots, and take no more together."""
+        """Copy the gradients to their slots, from now on each as it comes."""
         computes = self.buffers.computes
         self._batching = False
         self.batch.task = -1
+        self._allocate_input()
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
-        slots, here = self._slots, list(map(operator.is_not, grads, _NONE))
+        here = list(map(operator.is_not, grads, _NONE))
         if False in here:
-            slots, grads = list(itertools.compress(slots, here)), list(itertools.compress(grads, here))
+            grads = list(itertools.compress(grads, here))
+        places = list(itertools.compress(itertools.count(), here))
         if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
-            for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
+            for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if self._any_wrapped:
-            grads = list(map(self._localize, itertools.compress(itertools.count(), here), grads))
-        if True in self._filled:  # held from an earlier backward
-            for index, grad in zip(itertools.compress(itertools.count(), here), grads, strict=True):
-                self._put(index, grad)
-        elif grads:
-            torch._foreach_copy_(slots, grads)
+            grads = list(map(self._localize, places, grads))
+        if self._nbytes < SMALL and grads:
+            torch._foreach_copy_(list(map(self._slots.__getitem__, places)), grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
             self._filled = here
+            return
+        grads.reverse()
+        for index in places:
+            self._put(index, grads.pop())
 
     def _begin(self) -> None:
+        self.any_filled = self._batching = True
+
+    def _allocate_input(self) -> None:
         buffers = self.buffers
         if buffers.is_whole:  # all-reduced in place, it becomes the gradients themselves: a new one each time
             self._input = torch.empty(buffers.layout.padded_numel, dtype=self._input.dtype, device=self._input.device)
             self._slots, self._gaps = self._views_of(self._input)
         else:
             self._input.untyped_storage().resize_(self._nbytes)
-        self.any_filled = True
-        self._batching = self._nbytes < SMALL
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -260,7 +264,7 @@ class FlatGradients:
         self._allocate_views()
         if self.flat_param is not None:
             self.flat_param.data = buffers.shard
-        if self.any_filled and held.numel():
+        if self.any_filled and held.numel() and not self._batching:
             if buffers.is_whole:
                 self._input = held.to(self._input)
                 self._slots, self._gaps = self._views_of(self._input)
