@@ -1,10 +1,13 @@
-"""What a walk through a step knows of each unit, and of each forward that backward comes back to."""
+"""What a walk through a step knows: of each unit, of each forward that backward comes back to; and what it writes down."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flatshard._plan_cost import UnitCost
+from flatshard._plan_actions import Action, Collective, Verb
+from flatshard._plan_cost import FlatCost, UnitCost
+from flatshard._plan_ledger import Ledger, Memory
 
 
 class State:
@@ -40,3 +43,39 @@ class StepRecord:
     unit: int
     previous: int
     outer: list[int]
+
+
+class Books:
+    """What happened so far in a step: memory, actions and collectives."""
+
+    def __init__(self, units: Sequence[UnitCost], start: Memory, host: Memory) -> None:
+        self.units = units
+        self.states = [State(u) for u in units]
+        self.device, self.host = Ledger(start), Ledger(host)
+        self.actions: list[Action] = []
+        self.collectives: list[Collective] = []
+        self.phase = "forward"
+
+    def _turn_to(self, unit: int) -> None:
+        for ledger in (self.device, self.host):
+            ledger.phase, ledger.unit = self.phase, self.units[unit].name
+
+    def _gradient_ledger(self, flat: FlatCost) -> Ledger:
+        return self.host if flat.offloaded else self.device
+
+    def _forget_cast(self, number: int) -> None:
+        if self.states[number].cast:
+            self.states[number].cast = False
+            for flat in self.units[number].flats:
+                self.device.add("unsharded", -flat.cast_nbytes)
+
+    def _issue(self, action: Action) -> None:
+        self.actions.append(action)
+        self.device.now = self.host.now = len(self.actions)
+
+    def _collect(self, kind: str, unit: int, nbytes: int, ranks: int, group: str, pending: list[int]) -> None:
+        collective = Collective(kind, self.units[unit].fqn, self.phase, nbytes, ranks, group)
+        after = pending[-1] if kind == "all-reduce" and pending else -1
+        self._issue(Action(Verb.COLLECTIVE, unit, self.phase, collective=collective, after=after))
+        pending.append(len(self.collectives))
+        self.collectives.append(collective)

@@ -15,27 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatshard._config import BackwardPrefetch
-from flatshard._plan_actions import Action, Collective, Verb, WalkedStep
+from flatshard._plan_actions import Action, Verb, WalkedStep
 from flatshard._plan_cost import FlatCost, UnitCost
-from flatshard._plan_ledger import Ledger, Memory
+from flatshard._plan_ledger import Memory
 from flatshard._plan_order import Event, Pass, What
-from flatshard._plan_state import State, StepRecord
+from flatshard._plan_state import Books, StepRecord
 
 
-class Walk:
+class Walk(Books):
     """Walks through one step. Use ``walk_step``."""
 
     def __init__(
         self, units: Sequence[UnitCost], one_pass: Pass, start: Memory, host: Memory, waits_early: bool
     ) -> None:
-        self.units = units
+        super().__init__(units, start, host)
         self.one_pass = one_pass
         self.waits_early = waits_early
-        self.device, self.host = Ledger(start), Ledger(host)
-        self.states = [State(u) for u in units]
-        self.actions: list[Action] = []
-        self.collectives: list[Collective] = []
-        self.phase = "forward"
         self.order = [e.unit for e in one_pass.forward if e.what is What.ENTER]
         brought = {(e.unit, e.flat, e.index) for e in one_pass.backward if e.what is What.GRADIENT}
         self.partial: set[int] = set()  # units with parameters that get no gradient
@@ -72,8 +67,7 @@ class Walk:
                 self._end_backward()
 
     def _happen(self, event: Event) -> None:
-        for ledger in (self.device, self.host):
-            ledger.phase, ledger.unit = self.phase, self.units[event.unit].name
+        self._turn_to(event.unit)
         match event.what:
             case What.ENTER:
                 self._enter(event.unit)
@@ -88,10 +82,6 @@ class Walk:
             case What.COMPUTE:
                 self._issue(Action(Verb.COMPUTE, event.unit, self.phase, event.flops))
                 self.device.add("activations", event.saved)
-
-    def _issue(self, action: Action) -> None:
-        self.actions.append(action)
-        self.device.now = self.host.now = len(self.actions)
 
     # -- forward: UnitHooks.pre_forward, post_forward ------------------------------------------------------------------
 
@@ -214,12 +204,6 @@ class Walk:
                 self.device.add("unsharded", flat.unsharded_nbytes // size)
         state.inner = True
 
-    def _forget_cast(self, number: int) -> None:
-        if self.states[number].cast:
-            self.states[number].cast = False
-            for flat in self.units[number].flats:
-                self.device.add("unsharded", -flat.cast_nbytes)
-
     # -- backward: UnitHooks.pre_backward, Backward --------------------------------------------------------------------
 
     def _begin_backward(self, event: Event) -> None:
@@ -303,9 +287,6 @@ class Walk:
             self._complete(number)
             if done:
                 self._prefetch_after(number)
-
-    def _gradient_ledger(self, flat: FlatCost) -> Ledger:
-        return self.host if flat.offloaded else self.device
 
     def _place_batch(self, number: int, index: int) -> None:
         """Of one flat parameter: ``FlatGradients._place_batch``."""
@@ -441,13 +422,6 @@ class Walk:
                 self._reshard(number)
         if self.sync:
             self.open.clear()
-
-    def _collect(self, kind: str, unit: int, nbytes: int, ranks: int, group: str, pending: list[int]) -> None:
-        collective = Collective(kind, self.units[unit].fqn, self.phase, nbytes, ranks, group)
-        after = pending[-1] if kind == "all-reduce" and pending else -1
-        self._issue(Action(Verb.COLLECTIVE, unit, self.phase, collective=collective, after=after))
-        pending.append(len(self.collectives))
-        self.collectives.append(collective)
 
 
 def walk_step(

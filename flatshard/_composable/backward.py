@@ -113,9 +113,11 @@ class Backward:
 
     def come_to(self, step: Step) -> None:
         """Backward is at a forward of a unit: those that it has come to before get no more. [Note: What completes a unit]"""
+        task = current_graph_task()
+        if step.unit.finished_task != task:
+            self.begin(step.unit)
         if not self._idle:
             return
-        task = current_graph_task()
         around = (step.unit, *step.outer)
         over = [unit for unit in self._idle if unit.task == task and not unit.pending and unit not in around]
         if over:

@@ -348,13 +348,10 @@ class UnitHooks:
         """Backward comes to the unit, through one of its outputs."""
         unit = self.unit
         task = current_graph_task()
-        finished = unit.finished_task == task
-        if step.opened_in == task or (finished and not unit.finished_early):
+        if step.opened_in == task or (unit.finished_task == task and not unit.finished_early):
             return
         step.opened_in = task
         context = unit.context
-        if not finished:
-            context.backward.begin(unit)
         context.backward.come_to(step)
         unit.active_steps += 1
         unit.has_left = False
