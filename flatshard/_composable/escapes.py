@@ -118,7 +118,7 @@ class EscapeWatch:
             (d, name)
             for d in self._looked_at
             for name, value in d.items()
-            if _may_hold(value) and name not in _MODULE_KEYS and name not in d.get("_parameters", ())
+            if name not in _MODULE_KEYS and name not in d.get("_parameters", ()) and _may_hold(value)
         ]
 
 
