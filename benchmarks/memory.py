@@ -11,6 +11,9 @@ The floor of the peak: this rank's shards of parameters, gradients and AdamW's t
 in float32), the two largest whole units (the one in work and the one gathered ahead, in the dtype that they compute in), and
 what a plain model in that dtype keeps for its backward. It is a sum of what has to be there, not all of it at one moment: a
 step may stay below it. The floor between steps: the shards, gradients and moments alone.
+
+On CPU flatshard ends a reduction when a sixth of the next unit's gradients are there; on an accelerator, which would stand
+idle, when all of them are (``_composable/backward.py``). The latter is a row of its own, counted under the same fake group.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from copied_bytes import CONFIG, RANKS, parameter_bytes
 from counting import LiveBytes
 from gpt import GPT, Block
 from suite import OURS, Figure, Table, arguments, fake_world, main, progress
+
+from flatshard._composable.state import units_below
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ CASES = {
     "fp32, 4 x no_sync": Case(microbatches=4, reduced=False),
 }
 TARGETS = {"fp32": 1.10, "bf16": 1.06, "fp32, no prefetch": 1.02, "bf16, no prefetch": 1.02, "fp32, 4 x reduced": 1.12}
-NAMES = [name for name in SHARDED if name != "FSDP1 flat"]
+LATER = "flatshard, on an accelerator"
+NAMES = ["flatshard", LATER, *(name for name in SHARDED if name not in ("flatshard", "FSDP1 flat"))]
 """A flat parameter changes nothing here."""
 
 
@@ -59,14 +65,18 @@ def held(name: str, case: Case) -> tuple[int, int]:
     """Bytes at the peak of a step, and after it with its gradients. Within a fake group."""
     with LiveBytes() as live:
         torch.manual_seed(0)
-        model = build(name, GPT(CONFIG), Setting(Block, bf16=case.bf16, prefetch=case.prefetch))
+        kind = OURS if name == LATER else name
+        model = build(kind, GPT(CONFIG), Setting(Block, bf16=case.bf16, prefetch=case.prefetch))
+        if name == LATER:
+            for unit in units_below(model):
+                unit.context.backward.waits_early = False
         live.add(model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
         def step() -> None:
             for number in range(case.microbatches):
                 waits = not case.reduced and number < case.microbatches - 1
-                with unsynchronised(name, model) if waits else contextlib.nullcontext():
+                with unsynchronised(kind, model) if waits else contextlib.nullcontext():
                     model(tokens()).float().mean().backward()
             optimizer.step()
 

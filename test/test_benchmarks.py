@@ -79,21 +79,23 @@ def test_collectives_and_payload(benchmarks):
 
 
 @pytest.mark.parametrize(
-    ("column", "most"),
+    ("column", "most", "on_an_accelerator"),
     [
-        ("fp32", 1.33),  # target: 1.10
-        ("bf16", 1.39),  # target: 1.06
-        ("fp32, no prefetch", 1.23),  # target: 1.02
-        ("fp32, 4 x reduced", 1.48),  # target: 1.12
+        ("fp32", 1.08, 1.13),
+        ("bf16", 1.07, 1.10),  # target: 1.06
+        ("fp32, no prefetch", 0.98, 1.03),
+        ("bf16, no prefetch", 1.01, 1.04),
+        ("fp32, 4 x reduced", 1.23, 1.28),  # target: 1.12
     ],
 )
-def test_memory_of_a_step(benchmarks, column: str, most: float):
+def test_memory_of_a_step(benchmarks, column: str, most: float, on_an_accelerator: float):
     memory = benchmarks.memory
     case = memory.CASES[column]
     with benchmarks.suite.fake_world(8):
-        peak, after = memory.held("flatshard", case)
-    assert peak <= most * memory.floor(case.bf16)
-    assert after == pytest.approx(memory.state_bytes(), rel=0.005)  # padding
+        for name, limit in (("flatshard", most), (memory.LATER, on_an_accelerator)):
+            peak, after = memory.held(name, case)
+            assert peak <= limit * memory.floor(case.bf16)
+            assert after == pytest.approx(memory.state_bytes(), rel=0.005)  # padding
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------

@@ -59,8 +59,7 @@ class Backward:
     """The backwards of all units on one process group."""
 
     def __init__(self, waits_early: bool) -> None:
-        """``waits_early``: for reductions. [Note: Reductions in flight]"""
-        self._waits_early = waits_early
+        self.waits_early = waits_early  # for reductions: [Note: Reductions in flight]
         # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end. Held
         # weakly: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
@@ -103,7 +102,7 @@ class Backward:
             if expected > 1 or not skipped:
                 unit.partial |= expected - skipped < len(unit.handle.gradient_nodes())
             unit.pending += expected
-            unit.finish_at = unit.pending - max(0, unit.pending // 6 - 1) if self._waits_early else 1
+            unit.finish_at = unit.pending - max(0, unit.pending // 6 - 1) if self.waits_early else 1
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True
                 self._ready.discard(unit)
