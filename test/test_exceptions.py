@@ -255,7 +255,7 @@ def check_clean(model: nn.Module) -> None:
             assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0, unit
             assert grads._input.untyped_storage().nbytes() == 0, unit
             assert not grads.any_filled, unit
-        assert (unit.users, unit.holds, unit.pending, unit.task) == (0, 0, 0, None), unit
+        assert (unit.users, unit.holds, unit.arrivals.pending, unit.task) == (0, 0, 0, None), unit
         assert not unit.counted_tasks, unit
         assert not unit.reduce_wanted, unit
         assert unit.context.is_idle

@@ -82,7 +82,7 @@ def check_settled(model: nn.Module) -> None:
     for unit in units_below(model):
         assert unit.handle.is_sharded, unit
         assert unit.handle.lifetime.grads is GradState.NONE, unit
-        assert (unit.users, unit.holds, unit.task, unit.pending) == (0, 0, None, 0), unit
+        assert (unit.users, unit.holds, unit.task, unit.arrivals.pending) == (0, 0, None, 0), unit
         assert not unit.handle.slots.unsharded, unit
         assert not any(g.any_filled for g in unit.handle.grads), unit
         backward = unit.context.backward

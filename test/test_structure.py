@@ -38,6 +38,7 @@ LAYERS = [
     "_handle.packing",
     "_handle.layout",
     "_handle.lifetime",
+    "_handle.arrivals",
     "_handle.partial",
     "_handle.changes",
     "_handle.wrapping",

@@ -101,8 +101,7 @@ class Backward:
             skipped = self._is_skipped(unit)
             if expected > 1 or not skipped:
                 unit.partial |= expected - skipped < len(unit.handle.gradient_nodes())
-            unit.pending += expected
-            unit.finish_at = unit.pending - max(0, unit.pending // 6 - 1) if self.waits_early else 1
+            unit.arrivals.expect(expected, self.waits_early)
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True
                 self._ready.discard(unit)
@@ -118,7 +117,7 @@ class Backward:
         if not self._idle:
             return
         around = (step.unit, *step.outer)
-        over = [unit for unit in self._idle if unit.task == task and not unit.pending and unit not in around]
+        over = [unit for unit in self._idle if unit.task == task and not unit.arrivals.pending and unit not in around]
         if over:
             to_come = any(map(self._expected, self._open_units()))
             self._complete_all(over, to_come or any(t.brings_gradients for t in self._tasks))
@@ -162,7 +161,7 @@ class Backward:
         unit.finished_early = False
         unit.task = None
         unit.counted_tasks.clear()
-        unit.pending = 0
+        unit.arrivals.pending = 0
         if unit.reduce_wanted:
             unit.reduce_wanted = False
             if unit.requires_gradient_sync:
@@ -296,7 +295,7 @@ class Backward:
             unit.handle.discard_gradients()
             unit.task = None
             unit.counted_tasks.clear()
-            unit.pending = 0
+            unit.arrivals.pending = 0
             unit.reduce_wanted = False
             self._open.pop(unit.ref, None)
         self._release_touched()

@@ -377,33 +377,35 @@ class UnitHooks:
             prefetch_before(step)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
-        # A closure, as this is the one function that runs for every parameter and step. It holds us weakly: a tensor's
+        # The one function that runs for every parameter and step, so it looks at little. It holds us weakly: a tensor's
         # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
-        to_self, to_unit = weakref.ref(self), weakref.ref(self.unit)
-        batch = self.unit.handle.grads[group].batch
+        arrivals = self.unit.arrivals
+        take = functools.partial(self._take_gradient, weakref.ref(self), group, index)
 
         def on_gradient(param: torch.Tensor) -> None:
-            """Autograd has accumulated the gradient of one compute parameter: have it taken away."""
-            unit = to_unit()
-            assert unit is not None
-            task = current_graph_task()
-            if batch.task == task and unit.pending > unit.finish_at:  # it stays where it is, until all have come
-                unit.pending -= 1
-                return
-            if task not in unit.counted_tasks:
-                unit.context.backward.begin(unit)
-            unit.handle.receive(group, index, task)
-            unit.pending -= 1
-            if unit.pending:
-                if unit.pending < unit.finish_at:
-                    unit.finish_at = 1
-                    unit.context.backward.finish_previous()
-            elif unit.task == task:
-                self = to_self()
-                assert self is not None
-                self.complete()
+            """Autograd has accumulated the gradient of one compute parameter: leave it there, or have it taken away."""
+            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at:
+                arrivals.pending -= 1
+            else:
+                take()
 
         return on_gradient
+
+    @staticmethod
+    def _take_gradient(to_self: weakref.ref[UnitHooks], group: int, index: int) -> None:
+        """A gradient has come that something follows from."""
+        self = to_self()
+        assert self is not None
+        unit, arrivals, task = self.unit, self.unit.arrivals, current_graph_task()
+        if task not in unit.counted_tasks:
+            unit.context.backward.begin(unit)
+        unit.handle.receive(group, index, task)
+        arrivals.pending -= 1
+        if 0 < arrivals.pending < arrivals.finish_at:
+            arrivals.finish_at = 1
+            unit.context.backward.finish_previous()
+        elif not arrivals.pending and unit.task == task:
+            self.complete()
 
     def complete(self) -> None:
         """All gradients of the unit have come."""
@@ -420,7 +422,7 @@ class UnitHooks:
         unit = self.unit
         unit.active_steps = max(0, unit.active_steps - 1)
         unit.has_left = unit.active_steps == 0
-        if unit.has_left and unit.pending == 0:
+        if unit.has_left and unit.arrivals.pending == 0:
             self._free()
             self._prefetch_after()
 

@@ -92,8 +92,8 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         unit, task = hooks.unit, current_graph_task()
         if task not in unit.counted_tasks:
             unit.context.backward.begin(unit)
-        unit.pending -= 1
-        if not unit.pending and unit.task == task:
+        unit.arrivals.pending -= 1
+        if not unit.arrivals.pending and unit.task == task:
             hooks.complete()
 
     return on_gradient

@@ -108,6 +108,7 @@ class Unit:
         self.module = module
         self.fqn = fqn
         self.handle = handle
+        self.arrivals = handle.arrivals  # looked at from here, too
         self.context = context
         self.config = config
         # This unit, and the units that own parameters which are registered in this one too (a tied embedding): all of
@@ -156,8 +157,6 @@ class Unit:
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
         self.finished_task = -1  # the graph task in which the unit was completed last
         self.finished_early = False  # before another forward of it that backward may come to, and that needs its values
-        self.pending = 0  # gradients still to come
-        self.finish_at = 1  # with this many to come, the next one ends the reduction of the unit before
         self.reduce_wanted = False  # gradients were expected, so there is a reduction, whether or not they came
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
         self.active_steps = 0  # steps that backward has come back to and has not yet left; only where params are frozen
@@ -255,6 +254,7 @@ class Unit:
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
+        result.arrivals = result.handle.arrivals
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
         result._own_parameters()
         return result

@@ -49,18 +49,6 @@ _layout = operator.attrgetter("layout")
 _STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
 
 
-class Batch:
-    """The graph task whose gradients a flat parameter leaves where they are until they are complete.
-
-    Autograd's hooks, which cannot hold more than this, ask before they call anyone.
-    """
-
-    __slots__ = ("task",)
-
-    def __init__(self) -> None:
-        self.task = -1
-
-
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
 
@@ -72,7 +60,6 @@ class FlatGradients:
         self._filled = [False] * len(buffers.params)
         self.any_filled = False
         self._batching = False  # gradients are still in the compute parameters' .grad
-        self.batch = Batch()
         self._wrappings = [wrapping_of(compute) for compute in buffers.computes]
         self._any_wrapped = any(self._wrappings)
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` was set or added to last
@@ -145,10 +132,13 @@ class FlatGradients:
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
-    def receive(self, index: int, task: int) -> None:
-        """Take the gradient that autograd left in compute parameter ``index`` (None: a custom function withheld it).
+    @property
+    def leaves_them(self) -> bool:
+        """Whether gradients stay where autograd puts them (which adds to what is there), until all have come."""
+        return self._batching or True not in self.buffers.requires_grad
 
-        ``task``: the graph task (run of backward) that it comes from.
+    def receive(self, index: int) -> None:
+        """Take the gradient that autograd left in compute parameter ``index`` (None: a custom function withheld it).
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
@@ -165,8 +155,7 @@ class FlatGradients:
             return
         if not self.any_filled:
             self._begin()
-        if self._batching:  # autograd adds where a gradient is already
-            self.batch.task = task
+        if self._batching:
             return
         compute.grad = None
         self._check(index, grad)
@@ -216,7 +205,6 @@ class FlatGradients:
         """Copy the gradients to their slots, from now on each as it comes."""
         computes = self.buffers.computes
         self._batching = False
-        self.batch.task = -1
         self._allocate_input()
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
@@ -328,7 +316,6 @@ class FlatGradients:
     def _free_input(self) -> None:
         if self._batching:
             self._batching = False
-            self.batch.task = -1
             set_gradients_as_they_are(self.buffers.computes, _NONE)
         self._filled = [False] * len(self._filled)
         self.any_filled = False

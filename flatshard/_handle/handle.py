@@ -19,6 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from flatshard import _trace
 from flatshard._collectives import Pending
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
@@ -47,6 +48,7 @@ class FlatParamHandle:
         self.fqn = fqn
         self.runtime = runtime
         self.lifetime = Lifetime(fqn)
+        self.arrivals = Arrivals()
         self.slots = Slots()
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
         params = [p for flat in flats for p in flat.params]
@@ -275,12 +277,13 @@ class FlatParamHandle:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def receive(self, group: int, index: int, task: int) -> None:
-        """Take one parameter's gradient: see ``FlatGradients.receive``."""
+        """Take a parameter's gradient, of graph task ``task``: see ``FlatGradients.receive``."""
         if self.lifetime.grads is not GradState.FILLING:
             if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
                 self.finish_reduce()
             self.lifetime.move_grads("receive")
-        self.grads[group].receive(index, task)
+        self.grads[group].receive(index)
+        self.arrivals.task = task if all([g.leaves_them for g in self.grads]) else -1
 
     def gradient_nodes(self) -> list[Node]:
         """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
@@ -304,6 +307,7 @@ class FlatParamHandle:
                 self._start_reductions()
 
     def _start_reductions(self) -> None:
+        self.arrivals.task = -1
         try:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
@@ -330,6 +334,7 @@ class FlatParamHandle:
         if self.lifetime.grads is GradState.NONE:
             self.lifetime.move_grads("receive")
         if self.lifetime.grads is GradState.FILLING:
+            self.arrivals.task = -1
             for grads in self.grads:
                 grads.hold()
             self.lifetime.move_grads("hold")
@@ -386,6 +391,7 @@ class FlatParamHandle:
             self.finish_reduce(assign=False)
         except CollectiveError as e:
             _trace.logger.warning("%s (of a backward that had failed already)", e)
+        self.arrivals.task = -1
         for grads in self.grads:
             grads.discard()
         if self.lifetime.grads is not GradState.NONE:
@@ -417,7 +423,7 @@ class FlatParamHandle:
         result = copy.copy(self)
         memo[id(self)] = result
         result.label = self._make_label(self.label.identity)
-        result.lifetime = Lifetime(self.fqn)
+        result.lifetime, result.arrivals = Lifetime(self.fqn), Arrivals()
         result.inner = self.inner and self.inner.copy()
         result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
