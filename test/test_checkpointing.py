@@ -192,7 +192,7 @@ def run_place(ctx, place: str, options: dict[str, Any]) -> None:
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OPTIONS: dict[str, dict[str, Any]] = {
     **{f"{s.name}": {"strategy": s} for s in (FULL, GRAD_OP, HYBRID)},
-    **{f"{s.name}, bf16": {"strategy": s, "mixed_precision": BF16} for s in (FULL, GRAD_OP, HYBRID)},
+    **{f"{s.name}, bf16": {"strategy": s, "mixed_precision": BF16} for s in (FULL, HYBRID)},
     "offload": {"cpu_offload": CPUOffload()},
     "no_sync": {"accumulates": True},
     "frozen": {"frozen": True},
