@@ -19,6 +19,7 @@ from torch import nn
 # What nn.Module itself keeps in __dict__, and values of these types, can't hold an activation.
 _MODULE_KEYS = frozenset(nn.Module().__dict__)
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, torch.Size, nn.Parameter, nn.Module)
+_NUMBERS_AND_SUCH = frozenset((str, bytes, int, float, bool))
 _MAX_DEPTH = 6
 
 
@@ -134,6 +135,6 @@ def _is_of_tensor_parallelism(hook: Any) -> bool:
 
 def _may_hold(value: Any) -> bool:
     """Whether an attribute is, or could come to be, a place where a forward stashes tensors."""
-    if isinstance(value, nn.Parameter | type):
+    if type(value) in _NUMBERS_AND_SUCH or isinstance(value, nn.Parameter | type):
         return False
     return value is None or isinstance(value, torch.Tensor | list | tuple | dict) or dataclasses.is_dataclass(value)
