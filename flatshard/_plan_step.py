@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.gradients import waits_for_all
 from flatshard._plan_actions import Action, Verb, WalkedStep
 from flatshard._plan_cost import FlatCost, UnitCost
 from flatshard._plan_ledger import Memory
@@ -271,7 +272,9 @@ class Walk(Books):
             state.local_grads.add((flat_index, index))
         else:
             if not state.filled[flat_index]:
-                state.filled[flat_index] = state.batching[flat_index] = True
+                state.filled[flat_index] = True
+                state.batching[flat_index] = waits_for_all(flat.shards == 1, flat.input_nbytes)
+                self.device.add("reductions", 0 if state.batching[flat_index] else flat.input_nbytes)
             if state.batching[flat_index]:
                 state.waiting[flat_index] += arriving
             else:

@@ -485,7 +485,7 @@ strategy           over         between steps      peak  collectives     sent   
 -----------------  -----------  -------------  --------  -----------  -------  -------  ------
 FULL_SHARD (this)  16 ranks            48 MiB   688 MiB           14  480 MiB    14 ms     71%
 SHARD_GRAD_OP      16 ranks            48 MiB   752 MiB           10  360 MiB  13.8 ms     69%
-NO_SHARD           16 ranks           769 MiB  1.44 GiB            5  480 MiB  18.9 ms     55%
+NO_SHARD           16 ranks           769 MiB  1.47 GiB            5  480 MiB  18.9 ms     55%
 HYBRID_SHARD       2 x 8 ranks       96.1 MiB   736 MiB           19  480 MiB  13.9 ms     73%
 
 time of a step

@@ -14,7 +14,7 @@ complete unit waits for those that ran forward after it and are in the graph.
 [Note: Reductions in flight]
 A reduction holds a whole unit's gradients. So one is under way at a time: it ends at the latest when the next unit is
 complete, and on CPU when a sixth of the next unit's gradients are there (of a transformer's block: those of its last
-matrix). That takes 7 to 10 % off a step's peak, and no step was slower for it over gloo, whose threads have the cores to
+matrix). That takes 3 to 5 % off a step's peak, and no step was slower for it over gloo, whose threads have the cores to
 themselves while a rank waits; an accelerator would stand idle. With replicas the first part of a reduction ends there, and
 the second when the next unit is complete.
 

@@ -5,7 +5,8 @@
   with permanent views, whose storage exists only from when a backward's gradients are complete to the end of the
   reduction. Until then they stay where autograd puts them, in the compute parameters' ``.grad``: the unit's parameters are
   freed first, so the two never take memory at once. They are copied into their slots one by one, and dropped at once;
-  those of a small flat parameter together in one operation.
+  those of a small flat parameter together in one operation. Where nothing is sharded (``NO_SHARD``) there is nothing to
+  free, and the input becomes the gradients: there each is copied as it comes, unless they are small.
 - the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
   each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
 
@@ -47,6 +48,14 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overh
 _grad = plain_grad.__get__
 _layout = operator.attrgetter("layout")
 _STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
+
+
+def waits_for_all(is_whole: bool, nbytes: int) -> bool:
+    """Whether gradients stay where autograd puts them, until all have come. [Note: The gradient has two homes]
+
+    ``is_whole``: nothing is sharded; ``nbytes``: of the reduction's input.
+    """
+    return not is_whole or nbytes < SMALL
 
 
 class FlatGradients:
@@ -227,7 +236,10 @@ class FlatGradients:
             self._put(index, grads.pop())
 
     def _begin(self) -> None:
-        self.any_filled = self._batching = True
+        self.any_filled = True
+        self._batching = waits_for_all(self.buffers.is_whole, self._nbytes)
+        if not self._batching:
+            self._allocate_input()
 
     def _allocate_input(self) -> None:
         buffers = self.buffers
