@@ -12,7 +12,8 @@ itself stuck, by positions that have not changed in between, publishes the verdi
 
 [Note: Interrupting gloo]
 A blocked wait has no handle to end it, and ``abort`` does nothing. But a receive that times out closes all connections of
-its group, whichever thread it is on, and so ends every wait on all ranks. Those then find the verdict in the store.
+its rank, whichever thread it is on, and so ends every wait there, and those for it. Who still waits for a third rank finds
+the verdict in the store at its next look, and does the same.
 """
 
 from __future__ import annotations
@@ -170,6 +171,9 @@ class _Watched:
 
     def _judge(self, ranks: Ranks, store: Any) -> bool:
         """Whether this rank is stuck. Then the group has been interrupted."""
+        if store.check([_VERDICT]):  # by another rank, which closed its own connections: we may wait for a third's
+            ranks.interrupt()
+            return True
         settled = {}
         for rank in range(ranks.world_size):
             key = f"{_POSITION}{rank}"
