@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.arrivals import finish_at
 from flatshard._handle.gradients import waits_for_all
 from flatshard._plan_actions import Action, Verb, WalkedStep
 from flatshard._plan_cost import FlatCost, UnitCost
@@ -234,7 +235,7 @@ class Walk(Books):
         if not state.open_task:
             state.open_task = True
             state.pending = 0 if state.finished else state.expected
-            state.finish_at = state.pending - max(0, state.pending // 6 - 1) if self.waits_early else 1
+            state.finish_at = finish_at(state.pending, self.waits_early)
             if number not in self.open:
                 self.open = {number: None, **self.open}
 
@@ -438,8 +439,7 @@ def walk_step(
 ) -> WalkedStep:
     """Walk through ``microbatches`` passes, from what is held between steps (``start`` on the device, ``host`` off it).
 
-    ``no_sync``: all but the last pass run under ``no_sync``; else each reduces, and adds to ``.grad``. ``waits_early``: see
-    ``Backward``.
+    ``no_sync``: all but the last run under it; else each reduces, and adds to ``.grad``. ``waits_early``: see ``Backward``.
     """
     walk = Walk(units, one_pass, start, host, waits_early)
     for number in range(microbatches):

@@ -6,8 +6,8 @@ For a unit under FULL_SHARD, one training step is::
     (forward)
     post-forward   hook the outputs; register the sharded parameters; free
     pre-backward   gather, prefetch the one before
-    (backward)     each gradient goes into the reduction's input as it comes
-    complete       start the reduction; free
+    (backward)     gradients stay where autograd puts them; the first few end the reduction before (on CPU)
+    complete       free; copy them into the reduction's input and start it
 
 [Note: What is registered when]
 The compute parameters are registered inside forward, and in backward until the unit is complete (a checkpoint inside

@@ -17,4 +17,9 @@ class Arrivals:
     def expect(self, count: int, waits_early: bool) -> None:
         """``count`` more will come. ``waits_early``: see ``Backward``, [Note: Reductions in flight]."""
         self.pending += count
-        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
+        self.finish_at = finish_at(self.pending, waits_early)
+
+
+def finish_at(pending: int, waits_early: bool) -> int:
+    """See ``Arrivals``, when ``pending`` gradients are to come."""
+    return pending - max(0, pending // 6 - 1) if waits_early else 1

@@ -9,8 +9,8 @@ Parameters, in terms of memory:
 Gradients between a unit's first gradient and the end of its reduction:
 
 - NONE         no reduction input exists. (The reduced gradients, if any, are the parameters' ``.grad``.)
-- FILLING      the reduction input exists and takes gradients as autograd produces them.
-- HELD         the same between two backwards: the last one was told not to reduce (``no_sync``).
+- FILLING      gradients come: where autograd puts them, or in the reduction input. gradients.py says which.
+- HELD         the reduction input keeps them between two backwards: the last one was told not to reduce (``no_sync``).
 - REDUCING     the collective reads the reduction input: nobody may write to it.
 
 What the user can change behind our back (``.grad``, ``requires_grad``, ``p.data``) is read when needed, never mirrored
