@@ -23,8 +23,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from flatshard._backends import Messages, default_group, membership
 from flatshard._errors import name_list
+from flatshard._messages import Messages, default_group, membership
 
 T = TypeVar("T")
 

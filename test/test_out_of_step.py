@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, skip
+from flatshard._backends import GlooCollectives
 
 SECONDS = 20
 """That an error may take on a busy machine. The group's timeout is longer."""
@@ -138,6 +139,26 @@ def test_another_order_later(errors):
         r"rank 1 waits for the all-gather of 'blocks\.[123]'",
         r"have it call flatshard\.skip",
     )
+
+
+def interrupt_after_another(ctx) -> None:
+    """Rank 0 has ended its own waits and left; rank 2 waits for rank 1, which does nothing."""
+    group = dist.new_group(list(range(3)), timeout=datetime.timedelta(seconds=60))
+    dist.barrier(group)  # all are connected
+    collectives = GlooCollectives(group)
+    if ctx.rank == 0:
+        collectives.interrupt()
+    if ctx.rank == 2:
+        with pytest.raises(RuntimeError):  # until the connection to rank 0 is closed
+            group.recv([torch.empty(1)], 0, 1).wait()
+        waited = group.recv([torch.empty(1)], 1, 1)
+        collectives.interrupt()
+        with pytest.raises(RuntimeError):
+            waited.wait()
+
+
+def test_interrupt_when_a_connection_is_closed_already(errors):
+    assert [type_name for type_name, _ in errors(interrupt_after_another, world_size=3)] == ["Ends"] * 3
 
 
 def leave_out_later(ctx) -> None:

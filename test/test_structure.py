@@ -29,6 +29,7 @@ LAYERS = [
     "_watch",
     "_collectives",
     "_compile",
+    "_messages",
     "_backends",
     "_ablation",
     "_quantized",
@@ -307,7 +308,7 @@ DISTRIBUTED_MODULES = {
 
 
 def test_only_backends_communicates():
-    for name, node in outside("_backends"):
+    for name, node in outside("_backends", "_messages"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
