@@ -378,7 +378,7 @@ def train_in_single_precision(ctx) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_ten_steps_in_single_precision(pool, world_size):
     """Every kind of parameter, 10 AdamW steps in float32, within 1e-6 of one process."""
     pool.run(train_in_single_precision, world_size=world_size)
