@@ -67,8 +67,8 @@ class FlatParamHandle:
         self.all_trainable = all(p.param.requires_grad for p in params)
         self.any_trainable = any(p.param.requires_grad for p in params)
         self._checked_at = -1  # `changes.count` when `check_parameters` looked last
-        self._nodes: list[Node] = []  # see `gradient_nodes`
         self._nodes_epoch = -1
+        self._nodes = self.gradient_nodes()  # here, not in the first step
         self._gathers: list[Pending] = []
         self.is_exact = True  # whether the last gather brought the shards bit for bit
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
