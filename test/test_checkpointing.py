@@ -7,6 +7,7 @@ rank's random state. In bfloat16 it is the sharded model without checkpoints, bi
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -206,3 +207,46 @@ def test_every_kind(pool, place: str, name: str):
     first = (PLACES.index(place) + list(OPTIONS).index(name)) % 2
     kinds = KINDS if name == "FULL_SHARD" else KINDS[first::2]
     pool.run(run_place, kinds, place, OPTIONS[name], world_size=3 if name == "FULL_SHARD" else 2)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class Nested(nn.Module):
+    """A unit around a reentrant checkpoint, inside another checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.unit, self.head = nn.Linear(4, 4), Around(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(checkpoint(self.unit, self.front(x), use_reentrant=False)))
+
+
+def run_twice(ctx) -> None:
+    """The unit gets its gradients in nested backwards, and is come to once more when the first have been reduced."""
+    torch.manual_seed(0)
+    plain = Nested().double()
+    model = copy.deepcopy(plain)
+    fully_shard(model, policy={Around}, process_group=ctx.group, strategy=GRAD_OP)
+    for _ in range(2):
+        x = torch.randn(2 * ctx.world_size, 3, 4).double()
+        for module, given in ((plain, x), (model, x.chunk(ctx.world_size)[ctx.rank])):
+            first, second = module(given), module(given.flip(1))
+            (first.square().mean() + second.mean()).backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(b.grad, a.grad, msg=lambda m, n=name: f"{n}: {m}")
+        for module in (plain, model):
+            module.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_two_forwards_of_a_unit_around_a_reentrant_checkpoint(pool, world_size: int):
+    pool.run(run_twice, world_size=world_size)

@@ -195,6 +195,7 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         self._finish_reductions()
         unit.handle.reduce()
+        unit.handle.accumulates = not unit.requires_gradient_sync
         self._reducing = unit
 
     def _finish_reductions(self) -> None:
@@ -262,7 +263,7 @@ class Backward:
         touched, self._touched = self._touched, {}
         for unit in touched:
             unit.active_steps = 0
-            unit.has_left = False
+            unit.has_left = unit.finished_early = False
             unit.last_step = None
             if self._keep:
                 unit.show_sharded_if_unused()

@@ -269,7 +269,7 @@ class UnitHooks:
                 needed.handle.slots.unregister()
             if needed.users == 0:
                 needed.handle.write_back_if_changed()
-                if needed.task is None:  # else backward is at the unit, and this was a recomputation
+                if needed.task is None and not (in_backward and needed.finished_early):  # else this was a recomputation
                     needed.handle.slots.register_sharded()
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if needed.holds == 0 and not (stays or leaks or in_backward):
