@@ -38,7 +38,7 @@ def floor(world_size: int, units: int, dtype: torch.dtype) -> Callable[[], float
     collectives = FakeCollectives(group)
     numel = -(-PARAMS * WIDTH * WIDTH // world_size)
     shard, reduced = torch.empty(numel), torch.empty(numel)
-    buffer, total = torch.empty(numel * world_size, dtype=dtype), torch.empty(numel * world_size)
+    buffer, total = (torch.empty(numel * world_size, dtype=dtype) for _ in range(2))
     grads = [torch.empty(WIDTH, WIDTH, dtype=dtype) for _ in range(PARAMS)]
     slots = total[: PARAMS * WIDTH * WIDTH].view(PARAMS, WIDTH, WIDTH).unbind()
     own, storage, input = buffer[:numel], buffer.untyped_storage(), total.untyped_storage()

@@ -13,7 +13,9 @@ what a plain model in that dtype keeps for its backward. It is a sum of what has
 step may stay below it. The floor between steps: the shards, gradients and moments alone.
 
 On CPU flatshard ends a reduction when a sixth of the next unit's gradients are there; on an accelerator, which would stand
-idle, when all of them are (``_composable/backward.py``). The latter is a row of its own, counted under the same fake group.
+idle, when all of them are (``_composable/backward.py``). And over gloo it sends bfloat16 gradients as they are, to be added
+in float32 (``_handle/reduction.py``); NCCL adds in what it sends. The accelerator's way is a row of its own, counted under
+the same fake group.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ import gc
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from contenders import SHARDED, Setting, build, unsynchronised
 from copied_bytes import CONFIG, RANKS, parameter_bytes
 from counting import LiveBytes
 from gpt import GPT, Block
 from suite import OURS, Figure, Table, arguments, fake_world, main, progress
 
+from flatshard import Collectives, builtin_collectives
 from flatshard._composable.state import units_below
 
 
@@ -61,12 +65,22 @@ def tokens() -> torch.Tensor:
     return torch.zeros(1, 16, dtype=torch.int64)
 
 
+def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """The collectives of the group, which add in the dtype that they send."""
+    made = builtin_collectives(group, device)
+    made.widens = False
+    return made
+
+
 def held(name: str, case: Case) -> tuple[int, int]:
     """Bytes at the peak of a step, and after it with its gradients. Within a fake group."""
     with LiveBytes() as live:
         torch.manual_seed(0)
         kind = OURS if name == LATER else name
-        model = build(kind, GPT(CONFIG), Setting(Block, bf16=case.bf16, prefetch=case.prefetch))
+        collectives = as_nccl if name == LATER else None
+        model = build(
+            kind, GPT(CONFIG), Setting(Block, bf16=case.bf16, prefetch=case.prefetch, collectives=collectives)
+        )
         if name == LATER:
             for unit in units_below(model):
                 unit.context.backward.waits_early = False

@@ -56,6 +56,7 @@ class _NoCommunication:
         self._choice = choice
         self.exact = not choice.all_gather
         self.compared = ()  # that would communicate
+        self.widens = inner.widens
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         if not self._choice.all_gather:

@@ -45,6 +45,8 @@ class BuiltinCollectives:
     exact = True
     out_of_place = False
     """Whether ``all_gather`` also takes a shard that lies elsewhere, and puts it into its place: a copy less for some."""
+    widens = False
+    """Whether ``reduce_scatter`` also takes an input of a dtype that fits into the output's, and adds in that one."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
     """The kinds of collectives whose order is compared on all ranks: see ``OrderCheck``. Others may have it, too."""
 
@@ -111,7 +113,7 @@ class GlooCollectives(BuiltinCollectives):
     [Note: Order of collectives]. And so have units: [Note: Data of different units never mix].
     """
 
-    out_of_place = True
+    out_of_place = widens = True
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
@@ -130,11 +132,11 @@ class GlooCollectives(BuiltinCollectives):
 
         def average() -> None:
             narrow = output.dtype.itemsize < 4
-            total = received[0].float() if narrow else output
-            if narrow:
+            if narrow or input.dtype is not output.dtype:
+                total = received[0].float() if narrow else output.copy_(received[0])
                 total.add_(received[1])
             else:
-                torch.add(received[0], received[1], out=total)
+                total = torch.add(received[0], received[1], out=output)
             for part in received[2:]:
                 total.add_(part)
             total.div_(self.size)
@@ -219,6 +221,10 @@ class FakeCollectives(BuiltinCollectives):
     """
 
     out_of_place = True
+
+    def __init__(self, group: dist.ProcessGroup, widens: bool = False) -> None:
+        super().__init__(group)
+        self.widens = widens
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
@@ -383,11 +389,12 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
     """The collectives that flatshard uses over ``group`` unless told otherwise: a base for others to wrap.
 
     Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, where part ``k`` of ``input`` goes to
-    rank ``k``, and the attributes ``rank`` and ``size``.
+    rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also hand on ``out_of_place`` and
+    ``widens`` (see :class:`BuiltinCollectives`): what has them not is called as :class:`Collectives` says.
     """
     backend = dist.get_backend(group)
     if backend == "fake":
-        return FakeCollectives(group)
+        return FakeCollectives(group, widens=device.type == "cpu")  # as gloo
     if device.type == "cpu" and _has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)

@@ -53,7 +53,10 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     """Of the unsharded floating-point parameters, in forward and backward. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """Of the gradients' reduction, and of accumulation under ``no_sync``. None: ``param_dtype``."""
+    """Of the gradients' reduction, and of accumulation under ``no_sync``. None: ``param_dtype``.
+
+    Over gloo gradients of a narrower ``param_dtype`` are sent in that, and added in this one: the same bits, half the bytes.
+    """
     buffer_dtype: torch.dtype | None = None
     """Floating-point buffers are cast to it once, by ``fully_shard``. None: left alone."""
     keep_low_precision_grads: bool = False

@@ -47,12 +47,13 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     for unit in units:
         if unit.syncs_after is None:
             unit.syncs_after = unit.requires_gradient_sync
-        unit.requires_gradient_sync = False
+        unit.set_gradient_sync(False)
     try:
         yield
     finally:
         for unit, values in zip(units, before, strict=True):
-            unit.requires_gradient_sync, unit.syncs_after = values
+            sync, unit.syncs_after = values
+            unit.set_gradient_sync(sync)
 
 
 def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
@@ -82,7 +83,7 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
 def set_requires_gradient_sync(module: nn.Module, value: bool, *, recurse: bool = True) -> None:
     """Whether backwards from now on reduce gradients: :func:`no_sync` without a context, as FSDP2 has it."""
     for unit in _units(module, recurse, "set_requires_gradient_sync"):
-        unit.requires_gradient_sync = value
+        unit.set_gradient_sync(value)
 
 
 def set_requires_all_reduce(module: nn.Module, value: bool, *, recurse: bool = True) -> None:

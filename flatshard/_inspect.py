@@ -140,7 +140,7 @@ def _describe(unit: Unit) -> UnitDescription:
             b.dtype,
             b.compute_dtype,
             g.reduction.dtype,
-            g.reduction.input_dtype,
+            g.reduction.reduce_dtype,
             any(p.requires_grad for p in b.params),
             b.layout.numel,
             b.layout.padded_numel,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatshard._composable.flat_plan import PlannedFlat
 from flatshard._composable.state import UnitConfig
 from flatshard._config import ShardingStrategy, as_reshard_after_forward
+from flatshard._handle.reduction import exactly_sent_as
 from flatshard._inspect import FlatDescription
 
 
@@ -35,6 +36,7 @@ class FlatCost:
     unsharded_nbytes: int
     cast_nbytes: int  # of the cast shard kept from forward to backward
     input_nbytes: int  # of the reduction
+    narrow_nbytes: int  # the same, where no gradients are held: reduction.py, [Note: Sent as it was computed]
     output_nbytes: int  # of the reduction, where that is not its input
     gradient_nbytes: int  # of `.grad`, where the ranks reduce it
     warning: str | None
@@ -49,6 +51,8 @@ class FlatCost:
         alias = layout.world_size == 1 and compute is planned.dtype and not offloaded
         replicas = ranks.total if config.strategy is ShardingStrategy.NO_SHARD else ranks.replicas
         reduced = planned.trainable and layout.world_size * replicas > 1
+        widens = device == "cpu" and layout.world_size > 1 and config.collectives is None  # gloo
+        sent = exactly_sent_as(compute, reduce) if widens else reduce
         described = FlatDescription(
             tuple(info.fqn for info in layout.params),
             tuple(info.shape for info in layout.params),
@@ -72,6 +76,7 @@ class FlatCost:
             0 if alias else layout.padded_numel * compute.itemsize,
             layout.shard_numel * compute.itemsize if options.keep_cast and not alias else 0,
             layout.padded_numel * reduce.itemsize if reduced else 0,
+            layout.padded_numel * sent.itemsize if reduced else 0,
             layout.shard_numel * reduce.itemsize if reduced and layout.world_size > 1 else 0,
             layout.shard_numel * grad.itemsize if reduced else 0,
             planned.warning,
@@ -112,6 +117,10 @@ class UnitCost:
         int, ...
     ]  # the units that its forward needs unsharded: itself, and owners of parameters that it shares
     ranks: Ranks
+
+    def holding_nothing(self) -> UnitCost:
+        """The same where no backward adds to gradients that are held."""
+        return replace(self, flats=tuple(replace(f, input_nbytes=f.narrow_nbytes) for f in self.flats))
 
     @property
     def name(self) -> str:

@@ -67,6 +67,8 @@ class Walked:
         self.module, self.choice, self.built, self.step = module, choice, built, step
         self.rank_numels = built.numels_by_rank()
         fullest = max(range(len(self.rank_numels)), key=self.rank_numels.__getitem__)
+        holds = step.no_sync and step.microbatches > 1
+        self.costs = built.costs if holds else tuple(cost.holding_nothing() for cost in built.costs)
         self.states = state_nbytes(step.optimizer, built.parts(fullest))
         self.order = self._order()
         self.walked = self._walk()
@@ -74,7 +76,7 @@ class Walked:
         self.timeline = run_through(self.walked.actions, names, step.bandwidths, built.ranks.shards)
 
     def _order(self) -> Pass:
-        given, costs = self.step.activations, self.built.costs
+        given, costs = self.step.activations, self.costs
         if isinstance(given, Mapping):
             names = [cost.fqn for cost in costs]
             if unknown := [name for name in given if name not in names]:
@@ -98,7 +100,7 @@ class Walked:
     def _walk(self) -> WalkedStep:
         device = {"shards": 0, "optimizer": 0, "others": self.built.others_nbytes(self.module)}
         host = {"shards": 0, "optimizer": 0}
-        for flats, cost in zip(self.built.flats, self.built.costs, strict=True):
+        for flats, cost in zip(self.built.flats, self.costs, strict=True):
             for flat, sizes in zip(flats, cost.flats, strict=True):
                 books = host if sizes.offloaded else device
                 books["shards"] += sizes.shard_nbytes
@@ -107,7 +109,7 @@ class Walked:
         step = self.step
         on_cpu = self.built.device == "cpu"
         return walk_step(
-            self.built.costs, self.order, self.between, self.host, step.microbatches, step.no_sync, waits_early=on_cpu
+            self.costs, self.order, self.between, self.host, step.microbatches, step.no_sync, waits_early=on_cpu
         )
 
     @property
@@ -128,7 +130,7 @@ class Walked:
         )
 
     def unit(self, number: int) -> UnitPlan:
-        cost, bandwidths = self.built.costs[number], self.step.bandwidths
+        cost, bandwidths = self.costs[number], self.step.bandwidths
         mine = [c for c in self.walked.collectives if c.unit == cost.fqn]
         gathers = [c for c in mine if c.kind == "all-gather" and c.phase == "forward"]
         local = [f for f in cost.flats if f.description.trainable and not f.is_reduced]
@@ -151,7 +153,7 @@ class Walked:
 
     def report(self, others: tuple[StrategyPlan, ...]) -> Numbers:
         ranks, walked = self.built.ranks, self.walked
-        units = tuple(self.unit(number) for number in range(len(self.built.costs)))
+        units = tuple(self.unit(number) for number in range(len(self.costs)))
         starts = (*self.timeline.starts, self.timeline.step_seconds)
         return Numbers(
             type(self.module).__name__,
@@ -175,7 +177,7 @@ class Walked:
 
     def warnings(self, units: tuple[UnitPlan, ...]) -> list[str]:
         """What the user may want to change."""
-        found = [f.warning for cost in self.built.costs for f in cost.flats if f.warning is not None]
+        found = [f.warning for cost in self.costs for f in cost.flats if f.warning is not None]
         if len(found) > 3:
             found = [*found[:2], f"likewise {len(found) - 2} more flat parameters"]
         found += size_warnings(units, statistics.fmean(self.rank_numels), max(self.rank_numels))

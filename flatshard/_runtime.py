@@ -226,6 +226,11 @@ class Runtime:
         """Whether the collectives' ``all_gather`` takes a shard that lies elsewhere, and puts it into its place."""
         return getattr(self.collectives, "out_of_place", False)
 
+    @property
+    def widens(self) -> bool:
+        """See ``BuiltinCollectives``."""
+        return getattr(self.collectives, "widens", False)
+
     # -- where collectives run ---------------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[None] | None:

@@ -88,9 +88,9 @@ def in_shard(unit: Unit) -> int:
 class Wire:
     """Collectives that move nothing, and note (kind, bytes of the whole)."""
 
-    def __init__(self, out_of_place: bool = False) -> None:
+    def __init__(self, out_of_place: bool = False, widens: bool = False) -> None:
         self.sent: list[tuple[str, int]] = []
-        self.out_of_place = out_of_place
+        self.out_of_place, self.widens = out_of_place, widens
 
     def _note(self, kind: str, tensor: Tensor) -> Done:
         self.sent.append((kind, tensor.numel() * tensor.itemsize))
@@ -106,8 +106,8 @@ class Wire:
         return self._note("all-reduce", tensor)
 
 
-def put_on_wire(model: nn.Module, out_of_place: bool = False) -> Wire:
-    wire = Wire(out_of_place)
+def put_on_wire(model: nn.Module, out_of_place: bool = False, widens: bool = False) -> Wire:
+    wire = Wire(out_of_place, widens)
     units_below(model)[0].context.runtime.collectives = wire
     return wire
 
@@ -190,8 +190,12 @@ def test_local_bytes_of_a_step(world, size, strategy, width, out_of_place):
 
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("width", [WIDTH, SMALL_WIDTH])
-def test_local_bytes_of_a_step_in_mixed_precision(world, strategy, width):
-    """fp32 masters, bf16 compute, fp32 reduction, over a plain bf16 model: 6 P + 12 P / N, every cast being a copy."""
+@pytest.mark.parametrize("widens", [False, True])
+def test_local_bytes_of_a_step_in_mixed_precision(world, strategy, width, widens):
+    """fp32 masters, bf16 compute, fp32 reduction, over a plain bf16 model: 6 P + 12 P / N, every cast being a copy.
+
+    4 P where gradients are sent as they were computed.
+    """
     world(8)
 
     def step_bf16(model: nn.Module) -> None:
@@ -200,26 +204,28 @@ def test_local_bytes_of_a_step_in_mixed_precision(world, strategy, width):
 
     policy = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(width=width, strategy=strategy, mixed_precision=policy)
-    wire = put_on_wire(model)
+    wire = put_on_wire(model, widens=widens)
+    narrow = widens and strategy is not NO_SHARD
+    size = 2 if narrow else 4  # bytes of an element that is sent
     cost = extra(model, Net(width=width).bfloat16(), step_bf16)
     expected = numel = 0
     for unit in units_below(model):
         for buffers in unit.handle.buffers:
             layout = buffers.layout
             numel += layout.numel
-            expected += 6 * layout.numel + 4 * (layout.padded_numel - layout.numel)  # bf16 read, fp32 written
+            expected += (2 + size) * layout.numel + size * (layout.padded_numel - layout.numel)  # bf16 read
             if 4 * layout.padded_numel < SMALL:
-                expected += 8 * layout.padded_numel
+                expected += 2 * size * layout.padded_numel
             gathers = 2 if strategy is FULL and unit.fqn else 1
             expected += gathers * 6 * layout.shard_numel  # fp32 read, bf16 written into its place
     assert cost.bytes == expected, sorted(cost.largest)[-10:]
     if strategy is FULL and width == WIDTH:
-        assert cost.bytes <= (6 + 12 / 8) * numel * 1.05
+        assert cost.bytes <= (2 + size + 12 / 8) * numel * 1.05
     del wire.sent[:]
     step_bf16(model)
     halves = {n for kind, n in wire.sent if kind == "all-gather"}
     wholes = {n for kind, n in wire.sent if kind != "all-gather"}
-    assert halves == (set() if strategy is NO_SHARD else {n // 2 for n in wholes})
+    assert halves == (set() if strategy is NO_SHARD else wholes if narrow else {n // 2 for n in wholes})
 
 
 def test_local_bytes_of_an_evaluation(world):

@@ -124,7 +124,7 @@ def _caller() -> str:
 
 
 def put_on_wire(model: nn.Module) -> Wire:
-    wire = Wire()
+    wire = Wire(widens=True)  # as gloo
     for unit in units_below(model):
         for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.replicas):
             if runtime is not None:

@@ -163,6 +163,11 @@ class Unit:
         self.has_left = False  # backward has left all of them
         self.last_step: Step | None = None  # the step that backward came back to last
 
+    def set_gradient_sync(self, value: bool) -> None:
+        """Whether backwards from now on reduce the gradients."""
+        self.requires_gradient_sync = value
+        self.handle.accumulates |= not value
+
     def show_sharded_if_unused(self) -> None:
         """Register the user's parameters, unless somebody needs the unsharded ones."""
         if self.holds == 0:

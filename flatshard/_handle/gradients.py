@@ -2,16 +2,17 @@
 
 [Note: The gradient has two homes]
 - ``input``, the reduction's input: 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. A permanent tensor
-  with permanent views, whose storage exists only from when a backward's gradients are complete to the end of the
-  reduction. Until then they stay where autograd puts them, in the compute parameters' ``.grad``: the unit's parameters are
-  freed first, so the two never take memory at once. They are copied into their slots one by one, and dropped at once;
-  those of a small flat parameter together in one operation. Where nothing is sharded (``NO_SHARD``) there is nothing to
-  free, and the input becomes the gradients: there each is copied as it comes, unless they are small.
+  with permanent views (one for each dtype: reduction.py, [Note: Sent as it was computed]), whose storage exists only from
+  when a backward's gradients are complete to the end of the reduction. Until then they stay where autograd puts them, in
+  the compute parameters' ``.grad``: the unit's parameters are freed first, so the two never take memory at once. They are
+  copied into their slots one by one, and dropped at once; those of a small flat parameter together in one operation. Where
+  nothing is sharded (``NO_SHARD``) there is nothing to free, and the input becomes the gradients: there each is copied as
+  it comes, unless they are small.
 - the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
   each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
 
-With mixed precision a gradient comes in the compute dtype, its slot and the reduction have the reduce dtype (the copy
-into the slot casts), and the gradient shard is cast to the parameters' own dtype, unless asked to be kept as it is.
+With mixed precision a gradient comes in the compute dtype, the reduction has the reduce dtype (the copy into the slot casts,
+if need be), and the gradient shard is cast to the parameters' own dtype, unless asked to be kept as it is.
 
 ``hold`` keeps the input from one backward to the next, which adds to it: in the reduce dtype, not in the compute dtype.
 
@@ -85,13 +86,20 @@ class FlatGradients:
         device = buffers.unsharded.flat.device
         self._made_for = (buffers.dtype, device)
         trainable = buffers.dtype.is_floating_point or buffers.dtype.is_complex
-        self._input = self._no_input = torch.empty(0, dtype=self.reduction.input_dtype, device=device)
+        self._inputs: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._input = self._no_input = torch.empty(0, dtype=self.reduction.reduce_dtype, device=device)
         if trainable and not buffers.is_whole:
-            self._input = torch.empty(layout.padded_numel, dtype=self.reduction.input_dtype, device=device)
-            self._slots, self._gaps = self._views_of(self._input)
-            self._input.untyped_storage().resize_(0)
-        self._nbytes = layout.padded_numel * self.reduction.input_dtype.itemsize
+            self._use_input(self.reduction.reduce_dtype)
+        self._nbytes = layout.padded_numel * self.reduction.reduce_dtype.itemsize
         self._parts = Parts(buffers, self.reduction.dtype)
+
+    def _use_input(self, dtype: torch.dtype) -> None:
+        """Have the permanent input of ``dtype``, without storage."""
+        if dtype not in self._inputs:
+            flat = torch.empty(self.buffers.layout.padded_numel, dtype=dtype, device=self._no_input.device)
+            self._inputs[dtype] = flat, *self._views_of(flat)
+            flat.untyped_storage().resize_(0)
+        self._input, self._slots, self._gaps = self._inputs[dtype]
 
     def _views_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         layout = self.buffers.layout
@@ -210,11 +218,11 @@ class FlatGradients:
         else:
             param.grad.add_(grad)
 
-    def _place_batch(self) -> None:
-        """Copy the gradients to their slots, from now on each as it comes."""
+    def _place_batch(self, dtype: torch.dtype) -> None:
+        """Copy the gradients to their slots in an input of ``dtype``, from now on each as it comes."""
         computes = self.buffers.computes
         self._batching = False
-        self._allocate_input()
+        self._allocate_input(dtype)
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
         here = list(map(operator.is_not, grads, _NONE))
@@ -239,22 +247,24 @@ class FlatGradients:
         self.any_filled = True
         self._batching = waits_for_all(self.buffers.is_whole, self._nbytes)
         if not self._batching:
-            self._allocate_input()
+            self._allocate_input(self.reduction.reduce_dtype)
 
-    def _allocate_input(self) -> None:
+    def _allocate_input(self, dtype: torch.dtype) -> None:
         buffers = self.buffers
         if buffers.is_whole:  # all-reduced in place, it becomes the gradients themselves: a new one each time
-            self._input = torch.empty(buffers.layout.padded_numel, dtype=self._input.dtype, device=self._input.device)
+            self._input = torch.empty(buffers.layout.padded_numel, dtype=dtype, device=self._input.device)
             self._slots, self._gaps = self._views_of(self._input)
         else:
-            self._input.untyped_storage().resize_(self._nbytes)
+            if self._input.dtype is not dtype:
+                self._use_input(dtype)
+            self._input.untyped_storage().resize_(buffers.layout.padded_numel * dtype.itemsize)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
     def hold(self) -> None:
         """A backward is over, and another will add to its gradients before they are reduced."""
         if self._batching:
-            self._place_batch()
+            self._place_batch(self.reduction.reduce_dtype)
 
     def follow_parameters(self) -> None:
         """The parameters have another dtype or device now: so do gradients that are held, and those to come."""
@@ -280,14 +290,18 @@ class FlatGradients:
         trainable = self.buffers.dtype.is_floating_point or self.buffers.dtype.is_complex
         return trainable and not self._local and self.buffers.layout.padded_numel > 0
 
-    def reduce(self, runtime: Runtime) -> None:
-        """Start averaging over the ranks. Slots that took no gradient count as unused."""
+    def reduce(self, runtime: Runtime, accumulates: bool) -> None:
+        """Start averaging over the ranks. Slots that took no gradient count as unused.
+
+        ``accumulates``: some rank may add to gradients that it holds.
+        """
         if self._local and self.flat_param is None:
             return
         if not self.any_filled:
             self._begin()
         if self._batching:
-            self._place_batch()
+            narrow = runtime.widens and not (accumulates or self.buffers.is_whole)
+            self._place_batch(self.reduction.sent_dtype if narrow else self.reduction.reduce_dtype)
         if False in self._filled:
             unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
             for slot, filled in zip(self._slots, self._filled, strict=True):

@@ -66,6 +66,7 @@ class FlatParamHandle:
                     self.slots.add(module, name, owned.param, compute)
         self.all_trainable = all(p.param.requires_grad for p in params)
         self.any_trainable = any(p.param.requires_grad for p in params)
+        self.accumulates = False  # some rank may hold gradients of earlier backwards for the next reduction
         self._checked_at = -1  # `changes.count` when `check_parameters` looked last
         self._nodes_epoch = -1
         self._nodes = self.gradient_nodes()  # here, not in the first step
@@ -311,7 +312,7 @@ class FlatParamHandle:
         try:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
-                    grads.reduce(self.runtime)
+                    grads.reduce(self.runtime, self.accumulates)
                 else:  # frozen since: what was held is dropped
                     grads.reduction.discard()
                 buffers.forget_cast()
@@ -423,9 +424,8 @@ class FlatParamHandle:
         result = copy.copy(self)
         memo[id(self)] = result
         result.label = self._make_label(self.label.identity)
-        result.lifetime, result.arrivals = Lifetime(self.fqn), Arrivals()
+        result.lifetime, result.arrivals, result.slots = Lifetime(self.fqn), Arrivals(), Slots()
         result.inner = self.inner and self.inner.copy()
-        result.slots = Slots()
         result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             params = [copy.deepcopy(p, memo) for p in buffers.params]

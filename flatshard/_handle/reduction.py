@@ -3,6 +3,13 @@
 Averaged over the ranks that the parameters are sharded over, then over the replicas, in the reduce dtype; scaled, cast to
 the dtype of ``.grad``, and copied to the CPU under offload, behind each other.
 
+[Note: Sent as it was computed]
+A gradient of bfloat16 compute that is reduced in float32 is a bfloat16 number in float32. So where the collectives can
+add wider than they send (``BuiltinCollectives.widens``), it is sent as it is: the same sums bit for bit, by half of the bytes
+and with half of the input's memory. Gradients that have been held (``no_sync``) are sums in the reduce dtype already, and are
+sent in that. All ranks must decide alike, also one that has held nothing: by whether the unit was told to hold, not by
+whether it did (``FlatParamHandle.accumulates``).
+
 [Note: Accumulating within the shard group]
 With replicas (hybrid sharding) the reduce-scatter's output may be held from one backward to the next (``_partial``), so
 that only the last microbatch averages over the replicas.
@@ -17,6 +24,13 @@ import torch
 from flatshard._collectives import Done, Pending
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._runtime import Runtime, Then, wait_on_host
+
+
+def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+    """The smallest dtype that gradients, computed in one dtype and reduced in the other, fit into."""
+    wide = reduce in (torch.float32, torch.float64)
+    narrow = compute in (torch.bfloat16, torch.float16, torch.float32) and compute.itemsize < reduce.itemsize
+    return compute if wide and narrow else reduce
 
 
 class Reduction:
@@ -34,14 +48,19 @@ class Reduction:
         self._output: torch.Tensor | None = None
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """Of the reduction's input and output."""
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the sums, and of the output."""
         return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Of the input, where [Note: Sent as it was computed] applies."""
+        return exactly_sent_as(self.buffers.compute_dtype, self.reduce_dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the user's ``.grad``."""
-        return self.input_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
+        return self.reduce_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
 
     @property
     def is_partial(self) -> bool:
@@ -64,7 +83,7 @@ class Reduction:
             self._output = input
             self._pending = self._reduce_replicas(runtime)
         else:
-            self._output = torch.empty(self.buffers.layout.shard_numel, dtype=input.dtype, device=input.device)
+            self._output = torch.empty(self.buffers.layout.shard_numel, dtype=self.reduce_dtype, device=input.device)
             self._pending = runtime.reduce_scatter(self._output, input)
             if self.replicas is not None:
                 self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
