@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
@@ -389,3 +390,37 @@ def refuse_to_reduce(ctx) -> None:
 
 def test_reduce_gradients_inside_a_forward(pool):
     pool.run(refuse_to_reduce)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.inner = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        x = self.front(x)
+        return x if skips else self.inner(torch.tanh(x))
+
+
+def hold_on_another_group(ctx) -> None:
+    """The last microbatch leaves out the unit on the other process group, of which gradients are held."""
+    torch.manual_seed(0)
+    plain = Skipping().double()
+    model = copy.deepcopy(plain)
+    fully_shard(model.inner, process_group=ctx.group, strategy=NO_SHARD)
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    fully_shard(model, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    for _ in range(2):
+        for skips in (False, True):
+            x = torch.randn(2 * ctx.world_size, 5).double()
+            plain(x, skips).square().mean().backward()
+            with contextlib.nullcontext() if skips else flatshard.no_sync(model):
+                model(x.chunk(ctx.world_size)[ctx.rank], skips).square().mean().backward()
+        assert not any(unit.handle.holds_gradients for unit in units_below(model))
+        check_gradients(model, plain)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def test_gradients_held_on_another_group(pool):
+    pool.run(hold_on_another_group, world_size=4)

@@ -32,11 +32,12 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import ClassVar
 
 import torch
 from torch.autograd import Variable
 
-from flatshard._composable.state import Step, Unit
+from flatshard._composable.state import Step, Unit, units_below
 
 # The id of the running graph task, -1 outside backward, and whether it was told to retain the graph. Private API: there is
 # no public way to ask.
@@ -58,7 +59,10 @@ class _Task:
 class Backward:
     """The backwards of all units on one process group."""
 
+    _all: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()
+
     def __init__(self, waits_early: bool) -> None:
+        self._all.add(self)
         self.waits_early = waits_early  # for reductions: [Note: Reductions in flight]
         # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end. Held
         # weakly: a forward without a backward must not keep its model alive.
@@ -240,8 +244,20 @@ class Backward:
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
             self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
         self._reduce_all()
+        if brings_gradients and len(Backward._all) > 1:
+            self._reduce_held_inside()
         self._release_touched()
         self._keep, self._kept = False, self._keep
+
+    def _reduce_held_inside(self) -> None:
+        """The same for units on other process groups, left out, inside those that this backward has come to."""
+        others = [b for b in Backward._all if b is not self and b.is_idle and b._open]
+        if not others:
+            return
+        inside = dict.fromkeys(below for unit in self._touched for below in units_below(unit.module))
+        contexts = {below.context for below in inside if below.context.backward in others}
+        for context in sorted(contexts, key=lambda context: context.runtime.number):
+            context.backward.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
 
     def reduce_held(self, units: Collection[Unit]) -> None:
         """Outside of a backward: reduce what earlier ones hold for ``units``."""
