@@ -59,10 +59,9 @@ class _Task:
 class Backward:
     """The backwards of all units on one process group."""
 
-    _all: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()
+    _holding: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()  # those with gradients for a later reduction
 
     def __init__(self, waits_early: bool) -> None:
-        self._all.add(self)
         self.waits_early = waits_early  # for reductions: [Note: Reductions in flight]
         # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end. Held
         # weakly: a forward without a backward must not keep its model alive.
@@ -173,6 +172,7 @@ class Backward:
                 self._reduce_ready()
             else:
                 unit.handle.hold_gradients()  # it stays open: whoever reduces keeps the order
+                self._holding.add(self)
         elif not unit.handle.holds_gradients:
             self._open.pop(unit.ref, None)
 
@@ -244,14 +244,14 @@ class Backward:
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
             self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
         self._reduce_all()
-        if brings_gradients and len(Backward._all) > 1:
+        if brings_gradients and Backward._holding:
             self._reduce_held_inside()
         self._release_touched()
         self._keep, self._kept = False, self._keep
 
     def _reduce_held_inside(self) -> None:
         """The same for units on other process groups, left out, inside those that this backward has come to."""
-        others = [b for b in Backward._all if b is not self and b.is_idle and b._open]
+        others = [b for b in Backward._holding if b is not self and b.is_idle]
         if not others:
             return
         inside = dict.fromkeys(below for unit in self._touched for below in units_below(unit.module))
@@ -274,6 +274,8 @@ class Backward:
         except BaseException:  # of a user's hook
             self.recover(drop_held=True)
             raise
+        if self in self._holding and not any(unit.handle.wants_reduction for unit in self._open_units()):
+            self._holding.discard(self)
 
     def _release_touched(self) -> None:
         touched, self._touched = self._touched, {}
