@@ -37,7 +37,7 @@ from torch import nn
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.parts import Parts
-from flatshard._handle.reduction import Reduction
+from flatshard._handle.reduction import Reduction, exactly_sent_as
 from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.tensor_subclass import wrapping_of
@@ -91,6 +91,7 @@ class FlatGradients:
         if trainable and not buffers.is_whole:
             self._use_input(self.reduction.reduce_dtype)
         self._nbytes = layout.padded_numel * self.reduction.reduce_dtype.itemsize
+        self._sent_dtype = exactly_sent_as(buffers.compute_dtype, self.reduction.reduce_dtype)
         self._parts = Parts(buffers, self.reduction.dtype)
 
     def _use_input(self, dtype: torch.dtype) -> None:
@@ -301,7 +302,7 @@ class FlatGradients:
             self._begin()
         if self._batching:
             narrow = runtime.widens and not (accumulates or self.buffers.is_whole)
-            self._place_batch(self.reduction.sent_dtype if narrow else self.reduction.reduce_dtype)
+            self._place_batch(self._sent_dtype if narrow else self.reduction.reduce_dtype)
         if False in self._filled:
             unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
             for slot, filled in zip(self._slots, self._filled, strict=True):

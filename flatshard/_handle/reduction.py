@@ -53,11 +53,6 @@ class Reduction:
         return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
 
     @property
-    def sent_dtype(self) -> torch.dtype:
-        """Of the input, where [Note: Sent as it was computed] applies."""
-        return exactly_sent_as(self.buffers.compute_dtype, self.reduce_dtype)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of the user's ``.grad``."""
         return self.reduce_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
