@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,13 @@ class Done:
     __slots__ = ()
 
     def wait(self) -> None: ...
+
+
+def settle(pending: Iterable[Pending]) -> None:
+    """Let collectives end, well or not, before their memory goes. For when another one's error is on its way."""
+    for each in pending:
+        with contextlib.suppress(Exception):
+            each.wait()
 
 
 class Works:

@@ -135,7 +135,7 @@ def _begin_to_keep(unit: Unit) -> None:
         return
     in_this_pass = unit.gathered_in == unit.context.pass_id and unit.context.is_running
     if in_this_pass or unit.holds or unit.gathered_in == -1:  # the last: by `unshard`
-        unit.kept_places = unit.handle.places()
+        unit.kept_places = unit.places()
     else:  # left by an earlier forward, and perhaps outdated
         unit.handle.slots.register_sharded()
         unit.handle.reshard()

@@ -109,7 +109,7 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait()
 
 
-class _Streams:
+class Streams:
     """The side streams of one accelerator. [Note: Memory follows the streams]"""
 
     def __init__(self, device: Any) -> None:
@@ -158,7 +158,9 @@ class Runtime:
         self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
         self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
-        self._streams = None if device.type == "cpu" else _Streams(torch.get_device_module(device))
+        self.is_exact = True  # whether all-gathers hand every shard over bit for bit
+        # The side streams; None on CPU, where whoever waits for a collective blocks.
+        self.streams = None if device.type == "cpu" else Streams(torch.get_device_module(device))
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
         if device.type == "cpu" and self.world_size > 1:
             keep_freed_memory()
@@ -195,6 +197,7 @@ class Runtime:
         result = copy.copy(self)
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
+        result.is_exact = collectives.exact
         return result
 
     def split(self, size: int) -> None:
@@ -202,7 +205,7 @@ class Runtime:
         group = subgroup(self.group, size, self.device)
         if size not in self._inner:
             self._inner[size] = copy.copy(Runtime.of(group, self.device))
-            self._inner[size]._streams = self._streams
+            self._inner[size].streams = self.streams
 
     def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
         """The ``size`` consecutive ranks of the group that this rank is among, on the same streams. After ``split(size)``.
@@ -221,46 +224,38 @@ class Runtime:
         """For what must arrive bit for bit: this one, unless its collectives approximate."""
         return self._exact or self
 
-    @property
-    def gathers_out_of_place(self) -> bool:
-        """Whether the collectives' ``all_gather`` takes a shard that lies elsewhere, and puts it into its place."""
-        return getattr(self.collectives, "out_of_place", False)
-
-    @property
-    def widens(self) -> bool:
-        """See ``BuiltinCollectives``."""
-        return getattr(self.collectives, "widens", False)
-
     # -- where collectives run ---------------------------------------------------------------------------------------
 
-    def gathering(self) -> AbstractContextManager[None] | None:
-        """Allocate the unsharded buffer and issue the all-gather inside. None: anywhere."""
-        return None if self._streams is None else self._streams.on_gather()
+    def gathering(self) -> AbstractContextManager[None]:
+        """Allocate the unsharded buffer and issue the all-gather inside."""
+        return contextlib.nullcontext() if self.streams is None else self.streams.on_gather()
 
-    def reducing(self) -> AbstractContextManager[None] | None:
-        """Allocate the gradient shard and issue the reduction inside. None: anywhere."""
-        return None if self._streams is None else self._streams.on_reduce()
+    def reducing(self) -> AbstractContextManager[None]:
+        """Allocate the gradient shard and issue the reduction inside."""
+        return contextlib.nullcontext() if self.streams is None else self.streams.on_reduce()
 
     def before_pass(self) -> None:
         """What the current stream did to the shards (the optimizer's step) comes before gathers from here on."""
-        if self._streams is not None:
-            self._streams.gather.wait_stream(self._streams.device.current_stream())
+        if self.streams is not None:
+            self.streams.gather.wait_stream(self.streams.device.current_stream())
 
     def before_free(self) -> None:
         """The current stream is done with a unit: its memory may be used again after what has been issued so far."""
-        if self._streams is not None:
-            self._streams.freed = self._streams.device.current_stream().record_event()
+        if self.streams is not None:
+            self.streams.freed = self.streams.device.current_stream().record_event()
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         if self.progress is None:
-            return self.issued(self.collectives.all_gather(output, shard))
+            pending = self.collectives.all_gather(output, shard)
+            return pending if self.streams is None else self.issued(pending)
         return self._issue(self.progress, "all-gather", GATHER, self.collectives.all_gather, output, shard)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         if self.progress is None:
-            return self.issued(self.collectives.reduce_scatter(output, input))
+            pending = self.collectives.reduce_scatter(output, input)
+            return pending if self.streams is None else self.issued(pending)
         return self._issue(self.progress, "reduce-scatter", REDUCE, self.collectives.reduce_scatter, output, input)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
@@ -282,7 +277,7 @@ class Runtime:
         issued, check = progress.issue(verb, kind), None
         if issued.count <= self._checked and kind in getattr(self.collectives, "compared", (GATHER, REDUCE)):
             check = self._order.announce(issued, kind)
-        if self._streams is not None:
+        if self.streams is not None:
             if check is not None:
                 check.wait()
             return self.issued(start(*tensors))
@@ -322,17 +317,17 @@ class Runtime:
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """``next_one`` after ``pending``: at once behind it on the stream, or when somebody waits for it (CPU)."""
-        if self._streams is None:
+        if self.streams is None:
             return Then(pending, next_one)
         pending.wait()
         return next_one()
 
     def issued(self, pending: Pending) -> Pending:
         """``pending`` as something that any stream can wait for."""
-        if self._streams is None:
+        if self.streams is None:
             return pending
         pending.wait()  # orders the side stream (the current one here) behind a backend's own streams
-        return StreamEvent(self._streams.device, self._streams.device.current_stream().record_event())
+        return StreamEvent(self.streams.device, self.streams.device.current_stream().record_event())
 
     def fail(self, phase: str, unit: str, error: Exception) -> NoReturn:
         """Say which collective of which unit it was that ``error`` ended.

@@ -180,7 +180,7 @@ def shared_runtime(ctx) -> None:
     assert root.handle.runtime.collectives is first.handle.runtime.collectives
     assert type(second.handle.runtime.collectives) is OtherRecording
     assert root.context is first.context is second.context
-    assert root.handle.runtime._streams is second.handle.runtime._streams
+    assert root.handle.runtime.streams is second.handle.runtime.streams
     model(make_input(0, 2)).sum().backward()
     assert second.handle.runtime.collectives.calls == ["all_gather", "all_gather", "reduce_scatter"]
 

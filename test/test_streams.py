@@ -69,13 +69,13 @@ def order_of_streams(ctx: Any) -> str:
     runtime = unit_of(model[0]).context.runtime
     model(torch.randn(2, 4)).sum().backward()  # the first pass knows no order to prefetch by
     lines: list[str] = []
-    runtime._streams = _runtime._Streams(Recorder(lines))
+    runtime.streams = _runtime.Streams(Recorder(lines))
     try:
-        _trace._sinks.append(lines.append)
+        _trace.sinks.append(lines.append)
         model(torch.randn(2, 4)).sum().backward()
     finally:
-        _trace._sinks.remove(lines.append)
-        runtime._streams = None
+        _trace.sinks.remove(lines.append)
+        runtime.streams = None
     return "\n".join(lines)
 
 

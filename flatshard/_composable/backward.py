@@ -39,10 +39,11 @@ from torch.autograd import Variable
 
 from flatshard._composable.state import Step, Unit, units_below
 
-# The id of the running graph task, -1 outside backward, and whether it was told to retain the graph. Private API: there is
-# no public way to ask.
+# The id of the running graph task, -1 outside backward; whether it was told to retain the graph, and whether it comes to a
+# node. Private API: there is no public way to ask.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_will_run = torch._C._will_engine_execute_node
 
 
 class _Task:
@@ -74,7 +75,7 @@ class Backward:
         self._idle: dict[Unit, None] = {}  # units that backward has come to, with no gradient in that graph task
         # A graph of this backward is being built (create_graph), or one that was built is kept (retain_graph), in which
         # no hook of ours is: its units stay unsharded.
-        self._keep = False
+        self.keeps_unsharded = False
         self._kept = False  # the last backward's did
 
     # -- before and during -------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Backward:
     def begin(self, unit: Unit) -> int:
         """Backward is at ``unit``: open it if it is not open, and count what the running graph task will bring."""
         task = self._enter()
-        self._keep |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
+        self.keeps_unsharded |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
         if unit.task is None:
             unit.task = task
             self._touched[unit] = None
@@ -101,9 +102,10 @@ class Backward:
         if task not in unit.counted_tasks:
             unit.counted_tasks.add(task)
             expected = self._expected(unit)
-            skipped = self._is_skipped(unit)
+            anchor = unit.anchor_node  # of a forward that passed by the unit: [Note: Taking part without running]
+            skipped = anchor is not None and _will_run(anchor)
             if expected > 1 or not skipped:
-                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes())
+                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes)
             unit.arrivals.expect(expected, self.waits_early)
             if expected:
                 unit.reduce_wanted = self._tasks[-1].brings_gradients = True
@@ -145,14 +147,8 @@ class Backward:
     @staticmethod
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
-        will_run = torch._C._will_engine_execute_node
-        nodes = unit.handle.gradient_nodes()
-        return sum(map(will_run, nodes if unit.anchor_node is None else [*nodes, unit.anchor_node]))
-
-    @staticmethod
-    def _is_skipped(unit: Unit) -> bool:
-        """Whether the running graph task passes by the unit. [Note: Taking part without running]"""
-        return unit.anchor_node is not None and torch._C._will_engine_execute_node(unit.anchor_node)
+        nodes = unit.handle.gradient_nodes
+        return sum(map(_will_run, nodes if unit.anchor_node is None else [*nodes, unit.anchor_node]))
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -178,13 +174,16 @@ class Backward:
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
         """Reduce what the canonical order allows. [Note: Every rank reduces in the same order]"""
+        if not self._ready:
+            return
         allowed: list[Unit] = []
-        for unit in self._open_units():
+        for ref in reversed(self._open):
+            unit = ref()
             if unit in self._ready:
                 allowed.append(unit)
-            elif not all_of_them and (unit.task is not None or self._expected(unit)):
-                break
-            if len(allowed) == len(self._ready):
+                if len(allowed) == len(self._ready):
+                    break
+            elif unit is not None and not all_of_them and (unit.task is not None or self._expected(unit)):
                 break
         for unit in allowed:
             self._ready.remove(unit)
@@ -197,7 +196,8 @@ class Backward:
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def _reduce(self, unit: Unit) -> None:
-        self._finish_reductions()
+        if self._reducing is not None:
+            self._finish_reductions()
         unit.handle.reduce()
         unit.handle.accumulates = not unit.requires_gradient_sync
         self._reducing = unit
@@ -247,7 +247,7 @@ class Backward:
         if brings_gradients and Backward._holding:
             self._reduce_held_inside()
         self._release_touched()
-        self._keep, self._kept = False, self._keep
+        self.keeps_unsharded, self._kept = False, self.keeps_unsharded
 
     def _reduce_held_inside(self) -> None:
         """The same for units on other process groups, left out, inside those that this backward has come to."""
@@ -283,7 +283,7 @@ class Backward:
             unit.active_steps = 0
             unit.has_left = unit.finished_early = False
             unit.last_step = None
-            if self._keep:
+            if self.keeps_unsharded:
                 unit.show_sharded_if_unused()
             else:
                 unit.free_if_unused()
@@ -306,7 +306,7 @@ class Backward:
         self._tasks.clear()
         self._ready.clear()
         self._idle.clear()
-        self._keep = self._kept = False
+        self.keeps_unsharded = self._kept = False
         self._reducing = None
         for unit in {*self._touched, *self._open_units()}:
             if unit.handle.holds_gradients and not drop_held:
@@ -318,11 +318,6 @@ class Backward:
             unit.reduce_wanted = False
             self._open.pop(unit.ref, None)
         self._release_touched()
-
-    @property
-    def keeps_unsharded(self) -> bool:
-        """Whether units must outlive this backward: a graph of it, or of one before it, will be run backward yet."""
-        return self._keep
 
     @property
     def is_idle(self) -> bool:

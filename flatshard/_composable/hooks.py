@@ -325,8 +325,9 @@ class UnitHooks:
         """Whether the output is (a view of) the unsharded parameters, which must then outlive this forward."""
         if self.unit.handle.is_alias:
             return False
-        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        return any([self.unit.handle.holds_memory_of(t) for t in outputs])
+        if isinstance(output, torch.Tensor):
+            return self.unit.handle.holds_memory_of(output)
+        return any(map(self.unit.handle.holds_memory_of, tensors_in(output)))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -399,7 +400,8 @@ class UnitHooks:
         unit, arrivals, task = self.unit, self.unit.arrivals, current_graph_task()
         if task not in unit.counted_tasks:
             unit.context.backward.begin(unit)
-        unit.handle.receive(group, index, task)
+        if arrivals.task != task:
+            unit.handle.receive(group, index, task)
         arrivals.pending -= 1
         if 0 < arrivals.pending < arrivals.finish_at:
             arrivals.finish_at = 1
@@ -410,10 +412,11 @@ class UnitHooks:
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit = self.unit
+        backward = unit.context.backward
         done = unit.is_done_with_gradients or unit.has_left  # [Note: Freeing in backward]
-        if done:  # before the reduction's input takes as much
-            self._free()
-        unit.context.backward.complete(unit)
+        if done and not backward.keeps_unsharded:  # before the reduction's input takes as much
+            unit.free_if_unused()
+        backward.complete(unit)
         if done:
             self._prefetch_after()
 
@@ -423,12 +426,9 @@ class UnitHooks:
         unit.active_steps = max(0, unit.active_steps - 1)
         unit.has_left = unit.active_steps == 0
         if unit.has_left and unit.arrivals.pending == 0:
-            self._free()
+            if not unit.context.backward.keeps_unsharded:
+                unit.free_if_unused()
             self._prefetch_after()
-
-    def _free(self) -> None:
-        if not self.unit.context.backward.keeps_unsharded:
-            self.unit.free_if_unused()
 
     def _prefetch_after(self) -> None:
         unit = self.unit

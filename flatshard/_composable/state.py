@@ -139,7 +139,7 @@ class Unit:
         self.users = 0  # forwards under way that need the compute parameters registered; they nest
         self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
         self.kept = 0  # `keep_unsharded` under way: holds, but what is held may be outdated; they nest
-        self.kept_places: list[int] | None = None  # `handle.places()` when what is kept was gathered
+        self.kept_places: list[int] | None = None  # `places()` when what is kept was gathered
         # While kept: what forwards in full precision (`full_precision_in_eval`) show, and `handle.version()` then.
         self.kept_copies: tuple[int, dict[int, nn.Parameter]] | None = None
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
@@ -177,7 +177,8 @@ class Unit:
         """Register the user's parameters and free the unsharded ones, unless somebody needs them."""
         if self.holds == 0:
             self.handle.slots.register_sharded()
-            self.free_unless_kept()
+            if not self.kept:
+                self.handle.reshard()
 
     def free_unless_kept(self) -> None:
         """Free the unsharded parameters, which no forward needs now, unless the user wants them kept."""
@@ -211,11 +212,17 @@ class Unit:
     def note_gathered(self) -> None:
         """The unsharded parameters have the values that the shards have now."""
         self.gathered_version = self.handle.version()
-        self.kept_places = self.handle.places() if self.kept else None
+        self.kept_places = self.places() if self.kept else None
+
+    def places(self) -> list[int] | None:
+        """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
+        if self.handle.slots.replaced():
+            return None
+        return [p.untyped_storage().data_ptr() for b in self.handle.buffers for p in b.params]
 
     def refuse_replaced(self) -> None:
         """Raise if the user replaced parameters since what `keep_unsharded` keeps was gathered."""
-        if self.handle.places() != self.kept_places:
+        if self.places() != self.kept_places:
             raise RuntimeError(
                 f"parameters of unit {self.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
                 "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "
@@ -230,7 +237,7 @@ class Unit:
         if self.kept_copies is None or self.kept_copies[0] != version:
             self.kept_copies = None  # first, for the memory
             self.kept_copies = version, WholeParameters(self.handle).copy_full_precision()
-            self.kept_places = self.handle.places()
+            self.kept_places = self.places()
         return self.kept_copies[1]
 
     def is_outdated(self, pass_id: int) -> bool:

@@ -15,7 +15,8 @@ the forward's gather to the backward's, which then copies instead of casting: wo
 device (CPU offload), as it travels once.
 
 [Note: Stepping between forward and backward]
-Autograd's check for in-place changes doesn't see the shards' (see ``UnshardedBuffer``), so it is ours to make: ``version``.
+Autograd's check for in-place changes doesn't see the shards' (see ``UnshardedBuffer``), so it is ours to make:
+``FlatParamHandle.version``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class FlatBuffers:
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
         self._gathered: torch.Tensor | None = None  # what an approximate all-gather made of the shard
         self.is_whole = layout.world_size == 1  # nothing to gather
-        self.is_alias = self._can_alias()  # nothing to copy or free either
+        self._follow_kind()
         self.slices = layout.shard_slices(rank)
         pinned = options.pin_memory and self.device != self._compute_device
         self.shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=pinned)
@@ -102,18 +103,12 @@ class FlatBuffers:
         self.epoch = 0  # grows when the compute parameters change in a way that autograd's nodes depend on
         self._compute_version = 0
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the unsharded parameters."""
-        return self.options.compute_dtype or self.dtype
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the shard is on another device than where it is computed with."""
-        return self.options.offload and self._compute_device != self.device
-
-    def _can_alias(self) -> bool:
-        return self.is_whole and self.compute_dtype is self.dtype and self._compute_device == self.device
+    def _follow_kind(self) -> None:
+        """What comes of the parameters' dtype and device."""
+        self.compute_dtype = self.options.compute_dtype or self.dtype  # of the unsharded parameters
+        self.is_offloaded = self.options.offload and self._compute_device != self.device  # the shard is, from there
+        same = self.compute_dtype is self.dtype and self._compute_device == self.device
+        self.is_alias = self.is_whole and same  # nothing to copy or free either
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -199,10 +194,6 @@ class FlatBuffers:
         self._empty = [p for p in self.params if not p.numel()]
 
     # -- what the user may have changed ------------------------------------------------------------------------------
-
-    def version(self) -> int:
-        """Grows with every in-place change that autograd knows of (``optimizer.step()``; not ``p.data.add_()``)."""
-        return sum(map(_version, self.params))
 
     def changed_in_forward(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since they were last refilled."""
@@ -293,7 +284,7 @@ class FlatBuffers:
             self._compute_device = device
         self.shard = self.shard.to(device=device, dtype=dtype)
         self._cast = None
-        self.is_alias = self._can_alias()
+        self._follow_kind()
         self._place()
         for i, param in enumerate(self.params):
             self._part_view(i).copy_(values[i])
@@ -322,7 +313,9 @@ class FlatBuffers:
         return self.shard.to(self._compute_device, non_blocking=True)
 
     def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:
-        sent = None if self.is_whole or not runtime.gathers_out_of_place else target.as_sent(shard)
+        sent = (
+            None if self.is_whole or not getattr(runtime.collectives, "out_of_place", False) else target.as_sent(shard)
+        )
         if sent is not None:
             target.allocate(None)
             return runtime.all_gather(target.wire, sent)

@@ -36,6 +36,7 @@ from torch import nn
 
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.partial import plainly
 from flatshard._handle.parts import Parts
 from flatshard._handle.reduction import Reduction, exactly_sent_as
 from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
@@ -91,6 +92,7 @@ class FlatGradients:
         if trainable and not buffers.is_whole:
             self._use_input(self.reduction.reduce_dtype)
         self._nbytes = layout.padded_numel * self.reduction.reduce_dtype.itemsize
+        self._waits = waits_for_all(buffers.is_whole, self._nbytes)
         self._sent_dtype = exactly_sent_as(buffers.compute_dtype, self.reduction.reduce_dtype)
         self._parts = Parts(buffers, self.reduction.dtype)
 
@@ -227,16 +229,16 @@ class FlatGradients:
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
         here = list(map(operator.is_not, grads, _NONE))
+        slots, places = self._slots, list(range(len(grads)))
         if False in here:
-            grads = list(itertools.compress(grads, here))
-        places = list(itertools.compress(itertools.count(), here))
+            grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
         if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if self._any_wrapped:
             grads = list(map(self._localize, places, grads))
         if self._nbytes < SMALL and grads:
-            torch._foreach_copy_(list(map(self._slots.__getitem__, places)), grads)
+            torch._foreach_copy_(slots, grads)
             self._input.add_(0.0)  # [Note: Negative zero marks an unused parameter]
             self._filled = here
             return
@@ -246,7 +248,7 @@ class FlatGradients:
 
     def _begin(self) -> None:
         self.any_filled = True
-        self._batching = waits_for_all(self.buffers.is_whole, self._nbytes)
+        self._batching = self._waits
         if not self._batching:
             self._allocate_input(self.reduction.reduce_dtype)
 
@@ -301,7 +303,8 @@ class FlatGradients:
         if not self.any_filled:
             self._begin()
         if self._batching:
-            narrow = runtime.widens and not (accumulates or self.buffers.is_whole)
+            widens = getattr(runtime.collectives, "widens", False)
+            narrow = widens and not (accumulates or self.buffers.is_whole)
             self._place_batch(self._sent_dtype if narrow else self.reduction.reduce_dtype)
         if False in self._filled:
             unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
@@ -353,13 +356,14 @@ class FlatGradients:
             self._input.untyped_storage().resize_(0)
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
-        held: list[torch.Tensor] = []
-        new: list[torch.Tensor] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
         buffers = self.buffers
         params, parts = buffers.params, self._parts.of(output, as_gradients=True)
-        if False not in filled and buffers.all_require_grad and all(map(operator.is_, map(_grad, params), _NONE)):
-            set_gradients_as_they_are(params, parts)
-            return params
+        if False not in filled and buffers.all_require_grad:
+            with plainly():  # torch looks for __torch_function__ at every access to a Parameter of another class
+                if all(map(operator.is_, map(_grad, params), _NONE)):
+                    set_gradients_as_they_are(params, parts)
+                    return params
         given = []
         for param, grad, was_filled in zip(params, parts, filled, strict=True):
             # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
@@ -369,13 +373,12 @@ class FlatGradients:
             if param.grad is None:
                 param.grad = grad
             elif grad.numel():
-                held.append(param.grad)
-                new.append(grad)
-        if held:
+                added.append((param.grad, grad))
+        if added:
+            held, new = zip(*added, strict=True)
             torch._foreach_add_(held, new)
-            if not buffers.is_whole and torch.Tensor in set(
-                map(type, held)
-            ):  # autograd's, of a loss on the shard itself
+            is_plain = torch.Tensor in set(map(type, held))  # autograd's, of a loss on the shard itself
+            if is_plain and not buffers.is_whole:
                 for param in params:
                     param.grad = param.grad
         return given

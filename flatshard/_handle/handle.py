@@ -7,9 +7,9 @@ same handle, so that a frozen parameter costs no gradient memory and no byte of 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
-from flatshard._collectives import Pending
+from flatshard._collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.buffers import FlatBuffers
@@ -26,10 +26,13 @@ from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.param_slots import FlatPlan
+from flatshard._handle.partial import plainly
 from flatshard._handle.slots import Slots
 from flatshard._handle.tensor_subclass import plain_tensors
 from flatshard._progress import Label, digest, here
 from flatshard._runtime import Runtime
+
+_version = operator.attrgetter("_version")  # read of every parameter in every step: the loop is left to C
 
 
 class FlatParamHandle:
@@ -68,15 +71,19 @@ class FlatParamHandle:
         self.any_trainable = any(p.param.requires_grad for p in params)
         self.accumulates = False  # some rank may hold gradients of earlier backwards for the next reduction
         self._checked_at = -1  # `changes.count` when `check_parameters` looked last
-        self._nodes_epoch = -1
-        self._nodes = self.gradient_nodes()  # here, not in the first step
         self._gathers: list[Pending] = []
         self.is_exact = True  # whether the last gather brought the shards bit for bit
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
-        self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self.inner: InnerShards | None = None  # where it reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
+        self._index()
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
+
+    def _index(self) -> None:
+        """Gather here what every step reads of ``buffers``."""
+        self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self._params = [p for b in self.buffers for p in b.params]
+        self._find_gradient_nodes()  # now, not in the first step
 
     def __repr__(self) -> str:
         params = sum(len(b.params) for b in self.buffers)
@@ -129,14 +136,14 @@ class FlatParamHandle:
             runtime, kept = self.runtime.exact if exactly else self.runtime, None
             if self.inner is not None and (kept := self.inner.take(again)) is not None:
                 runtime = self.inner.runtime
-            what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
             here.label, here.again = self.label, again
-            _trace.event("cast" if self._is_whole else what, self.fqn)
-            scope = _trace.labelled("all_gather", self.fqn, runtime.gathering())
-            if scope is None:
+            if _trace.sinks:
+                what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
+                _trace.event("cast" if self._is_whole else what, self.fqn)
+            if runtime.streams is None and not _trace.is_profiling():
                 self._start_gathers(runtime, again, kept)
             else:
-                with scope:
+                with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
                     self._start_gathers(runtime, again, kept)
         self.lifetime.move_params("unshard")
 
@@ -144,14 +151,14 @@ class FlatParamHandle:
         gathers: list[Pending] = []
         try:
             if kept is None:
-                self.is_exact = runtime is runtime.exact
+                self.is_exact = runtime.is_exact
                 for buffers in self._gathered:
                     gathers.append(buffers.gather(runtime, again))
             else:  # as exact as what they were kept of
                 for buffers, part in zip(self._gathered, kept, strict=True):
                     gathers.append(buffers.gather_inner(runtime, part))
         except BaseException as e:
-            _settle(gathers)
+            settle(gathers)
             for buffers in self._gathered:
                 buffers.free()
             if isinstance(e, Exception):
@@ -174,7 +181,7 @@ class FlatParamHandle:
                 gather.wait()
                 done += 1
         except Exception as e:
-            _settle(gathers[done + 1 :])
+            settle(gathers[done + 1 :])
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
@@ -199,8 +206,10 @@ class FlatParamHandle:
 
     def _free(self) -> None:
         if self._gathered:
-            _trace.event("reshard", self.fqn)
-            self.runtime.before_free()
+            if _trace.sinks:
+                _trace.event("reshard", self.fqn)
+            if self.runtime.streams is not None:
+                self.runtime.before_free()
             for buffers in self._gathered:
                 buffers.free()
         self.lifetime.move_params("reshard")
@@ -218,8 +227,11 @@ class FlatParamHandle:
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
-        parts = [tensor] if type(tensor) is torch.Tensor else plain_tensors(tensor)
-        return any([b.unsharded.holds(t) for b in self._gathered for t in parts])
+        for buffers in self._gathered:
+            for part in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
+                if buffers.unsharded.holds(part):
+                    return True
+        return False
 
     def check_parameters(self) -> None:
         """Take over whatever the user replaced, froze or unfroze since the last time, or raise.
@@ -246,20 +258,17 @@ class FlatParamHandle:
         self.sync_requires_grad()
         self._checked_at = changes.count
 
-    def places(self) -> list[int] | None:
-        """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
-        if self.slots.replaced():
-            return None
-        return [p.untyped_storage().data_ptr() for b in self.buffers for p in b.params]
-
     def version(self) -> int:
-        """See ``FlatBuffers.version``."""
-        return sum([b.version() for b in self.buffers])
+        """Grows with every in-place change of the user's parameters that autograd knows of, so not with ``p.data.add_()``."""
+        with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
+            return sum(map(_version, self._params))
 
     def sync_requires_grad(self) -> None:
         """Follow what the user froze or unfroze."""
         self.any_trainable = any([b.sync_requires_grad() for b in self.buffers])
         self.all_trainable = all([False not in b.requires_grad for b in self.buffers])
+        if self._nodes_epoch != sum([b.epoch for b in self.buffers]):
+            self._find_gradient_nodes()
 
     def write_back_if_changed(self, keep: bool = True) -> None:
         """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad).
@@ -286,25 +295,22 @@ class FlatParamHandle:
         self.grads[group].receive(index)
         self.arrivals.task = task if all([g.leaves_them for g in self.grads]) else -1
 
-    def gradient_nodes(self) -> list[Node]:
-        """Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does."""
-        epoch = sum([b.epoch for b in self.buffers])
-        if epoch != self._nodes_epoch:
-            leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
-            self._nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-            self._nodes_epoch = epoch
-        return self._nodes
+    def _find_gradient_nodes(self) -> None:
+        # Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does.
+        leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
+        self.gradient_nodes: list[Node] = [get_gradient_edge(leaf).node for leaf in leaves]
+        self._nodes_epoch = sum([b.epoch for b in self.buffers])
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
-        _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
         here.label, here.again = self.label, False
-        scope = _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing())
-        if scope is None:
+        if _trace.sinks:
+            _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
+        if self.runtime.streams is None and not _trace.is_profiling():
             self._start_reductions()
         else:
-            with scope:
+            with _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing()):
                 self._start_reductions()
 
     def _start_reductions(self) -> None:
@@ -426,7 +432,7 @@ class FlatParamHandle:
         result.label = self._make_label(self.label.identity)
         result.lifetime, result.arrivals, result.slots = Lifetime(self.fqn), Arrivals(), Slots()
         result.inner = self.inner and self.inner.copy()
-        result.buffers, result.grads, result._gathers, result._nodes_epoch = [], [], [], -1
+        result.buffers, result.grads, result._gathers = [], [], []
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             params = [copy.deepcopy(p, memo) for p in buffers.params]
             new = buffers.copy_with(params)
@@ -435,16 +441,9 @@ class FlatParamHandle:
             for old, param, compute in zip(buffers.params, params, new.computes, strict=True):
                 for module, name in owned[id(old)]:
                     result.slots.add_copied(module, name, param, compute, memo)
-        result._gathered = [b for b in result.buffers if not b.is_alias and b.layout.padded_numel]
+        result._index()
         return result
 
 
 def _nothing() -> None:
     pass
-
-
-def _settle(pending: Iterable[Pending]) -> None:
-    """Let collectives end, well or not, before their memory goes. For when another one's error is on its way."""
-    for each in pending:
-        with contextlib.suppress(Exception):
-            each.wait()

@@ -135,11 +135,8 @@ def move(owned: Sequence[Owned], back: bool = False) -> Pending:
     handle = owned[0].handle
     runtime = handle.runtime
     here.label, here.again = handle.label, False
-    scope = runtime.reducing()
     try:
-        if scope is None:
-            return _start(owned, back, sent, received)
-        with scope:
+        with runtime.reducing():
             return _start(owned, back, sent, received)
     except Exception as e:
         runtime.fail("exchange", handle.fqn, e)

@@ -17,11 +17,9 @@ that only the last microbatch averages over the replicas.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
-from flatshard._collectives import Done, Pending
+from flatshard._collectives import Done, Pending, settle
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._runtime import Runtime, Then, wait_on_host
 
@@ -145,8 +143,7 @@ class Reduction:
         """Let what is under way end, well or not: another one's error is on its way, and the memory goes."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with contextlib.suppress(Exception):
-                pending.wait()
+            settle([pending])
 
     def take(self) -> torch.Tensor | None:
         """After ``wait``: the gradient shard, or None where there is none (yet)."""
