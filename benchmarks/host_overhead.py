@@ -8,7 +8,9 @@ median is subtracted. bf16: float32 parameters, bfloat16 compute, float32 reduct
 ``FSDP1 flat, one call`` gathers as FSDP1 does on GPUs.
 
 The floor: an eager flat design cannot do less per unit than two all-gathers, one reduce-scatter, four storage resizes,
-two copies of the shard, and twelve gradient copies. Just those are timed, beside the others.
+two copies of the shard, and twelve gradient copies. Just those are timed, beside the others. ``bare units`` are the least
+code that trains with them (``bare.py``, fp32): between the two lies what hooks and Python cost, and what flatshard takes
+beyond them is what it knows and checks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import statistics
 from collections.abc import Callable
 
+import bare
 import torch
 import torch.distributed as dist
 from contenders import ONE_CALL, SHARDED, Setting, as_on_gpus, build
@@ -27,6 +30,7 @@ from units import PARAMS, WIDTH, Unit, Units, timed_step
 
 TARGETS = {"fp32": 100.0, "bf16": 110.0}
 NAMES = [*SHARDED, ONE_CALL]
+BARE = "bare units"
 
 
 def floor(world_size: int, units: int, dtype: torch.dtype) -> Callable[[], float]:
@@ -72,14 +76,23 @@ def contender(name: str, units: int, bf16: bool) -> tuple[nn.Module, Callable[[]
     return model, within
 
 
+def bare_units(units: int) -> Callable[[], float]:
+    """The timed step of the same model with no more than the least code."""
+    model = Units(units)
+    bare.shard(list(model.units))
+    return timed_step(model)
+
+
 def column(args: argparse.Namespace, bf16: bool, rounds: int) -> dict[str, Figure]:
     """Microseconds per unit over plain, of every contender and the floor."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     models = {name: contender(name, args.units, bf16) for name in dict.fromkeys(["plain", *args.only])}
     steps = {name: step for name, (_, step) in models.items()} | {"floor": floor(args.world_size, args.units, dtype)}
+    if not bf16:
+        steps[BARE] = bare_units(args.units)
     times = interleaved(steps, rounds)
     base = statistics.median(times["plain"])
-    result = {name: beyond(times[name], base, 1e6 / args.units) for name in args.only}
+    result = {name: beyond(times[name], base, 1e6 / args.units) for name in [*args.only, BARE] if name in times}
     result["floor"] = beyond(times["floor"], 0.0, 1e6 / args.units)
     result["plain (in all)"] = beyond(times["plain"], 0.0, 1e6 / args.units)
     return result
@@ -98,7 +111,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
             "microseconds of host time of forward + backward over the plain model, per unit of 12 small parameters; "
             f"medians of {rounds} rounds (fake group of {args.world_size}, {args.units} units)",
             "what no eager flat design can leave out, timed alone in the same rounds",
-            {name: {c: column[name] for c, column in columns.items()} for name in columns["fp32"]},
+            {name: {c: column[name] for c, column in columns.items() if name in column} for name in columns["fp32"]},
             {OURS: TARGETS} if OURS in args.only else {},
             digits=0,
         )

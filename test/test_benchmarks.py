@@ -6,6 +6,7 @@ Nothing is timed here. Where a target is not met yet, the present figure is the 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import sys
@@ -55,6 +56,21 @@ def test_bytes_copied_in_a_step(benchmarks, column: str, most: float):
     with benchmarks.suite.fake_world(8):
         ratio = benchmarks.copied_bytes.ratio("flatshard", column)
     assert benchmarks.copied_bytes.floor()[column].value <= ratio <= most
+
+
+def test_bare_units_train(benchmarks):
+    """What flatshard's host time is compared with does the work: two steps have a plain model's gradients."""
+    torch.manual_seed(0)
+    plain, x = benchmarks.units.Units(3), torch.randn(2, benchmarks.units.WIDTH)
+    sharded = copy.deepcopy(plain)
+    with benchmarks.suite.fake_world(1):
+        benchmarks.bare.shard(sharded.units)
+        for step in range(2):
+            for model in (plain, sharded):
+                model.zero_grad()
+                model(x + step).square().sum().backward()
+            for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad.flatten(), rtol=0, atol=0)
 
 
 def test_the_convention_gives_the_peers_what_their_code_copies(benchmarks):
