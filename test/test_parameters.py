@@ -301,8 +301,9 @@ def train_case(ctx, name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, n) for k, name in enumerate(CASES) for n in (3, (1, 2, 4)[k % 3])]
+)
 def test_trains_as_in_one_process(pool, name, world_size):
     pool.run(train_case, name, world_size=world_size)
 
@@ -378,10 +379,9 @@ def train_in_single_precision(ctx) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ten_steps_in_single_precision(pool, world_size):
+def test_ten_steps_in_single_precision(pool):
     """Every kind of parameter, 10 AdamW steps in float32, within 1e-6 of one process."""
-    pool.run(train_in_single_precision, world_size=world_size)
+    pool.run(train_in_single_precision, world_size=3)
 
 
 def train_manually_nested(ctx) -> None:

@@ -88,6 +88,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 if Muon is not None:
     KINDS["muon"] = (Muon, {"lr": 0.05})
 
+LAYOUTS = ["", "rows", "blocks", "whole", "mixed"]
+
 
 def make(matrices_only: bool) -> nn.Module:
     torch.manual_seed(0)
@@ -145,11 +147,10 @@ def train(ctx, kind: str, layout: str, limit: int = 300, strategy: str = "FULL_S
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [(layout, n) for layout in ("", "rows", "blocks", "whole", "mixed") for n in (2, 3)]
-    + [("", 1), ("", 4), ("whole", 4)],
+    ("kind", "layout", "world_size"),
+    [(kind, layout, 2 + (i + k) % 2) for i, kind in enumerate(KINDS) for k, layout in enumerate(LAYOUTS)]
+    + [(kind, *more) for kind in KINDS for more in (("", 1), ("", 4), ("whole", 4))],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_as_one_process_bit_for_bit(pool, kind, layout, world_size):
     pool.run(train, kind, layout, world_size=world_size)
 
