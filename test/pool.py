@@ -154,7 +154,7 @@ def _send_objects_without_numpy() -> None:
 
     import torch.distributed.distributed_c10d as c10d
 
-    def to_object(tensor: Any, size: Any, group: Any) -> Any:
+    def to_object(tensor: Any, size: Any, *_: Any) -> Any:
         tensor = tensor.cpu()
         return pickle.loads(ctypes.string_at(tensor.data_ptr(), int(size)))
 
