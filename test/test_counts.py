@@ -488,7 +488,8 @@ def test_operations_per_unit(world, width, expected):
     assert operations == expected
 
 
-def test_parameters_are_looked_at_only_after_a_change(world):
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_parameters_are_looked_at_only_after_a_change(world, accumulates: bool):
     """Once a step is like the last, a unit's Python loops don't go over its parameters, however many they are."""
     world(8)
     costs = []
@@ -497,7 +498,8 @@ def test_parameters_are_looked_at_only_after_a_change(world):
         x = torch.ones(2, SMALL_WIDTH)
         for _ in range(3):
             model(x).sum().backward()
-            model.zero_grad()
+            if not accumulates:
+                model.zero_grad()
         before = changes.count
         with lines_of_flatshard() as lines:
             model(x).sum().backward()

@@ -48,8 +48,7 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overh
 
 # Read of every parameter in every step: the loops are left to C.
 _grad = plain_grad.__get__
-_layout = operator.attrgetter("layout")
-_STRIDED, _NONE = itertools.repeat(torch.strided), itertools.repeat(None)
+_NONE = itertools.repeat(None)
 
 
 def waits_for_all(is_whole: bool, nbytes: int) -> bool:
@@ -232,7 +231,7 @@ class FlatGradients:
         slots, places = self._slots, list(range(len(grads)))
         if False in here:
             grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
-        if torch.is_grad_enabled() or not all(map(operator.is_, map(_layout, grads), _STRIDED)):
+        if torch.is_grad_enabled() or not all([grad.layout is torch.strided for grad in grads]):
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if self._any_wrapped:
@@ -350,8 +349,7 @@ class FlatGradients:
         self._filled = [False] * len(self._filled)
         self.any_filled = False
         if self.buffers.is_whole:
-            self._input = self._no_input
-            self._slots, self._gaps = [], []
+            self._input, self._slots, self._gaps = self._no_input, [], []
         else:
             self._input.untyped_storage().resize_(0)
 
@@ -361,8 +359,12 @@ class FlatGradients:
         params, parts = buffers.params, self._parts.of(output, as_gradients=True)
         if False not in filled and buffers.all_require_grad:
             with plainly():  # torch looks for __torch_function__ at every access to a Parameter of another class
-                if all(map(operator.is_, map(_grad, params), _NONE)):
+                there = list(map(_grad, params))
+                if all(map(operator.is_, there, _NONE)):
                     set_gradients_as_they_are(params, parts)
+                    return params
+                if set(map(type, there)) == {type(parts[0])}:
+                    torch._foreach_add_(there, parts)
                     return params
         given = []
         for param, grad, was_filled in zip(params, parts, filled, strict=True):
@@ -431,10 +433,8 @@ class FlatGradients:
             if grad is None:
                 param.grad = None
                 continue
-            mine = in_memory_order(self._localize(index, grad.detach()), info.stride)[
-                part.offset : part.offset + part.numel
-            ]
-            mine = buffers.shaped(index, mine)
+            dense = in_memory_order(self._localize(index, grad.detach()), info.stride)
+            mine = buffers.shaped(index, dense[part.offset : part.offset + part.numel])
             if parts is not None:
                 parts[index].copy_(mine)
             elif param.grad is None:
