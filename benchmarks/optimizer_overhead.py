@@ -112,7 +112,7 @@ def clipping(made: dict[str, tuple[nn.Module, list[nn.Parameter]]]) -> dict[str,
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (41 if args.full else 15)
+    rounds = args.rounds or (41 if args.full else 25)
     columns: dict[str, dict[str, Figure]] = {}
     sizes = (2, 64) if args.full else (64,)
     for size in sizes:
@@ -148,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--units", type=int, default=100, help=f"of {PER_UNIT} parameters each")
     made.add_argument("--numel", type=int, default=64, help="elements of a parameter")
-    made.add_argument("--rounds", type=int, default=0, help="default: 15, with --full 41")
+    made.add_argument("--rounds", type=int, default=0, help="default: 25, with --full 41")
     made.add_argument("--implementation", choices=list(KINDS), default="foreach", help="of AdamW")
     return made
 

@@ -77,7 +77,7 @@ def forked(name: str) -> list[float]:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (3 if args.full else 5)
+    rounds = args.rounds or (3 if args.full else 11)
     names = ["plain", *(SHARDED if args.full else ["flatshard"])]
     for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(module)
@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
-    made.add_argument("--rounds", type=int, default=0, help="default: 5, with --full 3")
+    made.add_argument("--rounds", type=int, default=0, help="default: 11, with --full 3")
     return made
 
 
