@@ -104,9 +104,9 @@ class FlatBuffers:
         self._compute_version = 0
 
     def _follow_kind(self) -> None:
-        """What comes of the parameters' dtype and device."""
+        """What follows from the parameters' dtype and device."""
         self.compute_dtype = self.options.compute_dtype or self.dtype  # of the unsharded parameters
-        self.is_offloaded = self.options.offload and self._compute_device != self.device  # the shard is, from there
+        self.is_offloaded = self.options.offload and self._compute_device != self.device  # the shard, from there
         same = self.compute_dtype is self.dtype and self._compute_device == self.device
         self.is_alias = self.is_whole and same  # nothing to copy or free either
 
@@ -313,9 +313,8 @@ class FlatBuffers:
         return self.shard.to(self._compute_device, non_blocking=True)
 
     def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:
-        sent = (
-            None if self.is_whole or not getattr(runtime.collectives, "out_of_place", False) else target.as_sent(shard)
-        )
+        from_elsewhere = getattr(runtime.collectives, "out_of_place", False) and not self.is_whole
+        sent = target.as_sent(shard) if from_elsewhere else None
         if sent is not None:
             target.allocate(None)
             return runtime.all_gather(target.wire, sent)

@@ -80,7 +80,7 @@ class FlatParamHandle:
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
     def _index(self) -> None:
-        """Gather here what every step reads of ``buffers``."""
+        """What every step reads of ``buffers``, put together once."""
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.buffers for p in b.params]
         self._find_gradient_nodes()  # now, not in the first step
