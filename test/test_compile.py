@@ -208,7 +208,7 @@ def train_tensor_parallel(ctx, order: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["blocks before", "in a unit after", "model before"])
 def test_tensor_parallel(ranks, order: str):
     for counts in ranks.run(train_tensor_parallel, order, world_size=4):
         assert counts == [GRAPHS] * 4

@@ -138,7 +138,7 @@ def fire(ctx) -> None:
                         torch.testing.assert_close(param.grad, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_fires_once_per_backward(pool, world_size):
     pool.run(fire, world_size=world_size)
 
@@ -170,7 +170,7 @@ def optimizer_in_backward(ctx) -> None:
         check_clean(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_optimizer_in_backward(pool, world_size):
     pool.run(optimizer_in_backward, world_size=world_size)
 
@@ -330,7 +330,7 @@ def mask_gradients(ctx) -> None:
             assert torch.equal((whole == start).all(1), mask.squeeze() == 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_tensor_hooks_get_the_whole_local_gradient(pool, world_size):
     pool.run(mask_gradients, world_size=world_size)
 
