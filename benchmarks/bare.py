@@ -40,7 +40,7 @@ class BareUnit:
         ends = list(itertools.accumulate(p.numel() for p in self.params))
         numel = -(-ends[-1] // collectives.size)
         self.shard, self.flat, self.input = (torch.zeros(n) for n in (numel, *[numel * collectives.size] * 2))
-        self.own, self.nbytes = self.flat[:numel], self.flat.nbytes
+        self.nbytes = self.flat.nbytes
         self.cuts = [min(end, numel) for end in ends[:-1]]
         self.computes, self.slots = [], []
         for param, end, own in zip(self.params, ends, self.shard.tensor_split(self.cuts), strict=True):

@@ -158,7 +158,6 @@ class Runtime:
         self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
         self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
-        self.is_exact = True  # whether all-gathers hand every shard over bit for bit
         # The side streams; None on CPU, where whoever waits for a collective blocks.
         self.streams = None if device.type == "cpu" else Streams(torch.get_device_module(device))
         self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
@@ -197,7 +196,6 @@ class Runtime:
         result = copy.copy(self)
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
-        result.is_exact = collectives.exact
         return result
 
     def split(self, size: int) -> None:

@@ -177,13 +177,12 @@ class Backward:
         if not self._ready:
             return
         allowed: list[Unit] = []
-        for ref in reversed(self._open):
-            unit = ref()
+        for unit in self._open_units():
             if unit in self._ready:
                 allowed.append(unit)
                 if len(allowed) == len(self._ready):
                     break
-            elif unit is not None and not all_of_them and (unit.task is not None or self._expected(unit)):
+            elif not all_of_them and (unit.task is not None or self._expected(unit)):
                 break
         for unit in allowed:
             self._ready.remove(unit)
@@ -196,8 +195,7 @@ class Backward:
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def _reduce(self, unit: Unit) -> None:
-        if self._reducing is not None:
-            self._finish_reductions()
+        self._finish_reductions()
         unit.handle.reduce()
         unit.handle.accumulates = not unit.requires_gradient_sync
         self._reducing = unit

@@ -325,9 +325,8 @@ class UnitHooks:
         """Whether the output is (a view of) the unsharded parameters, which must then outlive this forward."""
         if self.unit.handle.is_alias:
             return False
-        if isinstance(output, torch.Tensor):
-            return self.unit.handle.holds_memory_of(output)
-        return any(map(self.unit.handle.holds_memory_of, tensors_in(output)))
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        return any(map(self.unit.handle.holds_memory_of, outputs))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -347,8 +346,7 @@ class UnitHooks:
 
     def pre_backward(self, step: Step, grads: Any) -> None:
         """Backward comes to the unit, through one of its outputs."""
-        unit = self.unit
-        task = current_graph_task()
+        unit, task = self.unit, current_graph_task()
         if step.opened_in == task or (unit.finished_task == task and not unit.finished_early):
             return
         step.opened_in = task
@@ -412,11 +410,10 @@ class UnitHooks:
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit = self.unit
-        backward = unit.context.backward
         done = unit.is_done_with_gradients or unit.has_left  # [Note: Freeing in backward]
-        if done and not backward.keeps_unsharded:  # before the reduction's input takes as much
-            unit.free_if_unused()
-        backward.complete(unit)
+        if done:  # before the reduction's input takes as much
+            self._free()
+        unit.context.backward.complete(unit)
         if done:
             self._prefetch_after()
 
@@ -426,9 +423,12 @@ class UnitHooks:
         unit.active_steps = max(0, unit.active_steps - 1)
         unit.has_left = unit.active_steps == 0
         if unit.has_left and unit.arrivals.pending == 0:
-            if not unit.context.backward.keeps_unsharded:
-                unit.free_if_unused()
+            self._free()
             self._prefetch_after()
+
+    def _free(self) -> None:
+        if not self.unit.context.backward.keeps_unsharded:
+            self.unit.free_if_unused()
 
     def _prefetch_after(self) -> None:
         unit = self.unit

@@ -177,8 +177,7 @@ class Unit:
         """Register the user's parameters and free the unsharded ones, unless somebody needs them."""
         if self.holds == 0:
             self.handle.slots.register_sharded()
-            if not self.kept:
-                self.handle.reshard()
+            self.free_unless_kept()
 
     def free_unless_kept(self) -> None:
         """Free the unsharded parameters, which no forward needs now, unless the user wants them kept."""

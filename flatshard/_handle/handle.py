@@ -151,7 +151,7 @@ class FlatParamHandle:
         gathers: list[Pending] = []
         try:
             if kept is None:
-                self.is_exact = runtime.is_exact
+                self.is_exact = runtime is runtime.exact
                 for buffers in self._gathered:
                     gathers.append(buffers.gather(runtime, again))
             else:  # as exact as what they were kept of
