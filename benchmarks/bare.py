@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard._backends import FakeCollectives
+from flatshard._comm.backends import FakeCollectives
 
 
 def shard(chain: Sequence[nn.Module]) -> None:

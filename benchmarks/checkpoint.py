@@ -53,16 +53,19 @@ def load_ours(job: Contender, path: Path) -> None:
 
 
 def save_ours_by_torch(job: Contender, path: Path) -> None:
-    state = {"model": job.model.state_dict(), "optimizer": flatshard.optim_state_dict(job.model, job.optimizer)}
+    state = {
+        "model": job.model.state_dict(),
+        "optimizer": flatshard.checkpoint.optim_state_dict(job.model, job.optimizer),
+    }
     dcp.save(state, checkpoint_id=path)
 
 
 def load_ours_by_torch(job: Contender, path: Path) -> None:
-    optimizer = flatshard.optim_state_dict(job.model, job.optimizer, for_load=True)
+    optimizer = flatshard.checkpoint.optim_state_dict(job.model, job.optimizer, for_load=True)
     state = {"model": job.model.state_dict(), "optimizer": optimizer}
     dcp.load(state, checkpoint_id=path)
     job.model.load_state_dict(state["model"])
-    flatshard.load_optim_state_dict(job.model, job.optimizer, state["optimizer"])
+    flatshard.checkpoint.load_optim_state_dict(job.model, job.optimizer, state["optimizer"])
 
 
 def save_by_torch(job: Contender, path: Path) -> None:

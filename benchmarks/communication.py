@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from corpus import VOCABULARY, load_corpus, random_windows
 from gpt import GPT, Block, GPTConfig
+from no_communication import NoCommunication
 from suite import Figure, Table, arguments, main, over, progress
 from torch import nn
 
 import flatshard
-from flatshard import NoCommunication, QuantizedCollectives
+from flatshard.comm import QuantizedCollectives
 
 
 def with_collectives(factory: object = None) -> Callable[[GPT], nn.Module]:
@@ -32,7 +33,7 @@ def with_collectives(factory: object = None) -> Callable[[GPT], nn.Module]:
 def with_hook(hook: Callable[..., object]) -> Callable[[GPT], nn.Module]:
     def shard(model: GPT) -> nn.Module:
         flatshard.fully_shard(model, policy={Block})
-        flatshard.register_comm_hook(model, None, hook)
+        flatshard.comm.register_comm_hook(model, None, hook)
         return model
 
     return shard
@@ -40,8 +41,8 @@ def with_hook(hook: Callable[..., object]) -> Callable[[GPT], nn.Module]:
 
 WAYS: dict[str, Callable[[GPT], nn.Module]] = {
     "fp32": with_collectives(),
-    "bf16 hook": with_hook(flatshard.bf16_compress_hook),
-    "fp16 hook": with_hook(flatshard.fp16_compress_hook),
+    "bf16 hook": with_hook(flatshard.comm.bf16_compress_hook),
+    "fp16 hook": with_hook(flatshard.comm.fp16_compress_hook),
     "int8": with_collectives(QuantizedCollectives()),
     "int8 gather": with_collectives(QuantizedCollectives(reduce=False)),
     "int8 reduce": with_collectives(QuantizedCollectives(all_gather=False)),

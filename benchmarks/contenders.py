@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -38,6 +38,8 @@ class Setting:
     """None: the default one."""
     collectives: Any = None
     """Flatshard's own argument."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More of flatshard's own."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
 
@@ -51,7 +53,7 @@ def ours(model: nn.Module, setting: Setting) -> nn.Module:
         options["mixed_precision"] = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     if not setting.prefetch:
         options |= {"backward_prefetch": None, "forward_prefetch": False}
-    return flatshard.fully_shard(model, policy={setting.unit}, **options)
+    return flatshard.fully_shard(model, policy={setting.unit}, **options, **setting.options)
 
 
 def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
@@ -143,16 +145,22 @@ def unsynchronised(name: str, model: Any) -> Iterator[None]:
             yield
 
 
-_TENSOR_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-"""By either name: torch 2.13 has renamed them."""
+_TENSOR_COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all_single",
+)
+"""By either name: torch 2.13 has renamed some."""
 
 
 @contextlib.contextmanager
-def nothing_moves(name: str) -> Iterator[None]:
-    """Over the fake group, a peer's collective is one call into the group, as flatshard's is there, and fills nothing.
+def filling_nothing(before: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Over the fake group, a collective of ``torch.distributed`` on tensors is one call into the group, and fills nothing.
 
-    The fake group itself fills the output of an all-gather rank by rank: host time that no real backend spends. FSDP1 on CPU
-    gathers into a list of one view a rank, which stays; under its name with ``one call`` it gathers into one tensor.
+    The fake group itself fills the output of an all-gather rank by rank, which no real backend does. ``before`` is called
+    before each.
     """
 
     def stand_in(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,20 +168,30 @@ def nothing_moves(name: str) -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
+            before()
             work = (given.get("group") or dist.group.WORLD).broadcast(next(iter(given.values())), 0)
             return work if given.get("async_op") else work.wait() and None
 
         return call
 
-    if name in ("plain", "flatshard"):
-        yield
-        return
     with contextlib.ExitStack() as stack:
         for collective in _TENSOR_COLLECTIVES:
             if hasattr(dist, collective):
                 stack.enter_context(mock.patch.object(dist, collective, stand_in(getattr(dist, collective))))
-        if name == ONE_CALL:
-            stack.enter_context(as_on_gpus())
+        yield
+
+
+@contextlib.contextmanager
+def nothing_moves(name: str) -> Iterator[None]:
+    """Over the fake group, a peer's collective fills nothing, and is one call into the group, as flatshard's is there.
+
+    FSDP1 on CPU gathers into a list of one view a rank, which stays; under its name with ``one call`` it gathers into one
+    tensor.
+    """
+    if name in ("plain", "flatshard"):
+        yield
+        return
+    with filling_nothing(), as_on_gpus() if name == ONE_CALL else contextlib.nullcontext():
         yield
 
 

@@ -56,7 +56,7 @@ def step(name: str, model: nn.Module, microbatches: int = 1, reduced: bool = Tru
 def copied(name: str, bf16: bool, microbatches: int, reduced: bool) -> int:
     """Bytes of a step after the first ones, which may build what the later ones use."""
     torch.manual_seed(0)
-    model = build(name, GPT(CONFIG), Setting(Block, bf16=bf16, collectives=Wire().factory))
+    model = build(name, GPT(CONFIG), Setting(Block, bf16=bf16, collectives=Wire(out_of_place=True).factory))
     for _ in range(2):
         step(name, model, microbatches, reduced)
     with CopiedBytes() as count:

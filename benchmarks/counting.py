@@ -1,5 +1,7 @@
 """Counts that do not depend on the machine: bytes copied, collectives and their payload, live bytes of memory.
 
+The benchmarks' and the tests' (``test/core/test_counts.py``).
+
 [What is a byte copied] An operation reads the bytes of its tensor arguments and writes those of its results. Views and
 allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Operations of the
 process group (``c10d``) are left out, and flatshard's collectives, which copy over the fake group, replaced by :class:`Wire`.
@@ -21,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from flatshard._collectives import Done
+from flatshard._comm.collectives import Done
 
 _ONLY_WRITTEN = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
 _COPY_IN = "fsdp::all_gather_copy_in"
@@ -33,10 +35,11 @@ def nbytes(value: Any) -> int:
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Bytes read and written by operations, by the operation's name: see above."""
+    """Bytes read and written by operations, by the operation's name: see above. And how many operations there were."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.operations = 0
         self.by_operation: Counter[str] = Counter()
 
     @property
@@ -46,6 +49,7 @@ class CopiedBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.operations += 1
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or name.startswith(("empty", "new_empty", "c10d::")):
             return result
@@ -65,10 +69,11 @@ class CopiedBytes(TorchDispatchMode):
 class Wire:
     """Flatshard's collectives that move nothing, and note (kind, bytes of the whole)."""
 
-    exact = out_of_place = True  # as the built-in ones
+    exact = True
 
-    def __init__(self) -> None:
+    def __init__(self, out_of_place: bool = False, widens: bool = False) -> None:
         self.sent: list[tuple[str, int]] = []
+        self.out_of_place, self.widens = out_of_place, widens
 
     def factory(self, group: object, device: object) -> Wire:
         """For ``fully_shard(collectives=...)``."""

@@ -1,82 +1,183 @@
-"""On one GPU: step time, kernels, bytes copied, memory, overlap, CUDA graphs, synchronisations. Against FSDP1, FSDP2, plain.
+"""On one GPU: step time, kernels, bytes copied, memory, host waits, CUDA graphs, overlap. Against FSDP1, FSDP2 and plain.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --traces traces
+    python benchmarks/gpu.py --simulated
 
-A GPT over the fake group of 8 and of 64, whose collectives cost nothing, so that all else shows, and over NCCL at world size
-1. Without a GPU it says so, and its tables are empty. (No file here may be called ``cuda.py``: torch would import it as the
-package ``cuda``.)
+A GPT in float32, and with bf16 compute, over the fake group of 8 and of 64 and over NCCL at world size 1, where nobody sends
+anything. Over the fake group everybody calls the collectives of torch.distributed as over NCCL, each of which is one call
+into the group that moves nothing, so that all else shows. Without a GPU it says so, and its tables are empty. (No file here
+may be called ``cuda.py``: torch would import it as the package ``cuda``.)
+
+What the columns are, all of a GPU, and what could not be less:
 
 - ms: a forward, a backward and a step of AdamW (fused), by CUDA events; contenders interleaved, medians of the rounds.
-- kernels, copies: launched in a step by ``torch.profiler``'s trace (copies: memcpy and memset).
-- copied / P: as ``copied_bytes.py`` counts it, forward and backward, over the plain model's.
-- peak, MiB: ``max_memory_allocated`` in a step, over what was allocated before the contender was made, alone on the device.
-- synchronises: whether a steady step makes the host wait, by ``torch.cuda.set_sync_debug_mode("error")``.
-- CUDA graph: whether forward and backward can be captured and replayed, in a process of its own; the error if not.
-- overlap: how much of the time of flatshard's collectives other kernels ran in, with collectives that keep their stream busy
-  for a while (``--cycles``) in the place of the fake group's: with prefetch and without.
+  Floor: the plain model's, on the same device in the same rounds.
+- over plain: the same over the plain model's. Floor: 1.
+- kernels, copies: launched in such a step, by ``torch.profiler``'s trace (copies: memcpy and memset). Floor: the plain
+  model's.
+- copied / P: bytes of forward and backward as ``copied_bytes.py`` counts them, over the plain model's; P is the parameters in
+  float32. Floor: 2, with bf16 1.5 and the cast of the shard; over NCCL at world size 1, where nothing need be copied, 0.
+- peak, MiB: ``max_memory_allocated`` in such a step, over what was allocated before the contender was made, alone on the
+  device. Floor: parameters, gradients and optimizer state of one rank, and what autograd saves.
+- host waits: how often the host waits for the device in such a step, by the trace. Floor: 0, and 1 with offload, whose
+  optimizer reads on the host what the device wrote.
+- graph, passes: whether forward and backward can be captured in a CUDA graph and replayed; in a process of its own. The
+  replay's time, or the error. Floor of the time: the plain model's.
+- graph, step: the same with a step of SGD (foreach, momentum), if the passes can be captured. Over NCCL its numbers are
+  compared with those of eager steps.
+- overlap (a table of its own): the share of the collectives' time that other kernels ran in, with collectives that keep their
+  stream busy for a while (``--cycles``): with prefetch and without. At best 1.
 
-The floor is the plain model on the same device.
+Rows of flatshard: as it is, with ``static_buffers=True``, with ``CPUOffload``, and in bf16 also with
+``DefaultCollectives(group, widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has
+its error in the first column.
+
+``--simulated`` runs all of this, tiny, on the simulated accelerator of the tests (``test/accelerator``), to show that it
+runs: it ends with 1 where a figure is missing. Its figures are no results, say so in every cell, and are not written
+anywhere. There a kernel is an operator, copies are those between tensors, times are the host's, a capture follows CUDA's
+rules and is not replayed, and overlap is the share of collectives beside which some kernel of the compute stream may run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, build, drop_gradients
-from counting import CopiedBytes, Wire
+from contenders import FSDP1_FLAT, Setting, build, drop_gradients, filling_nothing
+from counting import CopiedBytes
+from devices import Cuda, Device, Simulated
 from gpt import GPT, Block, GPTConfig
 from suite import Figure, Table, arguments, fake_world, interleaved, main, over, progress
-from torch import Tensor
 
 import flatshard
 
-NAMES = ["plain", *SHARDED]
-WORLDS = {"fake group of 8": ("fake", 8), "fake group of 64": ("fake", 64), "NCCL, world size 1": ("nccl", 1)}
-COLUMNS = ("ms", "over plain", "kernels", "copies", "copied / P", "peak, MiB", "synchronises", "CUDA graph")
+
+@dataclass(frozen=True)
+class Place:
+    """A process group, and what is computed with."""
+
+    size: int
+    is_fake: bool = True
+    bf16: bool = False
+
+
+PLACES = {
+    "fake group of 8": Place(8),
+    "fake group of 8, bf16": Place(8, bf16=True),
+    "fake group of 64": Place(64),
+    "NCCL, world size 1": Place(1, is_fake=False),
+    "NCCL, world size 1, bf16": Place(1, is_fake=False, bf16=True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender, or flatshard with options."""
+
+    contender: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    widens: bool = False
+
+
+OFFLOAD = "flatshard, offload"
+WIDENS = "flatshard, bf16 sent"
+ROWS = {
+    "plain": Row("plain"),
+    "flatshard": Row("flatshard"),
+    "flatshard, static buffers": Row("flatshard", {"static_buffers": True}),
+    WIDENS: Row("flatshard", widens=True),
+    OFFLOAD: Row("flatshard", {"cpu_offload": flatshard.CPUOffload(offload_params=True)}),
+    "FSDP2": Row("FSDP2"),
+    "FSDP1": Row("FSDP1"),
+    FSDP1_FLAT: Row(FSDP1_FLAT),
+}
+OVERLAPPED = ("flatshard", "flatshard, static buffers", "FSDP2", "FSDP1")
+PASSES, STEP = "graph, passes", "graph, step"
+COLUMNS = ("ms", "over plain", "kernels", "copies", "copied / P", "peak, MiB", "host waits", PASSES, STEP)
+PREFETCH = {"prefetch": True, "no prefetch": False}
 NO_GPU = "no GPU"
-SPIN = "spin"
-"""Part of the name of the kernel behind ``torch.cuda._sleep``."""
+SIMULATED = "simulated"
+NOTHING = "-"
+
+SIZES = {"layers": 12, "width": 1024, "context": 512, "vocabulary": 8192, "batch": 4, "rounds": 15}
+SIMULATED_SIZES = {"layers": 1, "width": 16, "context": 4, "vocabulary": 8, "batch": 1, "rounds": 1}
+
+
+def rows_of(place: str) -> list[str]:
+    """Those that mean something there."""
+    return [name for name, row in ROWS.items() if PLACES[place].bf16 or not row.widens]
 
 
 @contextlib.contextmanager
-def world(backend: str, size: int) -> Iterator[None]:
-    """Be rank 0 of ``size``."""
-    if backend == "fake":
-        with fake_world(size):
+def world(place: Place, device: Device) -> Iterator[None]:
+    """Be rank 0 of a process group."""
+    if place.is_fake:
+        with fake_world(place.size), filling_nothing():
             yield
         return
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=size)
+    dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=place.size)
     try:
         yield
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
-class Job:
-    """A contender on a device, with its batch and AdamW."""
+def as_over_nccl(group: dist.ProcessGroup, device: torch.device) -> flatshard.comm.Collectives:
+    """Flatshard's collectives, also over the fake group, for which it has others."""
+    return flatshard.comm.DefaultCollectives(group)
 
-    def __init__(self, name: str, args: argparse.Namespace, device: torch.device, **setting: Any) -> None:
+
+def widening(group: dist.ProcessGroup, device: torch.device) -> flatshard.comm.Collectives:
+    return flatshard.comm.DefaultCollectives(group, widens=True)
+
+
+class Job:
+    """A contender on a device, with its batch and an optimizer: AdamW, or what a graph can hold."""
+
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        place: Place,
+        device: Device,
+        *,
+        graph: bool = False,
+        prefetch: bool = True,
+    ) -> None:
         torch.manual_seed(0)
         config = GPTConfig(args.vocabulary, args.context, args.layers, args.width, heads=8)
-        self.device = device
-        self.model = build(name, GPT(config).to(device), Setting(Block, args.bf16, device=device, **setting))
-        self.tokens = torch.zeros(args.batch, args.context, dtype=torch.int64, device=device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        row = ROWS[name]
+        setting = Setting(
+            Block,
+            place.bf16,
+            prefetch,
+            collectives=widening if row.widens else as_over_nccl,
+            options=row.options,
+            device=device.device,
+        )
+        self.model = build(row.contender, GPT(config).to(device.device), setting)
+        self.tokens = torch.zeros(args.batch, args.context, dtype=torch.int64, device=device.device)
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+            if graph
+            else torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        )
 
     def passes(self) -> None:
         """Forward and backward, and no gradients left."""
@@ -89,128 +190,10 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def timed(self) -> float:
-        """Seconds of a step: on the device, or on the host's clock where the device is the CPU."""
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            self.step()
-            return time.perf_counter() - began
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        self.step()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Traces
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def traced(run: Callable[[], object], path: Path) -> list[dict[str, Any]]:
-    """The events of ``run`` as torch's profiler exports them to ``path``, for a browser's trace viewer."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with profile(activities=activities) as found:
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(path))
-    return list(json.loads(path.read_text())["traceEvents"])
-
-
-def launched(events: list[dict[str, Any]]) -> Counter[str]:
-    """How many kernels, and how many copies, a trace has."""
-    kinds = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "copies"}
-    return Counter(kinds[e["cat"]] for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
-
-
-def hidden(events: list[dict[str, Any]]) -> float | None:
-    """The share of the spinning kernels' time in which another kernel ran; None if there is none."""
-    kernels = [
-        (e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e.get("cat") == "kernel"
-    ]
-    slow = [(start, stop) for name, start, stop in kernels if SPIN in name]
-    busy = sorted((start, stop) for name, start, stop in kernels if SPIN not in name)
-    if not slow:
-        return None
-    covered = 0.0
-    for start, stop in slow:
-        reached = start  # others may overlap each other: no moment counts twice
-        for from_, to in busy:
-            low, high = max(from_, reached), min(to, stop)
-            if high > low:
-                covered += high - low
-                reached = high
-    return covered / sum(stop - start for start, stop in slow)
-
-
-class Busy:
-    """Collectives that keep their stream busy for a number of the device's cycles first."""
-
-    exact = True
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, cycles: int) -> None:
-        self._inner, self._cycles = flatshard.builtin_collectives(group, device), cycles
-
-    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
-        torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
-        return self._inner.all_gather(output, shard)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
-        torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
-        return self._inner.reduce_scatter(output, input)
-
-    def all_reduce(self, tensor: Tensor) -> Any:
-        torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
-        return self._inner.all_reduce(tensor)
-
-
-def overlap(args: argparse.Namespace, device: torch.device, traces: Path) -> Table:
-    """How much of slow collectives is hidden."""
-    row: dict[str, Figure] = {}
-    with world("fake", 8):
-        for column, prefetch in (("prefetch", True), ("no prefetch", False)):
-            job = Job(
-                "flatshard",
-                args,
-                device,
-                prefetch=prefetch,
-                collectives=lambda group, where: Busy(group, where, args.cycles),
-            )
-            for _ in range(3):
-                job.passes()
-            events = traced(job.passes, traces / f"overlap-{column.replace(' ', '-')}.trace.json")
-            row[column] = Figure(hidden(events), note="no such kernels in the trace")
-            del job
-    title = f"share of the collectives' time that other kernels ran in, collectives of {args.cycles:,} cycles"
-    return Table("gpu_overlap", title, "1 would be all", {"flatshard": row})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One contender
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def synchronises(job: Job) -> str:
-    """Whether a steady step makes the host wait for the device: "no", or what it says that does."""
-    if job.device.type != "cuda":
-        return NO_GPU
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        job.step()
-    except Exception as e:
-        return f"yes: {first_line(e)}"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return "no"
+    def values(self) -> torch.Tensor:
+        """This rank's parameters, on the host."""
+        local = [getattr(p, "_local_tensor", p).detach() for p in self.model.parameters()]
+        return torch.cat([p.flatten().float().cpu() for p in local])
 
 
 def first_line(error: BaseException) -> str:
@@ -218,101 +201,184 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
 
 
-def capture(name: str, args: argparse.Namespace, device: torch.device) -> str:
-    """Whether forward and backward can be captured in a CUDA graph and replayed; the error if not."""
-    job = Job(name, args, device)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            job.passes()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            job.passes()
-        graph.replay()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-    except Exception as e:  # the finding, whatever it is
-        return first_line(e)
-    return f"yes, {begin.elapsed_time(end):.2f} ms"
+# ---------------------------------------------------------------------------------------------------------------------
+# Graphs
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def captured_apart(name: str, place: str) -> str:
-    """The same in a process of its own: a failed capture may leave a process unable to go on."""
+def graphs(name: str, args: argparse.Namespace, place: Place, device: Device) -> dict[str, str]:
+    """What the columns of graphs say. A step contains the passes, so it is not tried where they cannot be captured."""
+    found: dict[str, str] = {}
+    for column in (PASSES, STEP):
+        try:
+            found[column] = captured(name, args, place, device, whole=column == STEP)
+        except Exception as e:  # the finding, whatever it is
+            device.recover()
+            return {STEP: "as the passes", **found, column: first_line(e)}
+    return found
+
+
+def captured(name: str, args: argparse.Namespace, place: Place, device: Device, whole: bool) -> str:
+    """Captures forward and backward, or a ``whole`` step, and replays it."""
+    job = Job(name, args, place, device, graph=True)
+    start = job.values()
+    replay = device.captured(job.step if whole else job.passes)
+    if whole and not place.is_fake:  # over which the numbers are of no meaning
+        trained, eager = job.values(), Job(name, args, place, device, graph=True)
+        for _ in range(device.warm_up + 1):
+            eager.step()
+        off = float((trained - eager.values()).norm() / (eager.values() - start).norm())
+        if not off < 0.05:
+            return f"it computes other numbers: off by {off:.0%}"
+    return "yes" if replay is None else f"yes, {device.seconds(replay) * 1e3:.2f} ms"
+
+
+def graphs_apart(name: str, place: str) -> dict[str, str]:
+    """The same in a process of its own."""
     command = [sys.executable, *sys.argv, "--capture", name, place]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
-        return "its process did not end in 300 s"
+        return dict.fromkeys((PASSES, STEP), "its process did not end in 300 s")
     lines = done.stdout.strip().splitlines()
-    return lines[-1] if done.returncode == 0 and lines else f"its process ended with {done.returncode}"
+    if done.returncode or not lines:
+        return dict.fromkeys((PASSES, STEP), f"its process ended with {done.returncode}")
+    return dict(json.loads(lines[-1]))
 
 
-def copied(name: str, args: argparse.Namespace, device: torch.device) -> int:
-    """Bytes of a forward and backward."""
-    job = Job(name, args, device, collectives=Wire().factory)
-    for _ in range(2):
-        job.passes()
-    with CopiedBytes() as count:
-        job.passes()
-    return count.total
+# ---------------------------------------------------------------------------------------------------------------------
+# All else
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def alone(name: str, args: argparse.Namespace, device: torch.device, trace: Path) -> dict[str, Figure]:
-    """What is counted of one contender, with nothing else on the device."""
-    cuda = device.type == "cuda"
+def alone(
+    name: str, args: argparse.Namespace, place: Place, device: Device, trace: Path
+) -> tuple[dict[str, Figure], int]:
+    """What is counted of one contender, with nothing else on the device; and the bytes that its passes copy."""
     gc.collect()  # sharded models lie in cycles
-    before = torch.cuda.memory_allocated(device) if cuda else 0
-    job = Job(name, args, device)
-    for _ in range(3):
+    gc.freeze()  # what is left: the next time is quicker
+    device.finish()
+    before = device.allocated()
+    job = Job(name, args, place, device)
+    for _ in range(device.warm_up):
         job.step()
     row: dict[str, Figure] = {}
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-        job.step()
-        torch.cuda.synchronize(device)
-        row["peak, MiB"] = Figure((torch.cuda.max_memory_allocated(device) - before) / 2**20)
-    kinds = launched(traced(job.step, trace))
-    if cuda:
-        row |= {kind: Figure(kinds[kind]) for kind in ("kernels", "copies")}
-    row["synchronises"] = Figure(None, note=synchronises(job))  # last: it may end in the middle of a step
-    return row
+    if (peak := device.peak(job.step)) is not None:
+        row["peak, MiB"] = Figure((peak - before) / 2**20)
+    if (counts := device.count(job.step, trace)) is not None:
+        row |= {"kernels": Figure(counts.kernels), "copies": Figure(counts.copies), "host waits": Figure(counts.waits)}
+    with CopiedBytes() as copied:
+        job.passes()
+    device.finish()
+    return row, copied.total
 
 
-def figures(args: argparse.Namespace, device: torch.device, place: str, traces: Path) -> dict[str, dict[str, Figure]]:
-    """All contenders' rows, over one process group."""
-    backend, size = WORLDS[place]
+def figures(args: argparse.Namespace, device: Device, name: str, traces: Path) -> dict[str, dict[str, Figure]]:
+    """All contenders' rows in a place."""
+    place = PLACES[name]
     rows: dict[str, dict[str, Figure]] = {}
-    with world(backend, size):
-        base = copied("plain", args, device)
-        numel = sum(p.numel() for p in Job("plain", args, torch.device("cpu")).model.parameters())
-        works: list[str] = []
-        for name in NAMES:
-            progress(f"{place}, {name}")
-            label = f"{place} {name}".replace(",", "").replace(" ", "-")
+    copied: dict[str, int] = {}
+    with world(place, device):
+        numel = sum(p.numel() for p in Job("plain", args, place, device).model.parameters())
+        for contender in rows_of(name):
+            progress(f"{name}, {contender}")
+            label = f"{name} {contender}".replace(",", "").replace(" ", "-")
             try:
-                rows[name] = alone(name, args, device, traces / f"{label}.trace.json")
-                rows[name]["copied / P"] = Figure((copied(name, args, device) - base) / (4 * numel))
-                works.append(name)
+                rows[contender], copied[contender] = alone(
+                    contender, args, place, device, traces / f"{label}.trace.json"
+                )
             except Exception as e:  # of a peer, or ours: it stands in the table, and the others go on
-                rows[name] = {"ms": Figure(None, note=first_line(e))}
-        jobs = {name: Job(name, args, device) for name in works}
-        times = interleaved({name: job.timed for name, job in jobs.items()}, args.rounds or 15, warm_up=3)
+                rows[contender] = {"ms": Figure(None, note=first_line(e))}
+                device.recover()
+        jobs = {contender: Job(contender, args, place, device) for contender in copied}
+        steps = {contender: lambda job=job: device.seconds(job.step) for contender, job in jobs.items()}
+        times = interleaved(steps, args.rounds, warm_up=min(device.warm_up, args.rounds - 1))
         jobs.clear()
-    for name, series in times.items():
-        rows[name]["ms"] = over(series, 1.0, 1e3)
-        rows[name]["over plain"] = over(series, statistics.median(times["plain"]))
-        if device.type == "cuda":
-            rows[name]["CUDA graph"] = Figure(None, note=captured_apart(name, place))
-    empty = Figure(None, note=NO_GPU if device.type != "cuda" else "")
-    return {name: {c: row.get(c, empty) for c in COLUMNS} for name, row in rows.items()}
+        steps.clear()
+        for contender, series in times.items():
+            row = rows[contender]
+            row["ms"] = over(series, 1.0, 1e3)
+            row["over plain"] = over(series, statistics.median(times["plain"]))
+            row["copied / P"] = Figure((copied[contender] - copied["plain"]) / (4 * numel))
+            if device.device.type == "cpu":
+                continue
+            found = graphs_apart(contender, name) if device.captures_apart else graphs(contender, args, place, device)
+            row |= {column: Figure(None, note=note) for column, note in found.items()}
+    empty = Figure(None, note=NO_GPU if device.device.type == "cpu" else NOTHING)
+    return {contender: {c: row.get(c, empty) for c in COLUMNS} for contender, row in rows.items()}
+
+
+def overlap(args: argparse.Namespace, device: Device, traces: Path) -> dict[str, dict[str, Figure]]:
+    """How much of slow collectives is hidden."""
+    place = Place(8)
+    rows: dict[str, dict[str, Figure]] = {name: {} for name in OVERLAPPED}
+    with fake_world(place.size), filling_nothing(before=lambda: device.spin(args.cycles)):
+        for name in OVERLAPPED:
+            progress(f"overlap, {name}")
+            for column, prefetch in PREFETCH.items():
+                label = f"overlap {column} {name}".replace(",", "").replace(" ", "-")
+                try:
+                    job = Job(name, args, place, device, prefetch=prefetch)
+                    for _ in range(2):
+                        job.passes()
+                    share = device.overlap(job.passes, traces / f"{label}.trace.json")
+                    rows[name][column] = Figure(share, note=NOTHING)
+                    del job
+                except Exception as e:  # as above
+                    rows[name][column] = Figure(None, note=first_line(e))
+                    device.recover()
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tables(
+    args: argparse.Namespace, rows: Mapping[str, dict[str, dict[str, Figure]]], overlapped: dict[str, dict[str, Figure]]
+) -> list[Table]:
+    """One for each place, and that of overlap."""
+    sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}"
+    made = []
+    for name, place in PLACES.items():
+        kind, dtype = "fake" if place.is_fake else "nccl", "_bf16" if place.bf16 else ""
+        floor = "the plain model on the same device; of each column in benchmarks/gpu.py"
+        made.append(Table(f"gpu_{kind}_{place.size}{dtype}", f"{name}: {sizes}", floor, rows[name]))
+    title = f"share of the collectives' time that other kernels ran in, collectives of {args.cycles:,} cycles"
+    return [*made, Table("gpu_overlap", title, "none; 1 would be all", overlapped)]
+
+
+def no_gpu(args: argparse.Namespace) -> list[Table]:
+    """Empty ones."""
+    nothing = Figure(None, note=NO_GPU)
+    rows = {name: {contender: dict.fromkeys(COLUMNS, nothing) for contender in rows_of(name)} for name in PLACES}
+    return tables(args, rows, {name: dict.fromkeys(PREFETCH, nothing) for name in OVERLAPPED})
+
+
+def marked(table: Table) -> Table:
+    """A table of the simulated device: no cell of it is a number any more, and nobody takes it for a result."""
+    rows = {
+        name: {
+            column: Figure(None, note=f"{Figure(figure.value, note=figure.note).text(table.digits)} {SIMULATED}")
+            for column, figure in row.items()
+        }
+        for name, row in table.rows.items()
+    }
+    title = f"{SIMULATED}, no results: {table.title}"
+    return dataclasses.replace(table, name=f"{SIMULATED}_{table.name}", title=title, rows=rows)
+
+
+def incomplete(made: list[Table]) -> list[str]:
+    """Where a simulated figure is missing."""
+    missing = f"{NOTHING} {SIMULATED}"
+    return [
+        f"{table.name}: no figure of {name}: {column}"
+        for table in made
+        for name, row in table.rows.items()
+        for column, figure in row.items()
+        if figure.note == missing
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,57 +386,39 @@ def figures(args: argparse.Namespace, device: torch.device, place: str, traces: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def tables(args: argparse.Namespace, rows: dict[str, dict[str, dict[str, Figure]]]) -> list[Table]:
-    """One for each process group."""
-    dtype = "bf16 compute" if args.bf16 else "fp32"
-    sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}, {dtype}"
-    return [
-        Table(f"gpu_{backend}_{size}", f"{place}: {sizes}", "the plain model on the same device", rows[place])
-        for place, (backend, size) in WORLDS.items()
-    ]
-
-
 def measure(args: argparse.Namespace) -> list[Table]:
-    if not torch.cuda.is_available():
+    for size, default in (SIMULATED_SIZES if args.simulated else SIZES).items():
+        if getattr(args, size) is None:
+            setattr(args, size, default)
+    if args.simulated and (args.json or args.traces):
+        raise SystemExit("gpu.py: --simulated writes no files: its figures are no results")
+    if not args.simulated and not torch.cuda.is_available():
         progress("no GPU is available here: the rows of gpu.py stay empty")
-        empty = {name: {column: Figure(None, note=NO_GPU) for column in COLUMNS} for name in NAMES}
-        nothing = Figure(None, note=NO_GPU)
-        return [
-            *tables(args, dict.fromkeys(WORLDS, empty)),
-            Table(
-                "gpu_overlap",
-                "overlap",
-                "1 would be all",
-                {"flatshard": {"prefetch": nothing, "no prefetch": nothing}},
-            ),
-        ]
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
+        return no_gpu(args)
+    device = Simulated() if args.simulated else Cuda()
     if args.capture:
         name, place = args.capture
-        with world(*WORLDS[place]):
-            print(capture(name, args, device), flush=True)
+        with world(PLACES[place], device):
+            print(json.dumps(graphs(name, args, PLACES[place], device)), flush=True)
         return []
     with tempfile.TemporaryDirectory() as folder:
         traces = args.traces or Path(folder)
-        rows = {place: figures(args, device, place, traces) for place in WORLDS}
-        return [*tables(args, rows), overlap(args, device, traces)]
+        rows = {name: figures(args, device, name, traces) for name in PLACES}
+        made = tables(args, rows, overlap(args, device, traces))
+    return [marked(table) for table in made] if args.simulated else made
 
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
-    made.add_argument("--layers", type=int, default=12)
-    made.add_argument("--width", type=int, default=1024)
-    made.add_argument("--context", type=int, default=512)
-    made.add_argument("--vocabulary", type=int, default=8192)
-    made.add_argument("--batch", type=int, default=4)
-    made.add_argument("--rounds", type=int, default=0, help="default: 15")
-    made.add_argument("--bf16", action="store_true", help="float32 parameters, bfloat16 compute, float32 reduction")
+    for size, default in SIZES.items():
+        made.add_argument(f"--{size}", type=int, help=f"default: {default}, simulated {SIMULATED_SIZES[size]}")
     made.add_argument("--cycles", type=int, default=800_000, help="of the collectives that show overlap")
     made.add_argument("--traces", type=Path, metavar="DIR", help="keep the profiler's traces there")
-    made.add_argument("--capture", nargs=2, metavar=("NAME", "GROUP"), help="only capture this contender's step")
+    made.add_argument("--capture", nargs=2, metavar=("ROW", "PLACE"), help="only capture this contender's step")
+    made.add_argument("--simulated", action="store_true", help="on the simulated device: whether it runs, no results")
     return made
 
 
 if __name__ == "__main__":
-    main(measure, parser())
+    if lacking := incomplete(main(measure, parser())):
+        raise SystemExit("\n".join(lacking))

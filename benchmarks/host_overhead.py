@@ -35,7 +35,7 @@ BARE = "bare units"
 
 def floor(world_size: int, units: int, dtype: torch.dtype) -> Callable[[], float]:
     """Seconds for the operations that no eager flat design can leave out, once for each unit."""
-    from flatshard._backends import FakeCollectives
+    from flatshard._comm.backends import FakeCollectives
 
     group = dist.group.WORLD
     assert group is not None

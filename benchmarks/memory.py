@@ -33,8 +33,8 @@ from counting import LiveBytes
 from gpt import GPT, Block
 from suite import OURS, Figure, Table, arguments, fake_world, main, progress
 
-from flatshard import Collectives, builtin_collectives
 from flatshard._composable.state import units_below
+from flatshard.comm import Collectives, builtin_collectives
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 The blocks of a GPT, fp32. Contenders make the same step from the same gradients:
 
-- ``Whole()``, ``Rows()``, ``Elements()``: ``flatshard.WholeParameterOptimizer`` of ``torch.optim.Muon`` in that layout;
+- ``Whole()``, ``Rows()``, ``Elements()``: ``flatshard.optim.WholeParameterOptimizer`` of ``torch.optim.Muon`` in that layout;
 - ``gather all``: each rank gathers every gradient and steps every matrix, keeping its part (the usual way on shards);
 - ``FSDP2``: the same there, by ``grad.full_tensor()``.
 
@@ -36,15 +36,15 @@ def matrices_of(model: GPT) -> list[nn.Parameter]:
     return [p for n, p in model.named_parameters() if "blocks" in n and len(flatshard.full_shape(p)) == 2]
 
 
-def whole(layout: flatshard.Layout) -> Callable[[GPT], tuple[Step, str]]:
+def whole(layout: flatshard.layouts.Layout) -> Callable[[GPT], tuple[Step, str]]:
     """Each matrix on one rank."""
 
     def make(model: GPT) -> tuple[Step, str]:
         flatshard.fully_shard(model, policy={Block}, layout=layout)
         params = matrices_of(model)
-        optimizer = flatshard.WholeParameterOptimizer(params, torch.optim.Muon)
+        optimizer = flatshard.optim.WholeParameterOptimizer(params, torch.optim.Muon)
         give_gradients(params)
-        cut = sum(flatshard.shard_info(p).owner is None for p in params)  # type: ignore[union-attr]
+        cut = sum(flatshard.tensors.shard_info(p).owner is None for p in params)  # type: ignore[union-attr]
         return optimizer.step, f"{cut} of {len(params)} matrices are cut"
 
     return make
@@ -110,9 +110,9 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 
 CONTENDERS: dict[str, Callable[[GPT], tuple[Step, str]]] = {
     "floor": floor,
-    "Whole()": whole(flatshard.Whole(max_padding=1.0)),
-    "Rows()": whole(flatshard.Rows()),
-    "Elements()": whole(flatshard.Elements()),
+    "Whole()": whole(flatshard.layouts.Whole(max_padding=1.0)),
+    "Rows()": whole(flatshard.layouts.Rows()),
+    "Elements()": whole(flatshard.layouts.Elements()),
     "gather all": gather_all,
     "FSDP2": fsdp2,
 }

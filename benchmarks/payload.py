@@ -26,7 +26,7 @@ TARGETS = {"fp32 payload / P": 2.96, "all-gathers": 25, "reduce-scatters": 13}
 def sent(name: str, bf16: bool) -> list[tuple[str, int]]:
     """(kind, bytes of the whole) of each collective of a step, within a fake group."""
     torch.manual_seed(0)
-    wire = Wire()
+    wire = Wire(out_of_place=True)
     model = build(name, GPT(CONFIG), Setting(Block, bf16=bf16, collectives=wire.factory))
     step(name, model)
     del wire.sent[:]

@@ -45,6 +45,8 @@ class Figure:
     def text(self, digits: int) -> str:
         if self.value is None:
             return self.note or "-"
+        if isinstance(self.value, int):
+            digits = 0  # it is counted
         text = f"{self.value:,.{digits}f}"
         if self.low is not None and self.high is not None:
             text += f" ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
@@ -170,8 +172,13 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main(measure: Callable[[argparse.Namespace], list[Table]], parser: argparse.ArgumentParser, ranks: int = 1) -> None:
-    """The command line of one benchmark: its own arguments, ``--full`` and ``--json``. Over ``ranks`` gloo processes."""
+def main(
+    measure: Callable[[argparse.Namespace], list[Table]], parser: argparse.ArgumentParser, ranks: int = 1
+) -> list[Table]:
+    """The command line of one benchmark: its own arguments, ``--full`` and ``--json``. Over ``ranks`` gloo processes.
+
+    Returns what was measured.
+    """
     parser.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
     args = parser.parse_args()
@@ -191,6 +198,7 @@ def main(measure: Callable[[argparse.Namespace], list[Table]], parser: argparse.
     if ranks > 1:
         gc.collect()  # what holds the group in a cycle would keep its threads
         dist.destroy_process_group()
+    return tables
 
 
 def _launch(ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The small runtime: where and when collectives run, streams and events. What they are is in ``_backends.py``.
+"""The small runtime: where and when collectives run, streams and events. What they are is in ``_comm/backends.py``.
 
 [Note: One code path for CUDA, gloo and the fake group]
 ``all_gather``, ``reduce_scatter`` and ``all_reduce`` return a :class:`Pending`; whoever needs the result waits for it. On
@@ -6,9 +6,22 @@ CPU waiting blocks until gloo's own thread has moved the bytes. On an accelerato
 waiting makes the current stream wait for an event, and the host never blocks.
 
 [Note: Memory follows the streams]
-No ``record_stream``, so memory is deterministic. The unsharded buffer is allocated on the gather stream, which first
-waits for the event recorded when the last unit was freed: memory that is used again has been used up. Reduction inputs
-belong to the compute stream; a record keeps each until the compute stream has waited for its reduction.
+No ``record_stream``, so memory is deterministic: memory belongs to the stream that it was allocated on, and whoever uses it
+on another stream is ordered before its next use. The unsharded buffer belongs to the gather stream. That stream waits for
+the current one twice: before each gather (for whatever wrote the shards: an optimizer's step, ``p.data = ...``), and when a
+unit is freed. A reduction's input is complete before the reduce stream is entered. It belongs to the stream that backward
+computes on, as does the output, which becomes ``.grad``: both are freed when that stream has waited for the reduction. Where
+anything else is read on a side stream, a :class:`Pending` holds it until the wait (``Holding``).
+
+[Note: Memory of the host]
+Under CPU offload copies between the host and the device run late as well, and no stream orders code on the CPU. The host
+waits twice in a step: when the outermost forward is over (until the shards have been read, as the user may now change
+them), and when a backward is over (until the gradients are there). ``reads_host`` notes what there is to wait for.
+
+[Note: CUDA graphs]
+A stream that is captured may wait for nothing from outside, and what it forked must have joined it at the end. So no event
+outlives what it orders: waits are issued when their reason arises. The side streams join the current one when a
+pass or a backward ends.
 """
 
 from __future__ import annotations
@@ -18,21 +31,25 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from flatshard import _config, _watch
-from flatshard._ablation import NoCommunication
-from flatshard._backends import Addressed, FakeCollectives, GlooCollectives, builtin_collectives, subgroup
-from flatshard._collectives import Collectives, CollectivesFactory, Pending, make_collectives
+from flatshard._comm.backends import (
+    Addressed,
+    BuiltinCollectives,
+    FakeCollectives,
+    GlooCollectives,
+    builtin_collectives,
+    subgroup,
+)
+from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, make_collectives, settle
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
-from flatshard._order_check import Comparison, OrderCheck
-from flatshard._progress import EXCHANGE, GATHER, REDUCE, Issued, Progress, describe_place, here
 
 
 class Then:
@@ -59,51 +76,108 @@ class Then:
         self._second.wait()
 
 
+class Monitor(Protocol):
+    """What notices that ranks do different things: see ``_comm/monitor/monitor.py``. Collectives are the same without it."""
+
+    def announce(self, issued: Issued, collectives: Collectives) -> Pending | None:
+        """``issued`` is about to be started. Returns what to wait for before its data: it raises if ranks differ."""
+
+    def explain(self, issued: Issued) -> Exception | None:
+        """The wait for ``issued`` has failed. Returns an error that says why, if that is known."""
+
+
 class Awaited:
-    """A collective that blocks the host while it is waited for: the watch knows. [Note: Slow or stuck]"""
+    """A collective that blocks the host while it is waited for.
 
-    __slots__ = ("_check", "_issued", "_pending", "_runtime")
+    [Note: Memory lives as long as its works]
+    Gloo's threads read and write a collective's memory until its works have ended, whatever happens to the unit: an
+    interrupted wait, a model that is dropped. So nobody frees memory before he has waited, and after an interrupt waits
+    again; and a collective that nobody waits for any more is left to the group (``Progress.abandoned``), which waits for
+    it before it issues another one. To destroy works that are under way would leave half of a message on the connection.
 
-    def __init__(self, pending: Pending, runtime: Runtime, issued: Issued, check: Comparison | None) -> None:
-        self._pending = pending
-        self._runtime = runtime
+    Where ranks turn out to do different things, works may never end, so nobody waits for them: they are the group's to its
+    end (``Progress.unended``). So is their memory, which those that it belonged to leave: see ``settle``.
+    """
+
+    __slots__ = ("_check", "_issued", "_monitor", "_pending")
+
+    def __init__(self, pending: Pending, issued: Issued, monitor: Monitor | None, check: Pending | None) -> None:
+        self._pending: Pending | None = pending  # None: it has ended
         self._issued = issued
+        self._monitor = monitor
         self._check = check  # that all ranks have issued the same: first, as else the data never come
 
+    def __del__(self) -> None:
+        if self._pending is not None:
+            self._issued.progress.abandoned.append(self)
+
     def wait(self) -> None:
-        issued, runtime = self._issued, self._runtime
-        before, here.waiting, here.tag = (here.waiting, here.tag), issued, issued.tag
+        if self._pending is None:
+            return
+        issued = self._issued
+        before, here.waiting, here.label = (here.waiting, here.label), issued, issued.label
         try:
             if self._check is not None:
-                self._check.wait()
+                self._compare(self._check)
             self._pending.wait()
-        except RuntimeError as e:
-            if not isinstance(e, OutOfStepError) and (text := _watch.verdict(runtime)) is not None:
-                raise OutOfStepError(issued.verb, issued.unit, runtime.rank, runtime.world_size, text) from e
+            self._pending = None
+        except Exception as e:
+            self._pending = None
+            is_ours = isinstance(e, OutOfStepError) or not isinstance(e, RuntimeError)
+            if not is_ours and self._monitor is not None and (why := self._monitor.explain(issued)) is not None:
+                raise why from e
             raise
         finally:
-            here.waiting, here.tag = before
+            here.waiting, here.label = before
+
+    def _compare(self, check: Pending) -> None:
+        try:
+            check.wait()
+        except OutOfStepError:
+            self._issued.progress.unended.append(self._pending)
+            raise
 
 
 class StreamEvent:
     """A collective on a side stream of an accelerator: waiting orders the current stream behind it."""
 
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_event", "_streams")
 
-    def __init__(self, device: Any, event: Any) -> None:
-        self._device = device
+    def __init__(self, streams: Streams, event: Any) -> None:
+        self._streams = streams
         self._event = event
 
     def wait(self) -> None:
-        self._device.current_stream().wait_event(self._event)
+        self._streams.current.wait_event(self._event)
 
     def wait_on_host(self) -> None:
-        self._event.synchronize()
+        """Wait as code on the CPU must, which nothing orders behind a stream."""
+        if not self._event.query():
+            self._event.synchronize()
+
+
+class Holding:
+    """A collective that reads what nobody else keeps: ``what`` (tensors, or what holds some) lives until the wait."""
+
+    __slots__ = ("_pending", "_what")
+
+    def __init__(self, pending: Pending, what: Sequence[object]) -> None:
+        self._pending = pending
+        self._what = what
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._what = ()
+
+    def wait_on_host(self) -> None:
+        """See :class:`StreamEvent`."""
+        wait_on_host(self._pending)
+        self._what = ()
 
 
 def wait_on_host(pending: Pending) -> None:
-    """Wait as code on the CPU must, which nothing orders behind a stream."""
-    if isinstance(pending, StreamEvent):
+    """Have what ``pending`` brings readable by code on the CPU."""
+    if isinstance(pending, StreamEvent | Holding):
         pending.wait_on_host()
     else:
         pending.wait()
@@ -112,24 +186,57 @@ def wait_on_host(pending: Pending) -> None:
 class Streams:
     """The side streams of one accelerator. [Note: Memory follows the streams]"""
 
-    def __init__(self, device: Any) -> None:
-        self.device = device  # torch.cuda, torch.xpu, ...
-        self.gather = device.Stream(priority=-1)
-        self.reduce = device.Stream(priority=-1)
-        self.freed: Any = None  # recorded on the compute stream when a unit was last freed
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """``module``: ``torch.cuda``, ``torch.xpu``, ..."""
+        self._module = module
+        self._device = device
+        self.gather = module.Stream(device=device, priority=-1)
+        self.reduce = module.Stream(device=device, priority=-1)
+        self._forked: set[Any] = set()  # the side streams that have waited for another one since they were joined
+        self.host_read: StreamEvent | None = None  # when shards on the host have been read: [Note: Memory of the host]
+
+    @classmethod
+    def of(cls, device: torch.device) -> Streams | None:
+        """None on CPU, where whoever waits for a collective blocks.
+
+        Raises:
+            NotImplementedError: the device has no streams.
+        """
+        if device.type == "cpu":
+            return None
+        module = torch.get_device_module(device)
+        if not hasattr(module, "Stream"):
+            raise NotImplementedError(
+                f"fully_shard: parameters are on {str(device)!r}, and torch.{device.type} has no streams to run collectives "
+                "on. Move the module to the CPU or to another accelerator first"
+            )
+        return cls(module, device)
+
+    @property
+    def current(self) -> Any:
+        """The stream that the caller's work is enqueued on."""
+        return self._module.current_stream(self._device)
+
+    def record(self) -> StreamEvent:
+        """An event behind what the current stream has to do so far."""
+        return StreamEvent(self, self.current.record_event())
 
     @contextlib.contextmanager
-    def on_gather(self) -> Any:
-        if self.freed is not None:
-            self.gather.wait_event(self.freed)
-        with self.device.stream(self.gather):
+    def running_on(self, side: Any) -> Iterator[None]:
+        """Enqueue on ``side`` what the caller does inside, behind what the current stream has to do so far."""
+        self.fork(side)
+        with self._module.stream(side):
             yield
 
-    @contextlib.contextmanager
-    def on_reduce(self) -> Any:
-        self.reduce.wait_stream(self.device.current_stream())
-        with self.device.stream(self.reduce):
-            yield
+    def fork(self, side: Any) -> None:
+        """Order ``side`` behind what the current stream has to do so far."""
+        side.wait_stream(self.current)
+        self._forked.add(side)
+
+    def join(self) -> None:
+        """Order the current stream behind the side streams that were forked. [Note: CUDA graphs]"""
+        while self._forked:
+            self.current.wait_stream(self._forked.pop())
 
 
 class Runtime:
@@ -143,40 +250,56 @@ class Runtime:
 
     # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
-    _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
+
+    make_monitor: ClassVar[Callable[[Runtime, dist.ProcessGroup], Monitor] | None] = None
+    """What makes a monitor for a group of several processes; None: nobody does."""
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = weakref.ref(group)
+    def __init__(
+        self, builtin: BuiltinCollectives, device: torch.device, streams: Streams | None, host: torch.device | None
+    ) -> None:
+        """
+        Args:
+            builtin: communicates among the ranks of the group.
+            device: what the tensors are on.
+            streams: of the device; None: whoever waits for a collective blocks.
+            host: where shards under CPU offload lie; None: on the device, which is the host.
+        """
         # Orders groups alike on all ranks, as they are first sharded over in one order.
         self.number = next(self._numbers)
         self.device = device
-        self._builtin = builtin_collectives(group, device)
-        self.rank, self.world_size = self._builtin.rank, self._builtin.size
+        self.host = host
+        self._builtin = builtin
+        self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
         self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
         self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
-        # The side streams; None on CPU, where whoever waits for a collective blocks.
-        self.streams = None if device.type == "cpu" else Streams(torch.get_device_module(device))
-        self.progress: Progress | None = None  # where all ranks are one process, none can do anything else
-        if device.type == "cpu" and self.world_size > 1:
-            keep_freed_memory()
-        if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
-            self._checked = _config.checked_collectives()
-            self._order = self._orders.setdefault(group, OrderCheck(group, device))
-            self.progress = self._progress.setdefault(group, Progress())
-            if isinstance(self._builtin, GlooCollectives):
-                _watch.start(self)
+        self.streams = streams
+        self.progress: Progress | None = None  # None for one rank and for the fake group, which have no peers
+        self.monitor: Monitor | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
         """The runtime of ``group`` on ``device``: units share it, so that they share streams."""
         found = cls._instances.get((id(group), device))
         if found is None or found._group() is not group:
-            found = cls._instances[id(group), device] = cls(group, device)
+            host = None if device.type == "cpu" else torch.device("cpu")
+            found = cls(builtin_collectives(group, device), device, Streams.of(device), host)
+            found._join(group)
+            cls._instances[id(group), device] = found
         return found
+
+    def _join(self, group: dist.ProcessGroup) -> None:
+        """Issue collectives on ``group``."""
+        self._group = weakref.ref(group)
+        if self.device.type == "cpu" and self.world_size > 1:
+            keep_freed_memory()
+        if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
+            self.progress = self._progress.setdefault(group, Progress())
+            make = type(self).make_monitor
+            self.monitor = None if make is None else make(self, group)
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
         """The same group, device and streams with the collectives that ``factory`` makes; None: with these.
@@ -200,10 +323,13 @@ class Runtime:
 
     def split(self, size: int) -> None:
         """Make ``within(size)`` known. Every rank of the world must call it at the same time: see ``subgroup``."""
-        group = subgroup(self.group, size, self.device)
-        if size not in self._inner:
-            self._inner[size] = copy.copy(Runtime.of(group, self.device))
-            self._inner[size].streams = self.streams
+        self.add_inner(Runtime.of(subgroup(self.group, size, self.device), self.device))
+
+    def add_inner(self, inner: Runtime) -> None:
+        """Have ``within`` know the runtime of some consecutive ranks, this one among them."""
+        if inner.world_size not in self._inner:
+            self._inner[inner.world_size] = inner = copy.copy(inner)
+            inner.streams = self.streams
 
     def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
         """The ``size`` consecutive ranks of the group that this rank is among, on the same streams. After ``split(size)``.
@@ -211,7 +337,7 @@ class Runtime:
         It hands on what was gathered before, so it is exact; or left out, where that was.
         """
         made = self._inner[size].using(factory)
-        return made if isinstance(factory, NoCommunication) else made.exact
+        return made if getattr(made.collectives, "everywhere", False) else made.exact
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -226,75 +352,111 @@ class Runtime:
 
     def gathering(self) -> AbstractContextManager[None]:
         """Allocate the unsharded buffer and issue the all-gather inside."""
-        return contextlib.nullcontext() if self.streams is None else self.streams.on_gather()
+        return contextlib.nullcontext() if self.streams is None else self.streams.running_on(self.streams.gather)
 
     def reducing(self) -> AbstractContextManager[None]:
-        """Allocate the gradient shard and issue the reduction inside."""
-        return contextlib.nullcontext() if self.streams is None else self.streams.on_reduce()
-
-    def before_pass(self) -> None:
-        """What the current stream did to the shards (the optimizer's step) comes before gathers from here on."""
-        if self.streams is not None:
-            self.streams.gather.wait_stream(self.streams.device.current_stream())
+        """Issue the reduction inside. Its input is complete, and its output allocated, before."""
+        return contextlib.nullcontext() if self.streams is None else self.streams.running_on(self.streams.reduce)
 
     def before_free(self) -> None:
         """The current stream is done with a unit: its memory may be used again after what has been issued so far."""
         if self.streams is not None:
-            self.streams.freed = self.streams.device.current_stream().record_event()
+            self.streams.fork(self.streams.gather)
+
+    @property
+    def current_stream(self) -> Any:
+        """The stream that the caller's work is enqueued on; None on CPU."""
+        return None if self.streams is None else self.streams.current
+
+    def join(self) -> None:
+        """A pass or a backward is over: nothing is under way on a side stream that the current one is not ordered behind."""
+        if self.streams is not None:
+            self.streams.join()
+
+    def reads_host(self) -> None:
+        """A copy of a shard on the host has just been enqueued on the current stream. [Note: Memory of the host]"""
+        if self.streams is not None:
+            self.streams.host_read = self.streams.record()
+
+    def wait_for_host_reads(self) -> None:
+        """Have the host wait until shards in its memory have been read, and may change."""
+        if self.streams is not None and self.streams.host_read is not None:
+            event, self.streams.host_read = self.streams.host_read, None
+            event.wait_on_host()
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
+        """``label``: whom it is for. ``again``: for a backward, of what a forward has had."""
         if self.progress is None:
+            here.label = label
             pending = self.collectives.all_gather(output, shard)
             return pending if self.streams is None else self.issued(pending)
-        return self._issue(self.progress, "all-gather", GATHER, self.collectives.all_gather, output, shard)
+        return self._issue(
+            self.progress, "all-gather", GATHER, label, again, self.collectives.all_gather, output, shard
+        )
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         if self.progress is None:
+            here.label = label
             pending = self.collectives.reduce_scatter(output, input)
             return pending if self.streams is None else self.issued(pending)
-        return self._issue(self.progress, "reduce-scatter", REDUCE, self.collectives.reduce_scatter, output, input)
+        start = self.collectives.reduce_scatter
+        return self._issue(self.progress, "reduce-scatter", REDUCE, label, False, start, output, input)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, label: Label) -> Pending:
         if self.progress is None:
+            here.label = label
             return self.issued(self.collectives.all_reduce(tensor))
-        return self._issue(self.progress, "all-reduce", REDUCE, self.collectives.all_reduce, tensor)
+        return self._issue(self.progress, "all-reduce", REDUCE, label, False, self.collectives.all_reduce, tensor)
 
-    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+    def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Addressed between any ranks, by the backend: see ``BuiltinCollectives``. Nothing is lost on the way."""
         if self.progress is None:
             return self.issued(self._builtin.exchange(sent, received))
         start = functools.partial(self._builtin.exchange, sent, received)
-        return self._issue(self.progress, "exchange", EXCHANGE, start)
+        return self._issue(self.progress, "exchange", EXCHANGE, label, False, start)
 
     def _issue(
-        self, progress: Progress, verb: str, kind: int, start: Callable[..., Pending], *tensors: torch.Tensor
+        self,
+        progress: Progress,
+        verb: str,
+        kind: int,
+        label: Label,
+        again: bool,
+        start: Callable[..., Pending],
+        *tensors: torch.Tensor,
     ) -> Pending:
-        """Issue a collective by ``start``, known to the order check and the watch."""
-        issued, check = progress.issue(verb, kind), None
-        if issued.count <= self._checked and kind in getattr(self.collectives, "compared", (GATHER, REDUCE)):
-            check = self._order.announce(issued, kind)
-        if self.streams is not None:
-            if check is not None:
-                check.wait()
-            return self.issued(start(*tensors))
-        if check is not None and len(tensors) == 1:  # an all-reduce, which has no tag
-            return Awaited(Then(check, lambda: start(*tensors)), self, issued, None)
-        here.tag = issued.tag
+        """Issue a collective by ``start``, known to the monitor."""
+        if progress.abandoned:
+            settle(progress.abandoned)
+        issued, monitor = progress.issue(verb, kind, label, again), self.monitor
+        check = None if monitor is None else monitor.announce(issued, self.collectives)
+        if check is not None and self.streams is None and len(tensors) == 1:  # an all-reduce, which has no tag
+            return Awaited(Then(check, lambda: start(*tensors)), issued, monitor, None)
+        before, here.label = here.label, label
         try:
-            return Awaited(start(*tensors), self, issued, check)
+            if self.streams is not None:
+                if check is not None:
+                    check.wait()
+                return self.issued(start(*tensors))
+            return Awaited(start(*tensors), issued, monitor, check)
         except BaseException:
-            if check is not None:  # its messages are under way
+            if check is not None and self.streams is None:  # its messages are under way
                 with contextlib.suppress(Exception):
-                    Awaited(check, self, issued, None).wait()
+                    Awaited(check, issued, monitor, None).wait()
             raise
         finally:
-            here.tag = 0
+            here.label = before
 
     def store(self) -> Any:
         """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
         return self._builtin.store()
+
+    @property
+    def can_be_interrupted(self) -> bool:
+        """Whether there is a way to end waits on the group: ``interrupt``."""
+        return isinstance(self._builtin, GlooCollectives)
 
     def interrupt(self) -> None:
         """See ``GlooCollectives.interrupt``."""
@@ -317,15 +479,14 @@ class Runtime:
         """``next_one`` after ``pending``: at once behind it on the stream, or when somebody waits for it (CPU)."""
         if self.streams is None:
             return Then(pending, next_one)
-        pending.wait()
-        return next_one()
+        return Holding(next_one(), [pending])
 
     def issued(self, pending: Pending) -> Pending:
         """``pending`` as something that any stream can wait for."""
         if self.streams is None:
             return pending
         pending.wait()  # orders the side stream (the current one here) behind a backend's own streams
-        return StreamEvent(self.streams.device, self.streams.device.current_stream().record_event())
+        return self.streams.record()
 
     def fail(self, phase: str, unit: str, error: Exception) -> NoReturn:
         """Say which collective of which unit it was that ``error`` ended.

@@ -9,14 +9,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+import lanes
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake_pg
+from accelerator import build, harness
 from pool import Pool
 
 TEST_TIMEOUT = 120
 """Seconds that a test may take, unless it carries ``@pytest.mark.time_limit(seconds)``."""
+
+BUILD_TIMEOUT = 600
+"""Seconds that the first test with the simulated accelerator may take to build it."""
 
 _stderr_fd = pytest.StashKey[int]()
 
@@ -24,13 +29,27 @@ _stderr_fd = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("flatshard")
     group.addoption("--fuzz", type=int, default=300, metavar="N", help="random cases that test_fuzz.py runs")
-    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case")
+    group.addoption(
+        "--fuzz-programs", type=int, default=150, metavar="N", help="programs that test_fuzz_programs.py runs"
+    )
+    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case or program")
+    group.addoption(
+        "--fence", action="store_true", help="fail where memory is freed that gloo still uses: see fence.py"
+    )
+    group.addoption(
+        "--every-policy", action="store_true", help="all orders of kernels for each simulated case: see harness.py"
+    )
+    group.addoption("--lanes", type=int, choices=(1, 2), default=2, help="tests at a time: see lanes.py")
+    group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA, skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "time_limit(seconds): replaces the default time limit of a test")
+    if config.getoption("--fence"):
+        os.environ["POOL_FENCE"] = "1"  # read by the ranks
+    harness.every_policy = config.getoption("--every-policy")
     torch.set_num_threads(1)
     config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
 
@@ -41,10 +60,28 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    simulated = [item for item in items if _is_simulated(item)]
+    if len(simulated) < len(items):  # in the middle of a large run, the simulator has been built meanwhile
+        others = [item for item in items if not _is_simulated(item)]
+        half = next((i for i in range(len(others) // 2, len(others)) if others[i].path != others[i - 1].path), 0)
+        items[:] = [*others[:half], *simulated, *others[half:]]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def _is_simulated(item: pytest.Item) -> bool:
+    return "_simulator" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(map(_is_simulated, session.items)) and not session.config.option.collectonly:
+        build.start()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    return lanes.run(session) or None  # None: pytest's own
 
 
 @contextlib.contextmanager
@@ -96,6 +133,33 @@ def pytest_runtest_teardown(item: pytest.Item):
 def pool() -> Iterator[Pool]:
     """Four gloo ranks, started at the first ``pool.run(body, ...)`` of the session."""
     p = Pool()
+    yield p
+    p.close()
+
+
+@pytest.fixture(scope="session")
+def _simulator(pytestconfig: pytest.Config) -> None:
+    """Builds the simulated accelerator, which takes half a minute once per machine, and more on a busy one."""
+    if why := build.missing():
+        pytest.skip(why)
+    signal.alarm(BUILD_TIMEOUT)  # in place of the test's; the next phase of a test sets its own
+    faulthandler.dump_traceback_later(BUILD_TIMEOUT + 30, exit=True, file=pytestconfig.stash[_stderr_fd])
+    build.build()
+    signal.alarm(TEST_TIMEOUT)
+
+
+@pytest.fixture(scope="session")
+def simulated_pool(_simulator: None) -> Iterator[Pool]:
+    """Four ranks with a simulated accelerator each."""
+    p = Pool(backend="cpu:gloo,simdev:simccl", prepare=harness.prepare)
+    yield p
+    p.close()
+
+
+@pytest.fixture(scope="session")
+def simulated_process(_simulator: None) -> Iterator[Pool]:
+    """One process with a simulated accelerator and without a process group."""
+    p = Pool(1, backend=None, prepare=harness.prepare)
     yield p
     p.close()
 

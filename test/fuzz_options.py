@@ -26,8 +26,8 @@ import flatshard
 from flatshard import MixedPrecision
 
 HOOKS: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
-    "bf16": (flatshard.bf16_compress_hook, torch.bfloat16),
-    "fp16": (flatshard.fp16_compress_hook, torch.float16),
+    "bf16": (flatshard.comm.bf16_compress_hook, torch.bfloat16),
+    "fp16": (flatshard.comm.fp16_compress_hook, torch.float16),
 }
 LOW = (torch.bfloat16, torch.float16)
 
@@ -38,7 +38,7 @@ class Options:
 
     backwards: tuple[str, ...] = ("sync", "sync")
     """How each backward of a step that has several treats gradients: ``"sync"`` reduces, ``"hold"`` runs under no_sync,
-    ``"flag"`` is the same by set_requires_gradient_sync, ``"partial"`` reduces within the shard group only. The last is
+    ``"flag"`` is the same by configure(gradient_sync=...), ``"partial"`` reduces within the shard group only. The last is
     ``"sync"``."""
     hold_body_only: bool = False
     mesh: tuple[int, int] | None = None
@@ -97,11 +97,11 @@ class Options:
             if how == "hold":
                 stack.enter_context(flatshard.no_sync(module))
             elif how == "flag":
-                flatshard.set_requires_gradient_sync(module, False)
-                stack.callback(flatshard.set_requires_gradient_sync, module, True)
+                flatshard.configure(module, gradient_sync=False)
+                stack.callback(flatshard.configure, module, gradient_sync=True)
             elif how == "partial":
-                flatshard.set_requires_all_reduce(model, False)
-                stack.callback(flatshard.set_requires_all_reduce, model, True)
+                flatshard.configure(model, all_reduce=False)
+                stack.callback(flatshard.configure, model, all_reduce=True)
             yield
 
     def groups(self, ctx: Any, halves: DeviceMesh | None) -> dict[str, Any]:
@@ -126,10 +126,10 @@ def layout_named(name: str | None) -> Any:
     """A layout without a limit to padding. ``"mixed"``: each parameter one of them, by its name."""
     layouts = {
         None: None,
-        "rows": flatshard.Rows(max_padding=1e9),
-        "pairs": flatshard.Rows(multiple=2, max_padding=1e9),
-        "blocks": flatshard.Blocks(3, max_padding=1e9),
-        "whole": flatshard.Whole(max_padding=1e9),
+        "rows": flatshard.layouts.Rows(max_padding=1e9),
+        "pairs": flatshard.layouts.Rows(multiple=2, max_padding=1e9),
+        "blocks": flatshard.layouts.Blocks(3, max_padding=1e9),
+        "whole": flatshard.layouts.Whole(max_padding=1e9),
     }
     if name == "mixed":
         return lambda fqn, param: random.Random(fqn).choice(list(layouts.values()))

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that lives as long as the pytest session.
+"""A pool of ranks (of gloo, unless told otherwise) that lives as long as the pytest session.
 
 Starting four Python processes that import torch costs seconds; a test body costs milliseconds. So the ranks start
 once, as forks of one process that has imported torch, and every distributed test is a module-level function
@@ -45,14 +45,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 MAX_WORLD_SIZE = 4
 START_TIMEOUT = 60.0
-RENEW_TIMEOUT = 5.0
+RENEW_TIMEOUT = 30.0
 GRACE = 5.0
 """Seconds that the other ranks get to answer once one rank has failed."""
 
@@ -162,19 +162,37 @@ def _send_objects_without_numpy() -> None:
         c10d._tensor_to_object = to_object
 
 
-def _make_groups(rank: int, size: int, port: int, prefix: str) -> dict[int, Any]:
-    """The default group over all ranks; for every world size k the group of ranks 0..k-1; under 0 that of this rank only."""
+def _make_groups(rank: int, size: int, port: int, prefix: str, backend: str | None) -> dict[int, Any]:
+    """The default group over all ranks; for every world size k the group of ranks 0..k-1; under 0 that of this rank only.
+
+    ``backend`` None: no group at all, as bodies make their own.
+    """
+    if backend is None:
+        return dict.fromkeys(range(size + 1))
     import datetime
 
     import torch.distributed as dist
 
     timeout = datetime.timedelta(minutes=5)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     groups = {k: dist.new_group(list(range(k)), timeout=timeout) for k in range(1, size)}
     groups[size] = dist.group.WORLD
     groups[0] = [dist.new_group([k], timeout=timeout) for k in range(size)][rank]
     return groups
+
+
+@contextlib.contextmanager
+def _fence() -> Iterator[None]:
+    """``--fence``: the body runs inside, and fails if it frees what gloo still uses."""
+    if not os.environ.get("POOL_FENCE"):
+        yield
+        return
+    import fence
+
+    with fence.install(delay=0.002) as installed:
+        yield
+        installed.check(dropped=False)  # bodies whose group fails on purpose drop works
 
 
 def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
@@ -184,7 +202,8 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
         fn, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
         random.seed(0)
-        return "ok", pickle.dumps(fn(ctx, *args, **kwargs))
+        with _fence():
+            return "ok", pickle.dumps(fn(ctx, *args, **kwargs))
     except BaseException as e:  # also pytest's outcomes, which are no Exception
         kind = "skip" if type(e).__name__ == "Skipped" else "raised"
         return kind, (type(e).__qualname__, str(e), traceback.format_exc())
@@ -193,7 +212,23 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
         torch.set_default_dtype(torch.float32)
 
 
-def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -> None:
+def _forget_meshes() -> None:
+    """Clear the DTensor caches: an equal mesh of the new groups would get results on the old mesh, whose groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:  # else there are none, and to import it takes a second
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
+def _rank_main(
+    rank: int,
+    size: int,
+    port: int,
+    conn: Connection,
+    stacks: str,
+    backend: str | None,
+    prepare: Callable[[], None] | None,
+) -> None:
     """Serve requests until the parent closes the connection or dies."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops the ranks
@@ -206,6 +241,8 @@ def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -
 
     torch.set_num_threads(1)
     _send_objects_without_numpy()
+    if prepare is not None:
+        prepare()
     groups: dict[int, Any] = {}
     meshes: dict[Any, Any] = {}
     gc.collect()
@@ -222,8 +259,9 @@ def _rank_main(rank: int, size: int, port: int, conn: Connection, stacks: str) -
         if command == "groups":
             if dist.is_initialized():
                 dist.destroy_process_group()
+                _forget_meshes()
             meshes = {}
-            groups = _make_groups(rank, size, port, argument)
+            groups = _make_groups(rank, size, port, argument, backend)
             send(("ok", None))
         else:
             world_size, payload = argument
@@ -248,14 +286,24 @@ class _Rank:
 class Pool:
     """Ranks, started at first use, that run test bodies; see the module's docstring."""
 
-    def __init__(self, size: int = MAX_WORLD_SIZE) -> None:
+    def __init__(
+        self, size: int = MAX_WORLD_SIZE, backend: str | None = "gloo", prepare: Callable[[], None] | None = None
+    ) -> None:
+        """``prepare``: a module-level function that ranks call first. ``backend`` None: bodies make their own groups."""
         self._size = size
+        self._backend = backend
+        self._prepare = prepare
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._groups_made = 0
         self._in_step = False
         self._dir = Path(tempfile.mkdtemp(prefix="flatshard-pool-"))
         atexit.register(self.close)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
 
     @property
     def pids(self) -> list[int]:
@@ -326,14 +374,14 @@ class Pool:
         if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
-        start.set_forkserver_preload(["torch", "torch.distributed"])
+        start.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the last as `fully_shard` does
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self._size):
                 here, there = start.Pipe()
                 stacks = self._dir / f"stacks-{rank}"
                 process = start.Process(
                     target=_rank_main,
-                    args=(rank, self._size, self._store.port, there, str(stacks)),
+                    args=(rank, self._size, self._store.port, there, str(stacks), self._backend, self._prepare),
                     name=f"flatshard-rank-{rank}",
                     daemon=True,
                 )

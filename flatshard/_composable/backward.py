@@ -37,7 +37,8 @@ from typing import ClassVar
 import torch
 from torch.autograd import Variable
 
-from flatshard._composable.state import Step, Unit, units_below
+from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
+from flatshard._runtime import Runtime
 
 # The id of the running graph task, -1 outside backward; whether it was told to retain the graph, and whether it comes to a
 # node. Private API: there is no public way to ask.
@@ -62,21 +63,27 @@ class Backward:
 
     _holding: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()  # those with gradients for a later reduction
 
-    def __init__(self, waits_early: bool) -> None:
-        self.waits_early = waits_early  # for reductions: [Note: Reductions in flight]
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.waits_early = runtime.streams is None  # for reductions: [Note: Reductions in flight]
         # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end. Held
         # weakly: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
         self._ready: set[Unit] = set()  # those of them that are complete
         self._tasks: list[_Task] = []  # outermost first
         self.count = 0  # backwards that have come to a unit
-        self._touched: dict[Unit, None] = {}  # units that may be unsharded for this backward
+        self._records: dict[
+            Unit, BackwardRecord
+        ] = {}  # of the units that the backward under way has come to, or gathered
         self._reducing: Unit | None = None
-        self._idle: dict[Unit, None] = {}  # units that backward has come to, with no gradient in that graph task
+        self._reduced: list[Unit] = []  # their gradients come into `.grad` at the end: see `_finish_reduction`
+        self._idle: dict[Unit, BackwardRecord] = {}  # that backward has come to, with no gradient in that graph task
         # A graph of this backward is being built (create_graph), or one that was built is kept (retain_graph), in which
         # no hook of ours is: its units stay unsharded.
         self.keeps_unsharded = False
         self._kept = False  # the last backward's did
+        self._retains_graph = False  # the one under way was told to
+        self._first_task = 0  # the id of its outermost graph task; ids grow
 
     # -- before and during -------------------------------------------------------------------------------------------
 
@@ -84,50 +91,58 @@ class Backward:
         """``unit`` runs forward and may come back."""
         self._open.setdefault(unit.ref)
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: Unit) -> BackwardRecord:
         """``unit`` is unsharded during backward: look after it at the end."""
         self._enter()
-        self._touched[unit] = None
+        if unit.record is None:
+            unit.record = self._records[unit] = BackwardRecord()
+        return unit.record
 
-    def begin(self, unit: Unit) -> int:
-        """Backward is at ``unit``: open it if it is not open, and count what the running graph task will bring."""
-        task = self._enter()
+    def begin(self, unit: Unit) -> BackwardRecord:
+        """Backward is at ``unit``: await its gradients, and count what the running graph task will bring."""
+        record, task = self.touch(unit), current_graph_task()
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
-        if unit.task is None:
-            unit.task = task
-            self._touched[unit] = None
+        if record.task is None:
+            record.task = task
             if unit.ref not in self._open:
                 self._open[unit.ref] = None
                 self._open.move_to_end(unit.ref, last=False)
-        if task not in unit.counted_tasks:
-            unit.counted_tasks.add(task)
+        if task not in record.counted_tasks:
+            record.counted_tasks.add(task)
             expected = self._expected(unit)
             anchor = unit.anchor_node  # of a forward that passed by the unit: [Note: Taking part without running]
             skipped = anchor is not None and _will_run(anchor)
             if expected > 1 or not skipped:
                 unit.partial |= expected - skipped < len(unit.handle.gradient_nodes)
-            unit.arrivals.expect(expected, self.waits_early)
+            unit.handle.arrivals.expect(expected, self.waits_early)
             if expected:
-                unit.reduce_wanted = self._tasks[-1].brings_gradients = True
+                record.reduces = self._tasks[-1].brings_gradients = True
                 self._ready.discard(unit)
-            elif unit.task == task:
-                self._idle[unit] = None
-        return task
+            elif record.task == task:
+                self._idle[unit] = record
+        return record
 
     def come_to(self, step: Step) -> None:
         """Backward is at a forward of a unit: those that it has come to before get no more. [Note: What completes a unit]"""
-        task = current_graph_task()
-        if step.unit.finished_task != task:
-            self.begin(step.unit)
+        task, record = current_graph_task(), step.unit.record
+        if record is None or record.finished_in != task:
+            record = self.begin(step.unit)
+        record.come_to(step)
         if not self._idle:
             return
         around = (step.unit, *step.outer)
-        over = [unit for unit in self._idle if unit.task == task and not unit.arrivals.pending and unit not in around]
+        over = {
+            u: r for u, r in self._idle.items() if r.task == task and not u.handle.arrivals.pending and u not in around
+        }
         if over:
             to_come = any(map(self._expected, self._open_units()))
             self._complete_all(over, to_come or any(t.brings_gradients for t in self._tasks))
-            for unit in over:
-                unit.finished_early = True
+            for early in over.values():
+                early.finished_early = True
+
+    def has_come_to(self, step: Step) -> bool:
+        """Whether the backward under way has come to a forward of a unit, in whichever of its graph tasks."""
+        return bool(self._tasks) and step.opened_in >= self._first_task
 
     def _enter(self) -> int:
         task = current_graph_task()
@@ -138,7 +153,9 @@ class Backward:
             def end() -> None:
                 self._end(task)
 
-            self.count += not self._tasks
+            if not self._tasks:
+                self.count += 1
+                self._retains_graph, self._first_task = _keeps_graph(), task
             self._tasks.append(_Task(task, weakref.ref(end, self._on_death)))
             # FSDP and DDP use this too; autograd has no public way to run something when a backward ends.
             Variable._execution_engine.queue_callback(end)
@@ -154,15 +171,10 @@ class Backward:
 
     def complete(self, unit: Unit) -> None:
         """``unit`` has all gradients that will come in the graph task that it began in: reduce it, in order."""
-        assert unit.task is not None
+        assert unit.record is not None
         self._idle.pop(unit, None)
-        unit.finished_task = unit.task
-        unit.finished_early = False
-        unit.task = None
-        unit.counted_tasks.clear()
-        unit.arrivals.pending = 0
-        if unit.reduce_wanted:
-            unit.reduce_wanted = False
+        unit.handle.arrivals.pending = 0
+        if unit.record.complete():
             if unit.requires_gradient_sync:
                 self._ready.add(unit)
                 self._reduce_ready()
@@ -182,35 +194,50 @@ class Backward:
                 allowed.append(unit)
                 if len(allowed) == len(self._ready):
                     break
-            elif not all_of_them and (unit.task is not None or self._expected(unit)):
+            elif not all_of_them and (self._is_awaited(unit) or self._expected(unit)):
                 break
         for unit in allowed:
+            self._reduce(unit)
             self._ready.remove(unit)
             if unit.handle.replicas is None or unit.handle.reduces_replicas:  # else it stays open
                 del self._open[unit.ref]
-            self._reduce(unit)
+
+    @staticmethod
+    def _is_awaited(unit: Unit) -> bool:
+        return unit.record is not None and unit.record.task is not None
 
     def _open_units(self) -> Iterator[Unit]:
         """The open units that still exist, in the order in which they are reduced."""
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def _reduce(self, unit: Unit) -> None:
-        self._finish_reductions()
+        self._finish_reduction()
         unit.handle.reduce()
         unit.handle.accumulates = not unit.requires_gradient_sync
         self._reducing = unit
 
-    def _finish_reductions(self) -> None:
+    def _finish_reduction(self) -> None:
+        """The one under way. Under CPU offload only the device waits for it; the host does at the end, for all at once."""
         unit, self._reducing = self._reducing, None
-        if unit is not None:
+        if unit is None:
+            return
+        if unit.handle.gives_late and not unit.reduced_callbacks:
+            self._reduced.append(unit)
+            unit.handle.free_reduced()
+        else:
             unit.handle.finish_reduce()
+
+    def _finish_reductions(self) -> None:
+        self._finish_reduction()
+        while self._reduced:  # the last one first: it was copied behind the others
+            self._reduced.pop().handle.finish_reduce()
 
     def finish_previous(self) -> None:
         """Some of a unit's gradients have come. [Note: Reductions in flight]"""
         if self._reducing is None:
             return
         if self._reducing.handle.replicas is None:
-            self._finish_reductions()
+            self._finish_reduction()
         else:
             self._reducing.handle.advance_reduce()
 
@@ -232,11 +259,12 @@ class Backward:
         Not so where no unit gets a gradient: that is ``torch.autograd.grad`` with respect to inputs.
         """
         for unit in units:
-            unit.reduce_wanted |= brings_gradients and unit.handle.any_trainable
+            assert unit.record is not None
+            unit.record.reduces |= brings_gradients and unit.handle.any_trainable
             self.complete(unit)
 
     def _finish(self, task: int, brings_gradients: bool) -> None:
-        self._complete_all([u for u in self._open_units() if u.task == task], brings_gradients)
+        self._complete_all([u for u in self._open_units() if u.record and u.record.task == task], brings_gradients)
         if self._tasks:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
@@ -244,15 +272,17 @@ class Backward:
         self._reduce_all()
         if brings_gradients and Backward._holding:
             self._reduce_held_inside()
-        self._release_touched()
+        self._drop_records()
         self.keeps_unsharded, self._kept = False, self.keeps_unsharded
+        self._runtime.join()
+        self._runtime.wait_for_host_reads()
 
     def _reduce_held_inside(self) -> None:
         """The same for units on other process groups, left out, inside those that this backward has come to."""
         others = [b for b in Backward._holding if b is not self and b.is_idle]
         if not others:
             return
-        inside = dict.fromkeys(below for unit in self._touched for below in units_below(unit.module))
+        inside = dict.fromkeys(below for unit in self._records for below in units_below(unit.module))
         contexts = {below.context for below in inside if below.context.backward in others}
         for context in sorted(contexts, key=lambda context: context.runtime.number):
             context.backward.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
@@ -275,14 +305,14 @@ class Backward:
         if self in self._holding and not any(unit.handle.wants_reduction for unit in self._open_units()):
             self._holding.discard(self)
 
-    def _release_touched(self) -> None:
-        touched, self._touched = self._touched, {}
-        for unit in touched:
-            unit.active_steps = 0
-            unit.has_left = unit.finished_early = False
-            unit.last_step = None
+    def _drop_records(self) -> None:
+        units, self._records = self._records, {}
+        for unit in units:
+            unit.record = None
+            if unit.leaks and not self._retains_graph:
+                unit.leaks -= {step for step in unit.leaks if step.opened_in >= self._first_task}
             if self.keeps_unsharded:
-                unit.show_sharded_if_unused()
+                unit.show()
             else:
                 unit.free_if_unused()
 
@@ -291,8 +321,8 @@ class Backward:
         parameters; the rest waits for the next forward (this may run in the middle of anything).
         """
         if self.is_stale:
-            for unit in self._touched:
-                unit.show_sharded_if_unused()
+            for unit in self._records:
+                unit.show()
 
     def recover(self, drop_held: bool = False) -> None:
         """After an exception in backward: drop its gradients, free everything.
@@ -305,17 +335,15 @@ class Backward:
         self._ready.clear()
         self._idle.clear()
         self.keeps_unsharded = self._kept = False
-        self._reducing = None
-        for unit in {*self._touched, *self._open_units()}:
+        reduced, self._reducing, self._reduced = [*self._reduced, self._reducing], None, []
+        units = {*self._records, *self._open_units(), *(unit for unit in reduced if unit is not None)}
+        for unit in units:
             if unit.handle.holds_gradients and not drop_held:
                 continue
             unit.handle.discard_gradients()
-            unit.task = None
-            unit.counted_tasks.clear()
-            unit.arrivals.pending = 0
-            unit.reduce_wanted = False
+            unit.handle.arrivals.pending = 0
             self._open.pop(unit.ref, None)
-        self._release_touched()
+        self._drop_records()
 
     @property
     def is_idle(self) -> bool:

@@ -16,11 +16,17 @@ from flatshard._composable.state import Step, Unit
 from flatshard._config import BackwardPrefetch
 
 
+def is_finished(unit: Unit) -> bool:
+    """Whether the graph task that runs now has brought ``unit`` all its gradients."""
+    return unit.record is not None and unit.record.finished_in == current_graph_task()
+
+
 def gather(unit: Unit) -> None:
     """Gather what backward will come to, or has come to, unless it is done with it."""
-    if unit.handle.is_sharded and unit.finished_task != current_graph_task():
+    if unit.handle.is_sharded and not is_finished(unit):
         for needed in unit.needs:
             unit.context.backward.touch(needed)
+            unit.context.make_room(needed)
             needed.handle.unshard(again=True)
 
 
@@ -44,7 +50,7 @@ def prefetches(unit: Unit) -> bool:
 def prefetch_before(step: Step) -> None:
     """Gather what comes after this step in backward, or what the user chose to be gathered meanwhile."""
     for unit in _next(step):
-        if unit.finished_task != current_graph_task():
+        if not is_finished(unit):
             for needed in unit.needs:
                 unit.context.backward.touch(needed)
             unit.context.prefetch(unit, step.unit.config.prefetch_limit_bytes)
@@ -53,4 +59,7 @@ def prefetch_before(step: Step) -> None:
 def _next(step: Step) -> Iterable[Unit]:
     if step.unit.backward_prefetch is not None:
         return step.unit.backward_prefetch
-    return () if step.previous is None else (step.previous.unit,)
+    before = step.previous
+    if before is None or step.unit.context.backward.has_come_to(before):  # as where ``step`` is of a unit around it
+        return ()
+    return (before.unit,)

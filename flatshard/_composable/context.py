@@ -6,19 +6,25 @@ manually nested units, and no unit needs to know which one is the root.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar
 
 from torch import nn
 
+from flatshard._comm.collectives import Collectives
+from flatshard._comm.progress import Place
 from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
+from flatshard._composable.forward import Forward
 from flatshard._composable.state import Step, Unit
-from flatshard._progress import Place
+from flatshard._handle.pool import BufferPool
 from flatshard._runtime import Runtime
 
+_forwards = operator.attrgetter("_forwards")
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
@@ -27,15 +33,18 @@ class Context:
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
+    checks: ClassVar[list[Callable[[Unit], bool]]] = []
+    """Called with the outermost unit before the next pass starts, and before those after it as long as they return True."""
+
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.backward = Backward(waits_early=runtime.device.type == "cpu")
+        self.backward = Backward(runtime)
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # of the current pass
-        # Forwards under way, outermost first, each with the frame that its module's __call__ runs in.
-        self._forwards: list[tuple[Unit, FrameType]] = []
+        self._forwards: list[Forward] = []  # under way, outermost first
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._prefetched: dict[Unit, None] = {}  # gathered ahead and not used yet
+        self._pools: dict[Collectives, BufferPool] = {}
         self.follow(runtime)
 
     @classmethod
@@ -44,6 +53,12 @@ class Context:
         if found is None:
             found = cls._instances[id(runtime)] = cls(runtime)
         return found
+
+    def pool_of(self, runtime: Runtime, static_buffers: bool) -> BufferPool | None:
+        """Where units with the collectives of ``runtime`` have their buffers; None: each in memory of its own."""
+        if not static_buffers and not hasattr(runtime.collectives, "allocate"):
+            return None
+        return self._pools.setdefault(runtime.collectives, BufferPool(runtime))
 
     def follow(self, runtime: Runtime) -> None:
         """Have errors and the watch on ``runtime`` know where this rank is."""
@@ -57,32 +72,39 @@ class Context:
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, in_backward: bool, frame: FrameType | None) -> None:
+    def enter_forward(self, unit: Unit, in_backward: bool, frame: FrameType | None) -> Forward:
         """``unit`` starts a forward; called from its pre-forward hook.
 
         ``frame`` is alive as long as the forward is. None: that of the module's ``__call__``, found from the hook's caller.
+
+        Raises:
+            RuntimeError: another thread is in a forward.
         """
         if frame is None:
             frame = sys._getframe(2)
             while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # somebody wrapped the hook
                 frame = frame.f_back
-        if not in_backward:
-            if self._forwards and not _is_inside(frame, self._forwards[-1][1]):
-                self.recover()
+        if not in_backward and (not self._forwards or not _is_inside(frame, self._forwards[-1].frame)):
+            self.settle(frame)
             if not self._forwards:
-                self._start_pass(unit)
-        self._forwards.append((unit, frame))
+                self._start_pass(unit, frame)
+        forward = Forward(unit, frame, in_backward)
+        self._forwards.append(forward)
+        return forward
 
-    def exit_forward(self, unit: Unit) -> bool:
-        """``unit`` ends a forward. Returns False where it had not started one (an earlier hook raised)."""
-        if not self._forwards or self._forwards[-1][0] is not unit:
-            return False
-        self._forwards.pop()
-        return True
+    def exit_forward(self, unit: Unit) -> Forward | None:
+        """``unit`` ends a forward. Returns None where it had not started one (an earlier hook raised)."""
+        if not self._forwards or self._forwards[-1].unit is not unit:
+            return None
+        return self._forwards.pop()
 
     def make_step(self, unit: Unit, in_backward: bool) -> Step:
         """The forward of ``unit`` that has just ended, as backward may come back to it."""
-        step = Step(unit, None if in_backward else self.last_step, [u for u, _ in self._forwards])
+        step = Step(unit, None if in_backward else self.last_step, [forward.unit for forward in self._forwards])
+        if unit.handle.has_static_buffers:
+            for needed in unit.needs:
+                needed.steps = weakref.WeakSet() if needed.steps is None else needed.steps
+                needed.steps.add(step)
         if not in_backward:
             self.last_step = step
         return step
@@ -94,28 +116,31 @@ class Context:
 
     def is_outermost(self, unit: Unit) -> bool:
         """Whether the forward of ``unit`` that is under way was called from outside of all others."""
-        return self._forwards[0][0] is unit and len(self._forwards) == 1
+        return self._forwards[0].unit is unit and len(self._forwards) == 1
 
     @property
     def is_running(self) -> bool:
         """Whether the caller is inside a forward or a backward: an interrupted one does not count."""
-        inside = bool(self._forwards) and _is_inside(sys._getframe(1), self._forwards[-1][1])
+        inside = bool(self._forwards) and _is_inside(sys._getframe(1), self._forwards[-1].frame)
         return inside or (current_graph_task() != -1 and not self.backward.is_idle)
 
-    def _start_pass(self, unit: Unit) -> None:
-        if self.backward.is_stale:
-            self.backward.recover()
+    def _start_pass(self, unit: Unit, frame: FrameType) -> None:
+        for busy in list(filter(_forwards, self._instances.values())):
+            busy._check_thread(frame)
+        if self.checks:
+            self.checks[:] = [check for check in self.checks if check(unit)]
         self.pass_id += 1
         self.last_step = None
         self._order = unit.order
         self._order.start()
-        self.runtime.before_pass()
 
     def end_pass(self) -> None:
         """The outermost unit's forward is over. Keep nothing of it: the model may be dropped before the next pass."""
         self.free_unused()
         self.last_step = None
         self._order = ForwardOrder()
+        self.runtime.join()
+        self.runtime.wait_for_host_reads()
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
 
@@ -136,10 +161,12 @@ class Context:
             return
         for needed in unit.needs:
             if needed.handle.is_sharded:
+                if needed.handle.is_blocked or (needed.claims and needed.shows_copies):
+                    continue
                 if self._forwards:
                     needed.handle.check_parameters()
                 needed.handle.unshard(again=not self._forwards)
-                if self._forwards or needed.kept:  # in backward nobody asks
+                if self._forwards or (needed.claims and needed.is_kept):  # in backward nobody asks
                     needed.note_gathered()
                 needed.gathered_in = self.pass_id
                 self._prefetched[needed] = None
@@ -150,6 +177,13 @@ class Context:
         ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
         return sum(u.handle.unsharded_nbytes for u in ahead)
 
+    def make_room(self, unit: Unit) -> None:
+        """Where another unit is using the memory that ``unit`` needs now, find a way. pool.py, [Note: Static buffers]"""
+        if unit.handle.is_blocked:
+            self.free_unused()
+            if not unit.steps:
+                unit.handle.unblock()
+
     def used(self, unit: Unit) -> bool:
         """``unit`` is needed now: if it was prefetched, that was right. Returns whether it was."""
         return self._prefetched.pop(unit, False) is None
@@ -158,25 +192,67 @@ class Context:
         """Free what was prefetched and not used."""
         prefetched, self._prefetched = self._prefetched, {}
         for unit in prefetched:
-            if unit.holds == 0:
-                unit.free_unless_kept()
+            unit.free_unless_kept()
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
+    def settle(self, frame: FrameType | None = None) -> None:
+        """Drop what an exception left that skipped hooks (an interrupt, a failed backward). Nothing to do after others.
+
+        ``frame``: where the caller is; forwards that it is not inside are over. Default: the frame of the caller.
+
+        Raises:
+            RuntimeError: another thread is in a forward.
+        """
+        if self._forwards:
+            frame = sys._getframe(1) if frame is None else frame
+            if not _is_inside(frame, self._forwards[-1].frame):
+                self._check_thread(frame)
+                self._drop_forwards(frame)
+                if not self._forwards:
+                    self.backward.recover()
+                    self.free_unused()
+        if not self.backward.is_idle and current_graph_task() == -1:
+            self._settle_backward()
+
+    def _settle_backward(self) -> None:
+        """A backward has not come to its end, and the caller is not inside it: it died, or another thread runs it.
+
+        On an accelerator the engine's own threads run it, which let go of it a moment after it died.
+        """
+        if not self.backward.is_stale and self.runtime.streams is None:
+            raise RuntimeError(
+                "a backward of sharded modules is under way on another thread. Collectives of several threads would mix: run "
+                "all sharded modules of a process in one thread"
+            )
+        self.backward.recover()
+
+    def _drop_forwards(self, frame: FrameType | None) -> None:
+        """Those that ``frame`` is not inside. None: all."""
+        while self._forwards and (frame is None or not _is_inside(frame, self._forwards[-1].frame)):
+            for needed, claim in self._forwards.pop().claims:
+                needed.claims.remove(claim)
+                needed.show()
+                if not needed.is_pinned:
+                    needed.handle.reshard()
+
+    def _check_thread(self, frame: FrameType) -> None:
+        """Raise if another thread is in the last forward under way, which ``frame`` may be inside."""
+        last = self._forwards[-1]
+        if _is_inside(frame, last.frame):
+            return
+        if any(_is_inside(running, last.frame) for running in sys._current_frames().values()):
+            raise RuntimeError(
+                f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
+                "mix: run all sharded modules of a process in one thread"
+            )
+
     def recover(self, drop_held: bool = False) -> None:
-        """After an exception that skipped hooks (an interrupt, a failed backward): be as between two steps.
+        """After an exception: be as between two steps.
 
         ``drop_held``: gradients that earlier backwards hold (``no_sync``), too.
         """
-        for unit, _ in self._forwards:
-            for needed in unit.needs:
-                needed.users = needed.holds = 0
-                while needed.full_forwards:
-                    needed.full_forwards -= 1
-                    needed.handle.slots.unregister()
-                needed.handle.slots.register_sharded()
-                needed.handle.reshard()
-        self._forwards.clear()
+        self._drop_forwards(None)
         self.backward.recover(drop_held)
         self.free_unused()
 

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from flatshard._composable.partition import Owned, PlannedUnit
-from flatshard._composable.precision import flat_options
+from flatshard._composable.partition import PlannedUnit
 from flatshard._composable.state import UnitConfig
-from flatshard._config import ShardingStrategy
+from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
+from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.buffers import FlatOptions
-from flatshard._handle.layout import Cut, FlatLayout, balanced, plan_layout
-from flatshard._handle.tensor_subclass import TensorSubclass, wrapping_of
-from flatshard._layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFlat:
-    """A flat parameter to be made: of parameters equal in dtype, in being trainable, and in options."""
-
-    owned: tuple[Owned, ...]  # as in ``layout``
-    options: FlatOptions
-    layout: FlatLayout
-    dtype: torch.dtype
-    trainable: bool
-    warning: str | None = None  # why it is not laid out as was asked for
+from flatshard._handle.layout import Cut, balanced, plan_layout
+from flatshard._handle.planned import PlannedFlat, PlannedParam
+from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """What is to be sharded of one parameter: of a tensor subclass, the plain tensor inside."""
 
-    owned: Owned
+    owned: PlannedParam
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     layout: Layout
+
+
+def _options(
+    plain: torch.Tensor,
+    wrapping: Wrapping | None,
+    modules: Iterable[nn.Module],
+    policy: MixedPrecision,
+    offload: CPUOffload,
+) -> FlatOptions:
+    """What a user's choices mean for one parameter, which is registered in ``modules``: the ``plain`` tensor of it."""
+    placed = offload.offload_params, offload.pin_memory
+    if not plain.is_floating_point() or any(policy.ignores(m) for m in modules):
+        return FlatOptions(offload=placed[0], pin_memory=placed[1])
+    # What another dtype would mean to a tensor subclass only it knows: it keeps its own, with gradients reduced as said.
+    casts = policy.param_dtype is not plain.dtype and not isinstance(wrapping, TensorSubclass)
+    compute = policy.param_dtype if casts else None
+    return FlatOptions(
+        compute,
+        policy.reduce_dtype,
+        policy.keep_low_precision_grads,
+        policy.keep_cast_shard and compute is not None,
+        *placed,
+    )
 
 
 def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: list[int]) -> list[PlannedFlat]:
@@ -53,20 +67,21 @@ def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: li
     for owned in unit.owned:
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
-        options = flat_options(plain, wrapping, [m for m, _ in owned.slots], config.mixed_precision, config.cpu_offload)
+        options = _options(plain, wrapping, [m for m, _ in owned.slots], config.mixed_precision, config.cpu_offload)
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # bytes
         sizes = _Sizes(owned, tuple(plain.shape), tuple(plain.stride()), layout)
         groups.setdefault((plain.dtype, param.requires_grad, options), []).append(sizes)
-    return [_lay_out(unit, members, *kind, world_size, loads) for kind, members in groups.items()]
+    return [
+        _lay_out(unit, members, dtype, options, world_size, loads) for (dtype, _, options), members in groups.items()
+    ]
 
 
 def _lay_out(
     unit: PlannedUnit,
     members: list[_Sizes],
     dtype: torch.dtype,
-    trainable: bool,
     options: FlatOptions,
     world_size: int,
     loads: list[int],
@@ -85,7 +100,7 @@ def _lay_out(
         elif any(isinstance(each, Whole) for each in layouts):
             works = [work_of(m.shape) if isinstance(m.layout, Whole) else 0 for m in members]
             layout = balanced(layout, works, loads)
-    return PlannedFlat(tuple(m.owned for m in members), options, layout, dtype, trainable, warning)
+    return PlannedFlat(tuple(m.owned for m in members), options, layout, warning)
 
 
 def _cut(member: _Sizes) -> Cut:

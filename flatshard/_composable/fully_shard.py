@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,19 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._collectives import CollectivesFactory, check_factory
-from flatshard._compile import keep_out_of_graphs
-from flatshard._composable import materialize, validate
+from flatshard._comm.collectives import CollectivesFactory, check_factory
+from flatshard._composable.construct import materialize, validate
 from flatshard._composable.context import Context
+from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.flat_plan import plan_flats
-from flatshard._composable.forward_method import check_methods, register_methods
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.optimizer_hooks import watch_optimizers
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.precision import cast_buffers, warn_about_low_precision_masters
 from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
-from flatshard._composable.state_dict_hooks import StateDictHooks
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,
@@ -38,11 +34,11 @@ from flatshard._config import (
     check_reshard_after_forward,
 )
 from flatshard._errors import InternalError, name_list
+from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.param_slots import FlatPlan, ParamSlots
-from flatshard._handle.tensor_subclass import wrapping_of
-from flatshard._layouts import LayoutChoice, check_layout
+from flatshard._names import plain_name
 from flatshard._runtime import Runtime
+from flatshard.layouts import LayoutChoice, check_layout
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,10 +60,10 @@ def fully_shard(
     forward_prefetch: bool = True,
     prefetch_limit_bytes: int | None = None,
     reshard_after_forward: bool | int | None = None,
-    forward_methods: str | Iterable[str] = (),
     limit_all_gathers: bool = True,
     collectives: CollectivesFactory | None = None,
     layout: LayoutChoice = None,
+    static_buffers: bool = False,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
@@ -106,16 +102,20 @@ def fully_shard(
             says, where the outermost unit always keeps them. An int ``k`` that divides the number of ranks sharded over:
             keep a k-th of them, in the compute dtype, and gather for backward among ``k`` consecutive ranks only, usually
             those of a node. This makes process groups, so every rank of the world must make the same calls. All ranks: as
-            True; 1: as False. :func:`set_reshard_after_forward` changes it.
-        forward_methods: methods of ``module`` that run it as a forward does: see :func:`register_forward_method`.
+            True; 1: as False. :func:`configure` changes it.
         limit_all_gathers: must be True; see Raises.
         collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
-            backend's own: :class:`QuantizedCollectives`, :class:`NoCommunication`, or a class that you write after
-            :class:`Collectives`. A :class:`CustomPolicy` may override it per unit.
+            backend's own: :class:`QuantizedCollectives`, or a class that you write after :class:`Collectives`. A
+            :class:`CustomPolicy` may override it per unit.
         layout: how parameters may be cut between ranks: :class:`Elements` (the default: anywhere), :class:`Rows`,
             :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. By rows and whole, a rank's part
             keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. What is
             sharded as bytes (a tensor subclass with several tensors inside) has neither rows nor blocks: it is cut anywhere.
+
+        static_buffers: gather parameters into, and reduce gradients from, a few buffers that are made once and used in turn,
+            in place of memory that the device's allocator hands out each time. For CUDA graphs and registered buffers. It
+            takes the memory that two units and the outermost one take anyway, for good. Collectives with an ``allocate``
+            have their buffers so in any case. Two units that did not run at the same time in the first pass cannot later.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
@@ -136,19 +136,19 @@ def fully_shard(
         prefetch_limit_bytes=prefetch_limit_bytes,
         reshard_after_forward=reshard_after_forward,
         layout=layout,
+        static_buffers=static_buffers,
     )
     _refuse_what_has_no_meaning(limit_all_gathers)
     validate.check_module(module)
-    keep_out_of_graphs()
-    watch_optimizers()
-    methods = check_methods(module, forward_methods)
+    for extension in extensions():
+        extension.prepare(module)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     world_size = dist.get_world_size(group)
     choice = choose(module, policy, config, ignored_states, world_size)
     planned, ignored_params = choice.planned, choice.ignored_params
     groups = [group] if replica_group is None else [group, replica_group]
     device = validate.check_parameters(planned, _as_device(device_id), groups)
-    names = {m: n for n, m in module.named_modules()}
+    names = {m: plain_name(n) for n, m in module.named_modules()}
     materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
@@ -162,25 +162,21 @@ def fully_shard(
     for size in choice.inner_sizes(world_size):
         context.runtime.split(size)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
-    made: dict[nn.Module, Unit] = {}
     # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
-    was_meta = [materialize.is_on_meta(unit, ignored_params) for unit in planned]
-    loads = [0] * world_size
+    was_meta = {unit.module for unit in planned if materialize.is_on_meta(unit, ignored_params)}
+
+    def prepare(unit: PlannedUnit) -> None:
+        overwritten = sync_module_states and not is_rank0
+        materialize.materialize(unit, names, device, param_init_fn, ignored_params, overwritten)
+        materialize.move(unit, device, ignored_params)
+        if sync_module_states or unit.module in was_meta:
+            materialize.broadcast(unit, context.runtime, ignored_params)
+            if replicas is not None:
+                materialize.broadcast(unit, replicas, ignored_params)
+
     with _changing(module):
-        for unit, initialised in zip(planned, was_meta, strict=True):  # so that at most one is whole on the device
-            overwritten = sync_module_states and not is_rank0
-            materialize.materialize(unit, names, device, param_init_fn, ignored_params, overwritten)
-            materialize.move(unit, device, ignored_params)
-            if sync_module_states or initialised:
-                materialize.broadcast(unit, context.runtime, ignored_params)
-                if replicas is not None:
-                    materialize.broadcast(unit, replicas, ignored_params)
-            made[unit.module] = _make_unit(unit, context, replicas, choice.config_of(unit), loads)
-        for unit in planned:
-            _link(made[unit.module], unit, made)
-            UnitHooks.install(made[unit.module], unit.modules)
-            StateDictHooks.install(made[unit.module], unit.modules)
-        register_methods(made[module], methods)
+        made = build(choice, context, replicas, prepare)
+        install(module, choice, made, extensions())
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
             f"fully_shard registered new parameters in the place of tensor subclasses (DTensors, say), and something still "
@@ -251,6 +247,30 @@ def choose(
     return choice
 
 
+def build(
+    choice: Choice, context: Context, replicas: Runtime | None, prepare: Callable[[PlannedUnit], None]
+) -> dict[nn.Module, Unit]:
+    """Shard the parameters of every unit. ``install`` comes next. ``prepare`` is called with each just before."""
+    made: dict[nn.Module, Unit] = {}
+    loads = [0] * context.runtime.world_size
+    for unit in choice.planned:  # one by one, so that at most one is whole on the device
+        prepare(unit)
+        made[unit.module] = _make_unit(unit, context, replicas, choice.config_of(unit), loads)
+    for unit in choice.planned:
+        _link(made[unit.module], unit, made)
+    return made
+
+
+def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], using: Sequence[Extension]) -> None:
+    """Hook the units that were built of ``choice``, and have the features of ``using`` take part in them."""
+    for planned in choice.planned:
+        unit = made[planned.module]
+        features = [extension.attach(unit, planned.modules) for extension in using]
+        UnitHooks.install(unit, [feature for feature in features if feature is not None])
+    for extension in using:
+        extension.finish(module, made.values())
+
+
 @contextlib.contextmanager
 def _changing(module: nn.Module) -> Iterator[None]:
     """From here on an error leaves ``module`` half sharded (undoing it would take communication): say so."""
@@ -272,6 +292,7 @@ def unit_config(
     prefetch_limit_bytes: Any,
     reshard_after_forward: Any,
     layout: Any,
+    static_buffers: Any = False,
 ) -> UnitConfig:
     """What the arguments of ``fully_shard`` mean for a unit.
 
@@ -281,9 +302,9 @@ def unit_config(
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    if not isinstance(forward_prefetch, bool):
-        raise ValueError(f"forward_prefetch must be True or False, got {forward_prefetch!r}")
-    strategy = as_enum(ShardingStrategy, strategy, "strategy")
+    for name, value in (("forward_prefetch", forward_prefetch), ("static_buffers", static_buffers)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     if prefetch_limit_bytes is not None and not (
         isinstance(prefetch_limit_bytes, int)
         and not isinstance(prefetch_limit_bytes, bool)
@@ -304,6 +325,7 @@ def unit_config(
         reshard_after_forward,
         prefetch_limit_bytes,
         layout,
+        static_buffers,
     )
 
 
@@ -353,19 +375,15 @@ def _make_unit(
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
             owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
-    flats = [
-        FlatPlan(tuple(ParamSlots(o.fqn, o.param, tuple(o.slots)) for o in flat.owned), flat.options, flat.layout)
-        for flat in plan_flats(planned, config, context.runtime.world_size, loads)
-    ]
-    cast_buffers(planned.modules, config.mixed_precision)
-    warn_about_low_precision_masters(owned.param for owned in planned.owned)
+    flats = plan_flats(planned, config, context.runtime.world_size, loads)
     runtime = context.runtime.using(config.collectives)
     if config.strategy is ShardingStrategy.NO_SHARD:
         replicas = runtime
     elif replicas is not None:
         replicas = replicas.using(config.collectives)
-    handle = FlatParamHandle(planned.fqn, flats, runtime, replicas)
-    unit = Unit(planned.module, planned.fqn, handle, context, config)
+    pool = context.pool_of(runtime, config.static_buffers)
+    handle = FlatParamHandle(planned.fqn, flats, runtime, replicas, pool)
+    unit = Unit(planned.module, handle, context, config)
     unit.set_reshard_after_forward(config.reshard_after_forward)
     set_unit(planned.module, unit)
     return unit

@@ -29,46 +29,47 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import current_graph_task
 from flatshard._composable.backward_order import gather, gather_last_inside, prefetch_before, prefetches
-from flatshard._composable.escapes import EscapeWatch, is_opaque, tensors_in
-from flatshard._composable.precision import FullPrecisionModule, cast_floats
+from flatshard._composable.claims import Claim
+from flatshard._composable.extensions import ForwardFeature
+from flatshard._composable.forward import Forward
+from flatshard._composable.outputs import is_opaque, tensors_in
 from flatshard._composable.state import Step, Unit
-from flatshard._composable.transforms import check_no_graph, check_whole, in_transform, tangents_of
-from flatshard._composable.user_hooks import run_user_hooks
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.slots import SHARDED, UNSHARDED
 
 
 class UnitHooks:
     """The hooks of one unit; they hold it, as its module holds them."""
 
-    def __init__(self, unit: Unit, modules: list[nn.Module]) -> None:
+    def __init__(self, unit: Unit, features: Sequence[ForwardFeature]) -> None:
         self.unit = unit
-        self.watch = EscapeWatch(unit.module, modules)
+        self.features = features
+        # What each feature does at each seam, where it does anything. extensions.py, [Note: Features]
+        self._passes = _overridden(features, ForwardFeature.passes)
+        self._passed = _overridden(features, ForwardFeature.passed)
+        self._enter = _overridden(features, ForwardFeature.enter)
+        self._before = _overridden(features, ForwardFeature.before)
+        self._after = _overridden(features, ForwardFeature.after)
+        self._leaving = _overridden(features, ForwardFeature.leaving)
         self._install_gradient_hooks()
 
     @classmethod
-    def install(cls, unit: Unit, modules: list[nn.Module]) -> None:
-        """Make ``unit`` live. ``modules``: its module and the submodules that belong to no other unit."""
-        hooks = cls(unit, modules)
+    def install(cls, unit: Unit, features: Sequence[ForwardFeature]) -> None:
+        """Make ``unit`` live."""
+        hooks = cls(unit, features)
         unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
-        if unit.config.mixed_precision.param_dtype is not None:
-            for module in modules:
-                if unit.config.mixed_precision.ignores(module):
-                    full = FullPrecisionModule()
-                    module.register_forward_pre_hook(full.before, with_kwargs=True)
-                    module.register_forward_hook(full.after, with_kwargs=True, always_call=True)
 
     @classmethod
     def of(cls, unit: Unit) -> UnitHooks:
@@ -82,7 +83,7 @@ class UnitHooks:
         )
 
     def _install_gradient_hooks(self) -> None:
-        self.unit.handle.on_reduced = functools.partial(run_user_hooks, self.unit)
+        self.unit.handle.on_reduced = functools.partial(_call_all, _overridden(self.features, ForwardFeature.reduced))
         for group, buffers in enumerate(self.unit.handle.buffers):
             if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
                 for index, compute in enumerate(buffers.computes):
@@ -96,9 +97,8 @@ class UnitHooks:
         """Copied with the module that holds it: the copy's gradient hooks are on the copied unit's parameters."""
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
-        result.unit = copy.deepcopy(self.unit, memo)
-        result.watch = EscapeWatch(result.unit.module, [copy.deepcopy(m, memo) for m in self.watch.modules])
-        result._install_gradient_hooks()
+        unit = copy.deepcopy(self.unit, memo)
+        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.features])
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -121,159 +121,122 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # a recomputation of activation checkpointing
-        if transformed := in_transform():
-            check_whole(unit)
-        context.enter_forward(unit, in_backward, frame)
-        for needed in unit.needs:
-            needed.users += 1
-            needed.holds += 1
-        if transformed:
+        left_alone = False
+        for passes in self._passes:
+            left_alone |= passes()
+        forward = context.enter_forward(unit, in_backward, frame)
+        if left_alone:
+            forward.is_hooked = False
             return None
         grad = torch.is_grad_enabled()
-        if grad and (unit.shows_gradients or unit.copies):
-            self._refuse_gradients()
-        full = unit.casts and not grad and self._enter_full_precision()
-        if not full:
-            for needed in unit.needs:
-                if not needed.copies:
-                    self._gather(needed, grad, in_backward)
-        if in_backward and unit.last_step is not None:
-            gather_last_inside(unit.last_step)
+        if len(unit.claims) > 1:
+            for around in unit.claims:
+                around.check_forward(grad)
+        for enter in self._enter:
+            enter(forward)
+        if forward.gathers:
+            for needed, claim in forward.claims:
+                if len(needed.claims) == 1 or not needed.shows_copies:
+                    self._gather(needed, claim, grad, in_backward)
+        if in_backward and unit.record is not None and unit.record.last_step is not None:
+            gather_last_inside(unit.record.last_step)
         if not in_backward:
             following = context.next_forward(unit)
-            if full:
+            if not forward.gathers:
                 pass
             elif unit.forward_prefetch is not None:
                 for chosen in unit.forward_prefetch:
                     context.prefetch(chosen, unit.config.prefetch_limit_bytes)
             elif following is not None and unit.config.forward_prefetch:
                 context.prefetch(following, unit.config.prefetch_limit_bytes)
-            if grad:
-                self.watch.before_forward(nn.Module.register_forward_hook, forget=unit.users == 1)
-        cast = unit.casts and not unit.full_forwards and not unit.copies and self._cast_inputs(args, kwargs)
-        if cast:
-            args, kwargs = cast
+        changed: tuple[Any, Any] | None = None
+        for before in self._before:
+            if (new := before(forward, args, kwargs)) is not None:
+                args, kwargs = changed = new
         if grad and not unit.is_done_with_gradients and not unit.handle.is_alias:
-            return self.watch_inputs(args, kwargs) or cast or None
-        return cast or None
-
-    def _refuse_gradients(self) -> NoReturn:
-        unit = self.unit
-        if not unit.copies:
-            inside, why = "with_grads=True", "its new gradients would mix with those shown"
-        elif unit.handle.is_mixed_precision:
-            inside, why = "...", "the parameters shown are full-precision copies, and would take its gradients"
-        else:
-            inside, why = "offload_to_cpu=True", "its gradients would be those of copies"
-        raise RuntimeError(
-            f"unit {unit.fqn or '<root>'!r} runs forward with gradients inside summon_full_params({inside}): {why}. Run it "
-            "outside, or under torch.no_grad()"
-        )
-
-    def _enter_full_precision(self) -> bool:
-        """Show the parameters in their own dtype, if this forward wants them so."""
-        unit = self.unit
-        wanted = unit.config.mixed_precision.full_precision_in_eval and not unit.module.training
-        if not wanted and not unit.full_forwards:  # a forward around this one may show them so already
-            return False
-        for needed in unit.needs:
-            unit.context.used(needed)
-            if not needed.copies:
-                if needed.users == 1:
-                    needed.handle.reshard()
-                    if needed.kept_copies is not None:
-                        needed.refuse_replaced()
-                    else:
-                        needed.handle.check_parameters()
-                needed.handle.slots.register(needed.copy_full_precision())
-                needed.full_forwards += 1
-        return True
-
-    def _cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        policy = self.unit.config.mixed_precision
-        outermost = self.unit.context.is_outermost(self.unit)
-        if policy.param_dtype is None or not (
-            policy.cast_root_forward_inputs if outermost else policy.cast_forward_inputs
-        ):
-            return None
-        return cast_floats(args, policy.param_dtype), cast_floats(kwargs, policy.param_dtype)
+            return self.watch_inputs(args, kwargs) or changed
+        return changed
 
     @staticmethod
-    def _gather(unit: Unit, grad: bool, in_backward: bool) -> None:
+    def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
-        first, prefetched = unit.users == 1, context.used(unit)
+        alone = len(unit.claims) == 1 or sum([each.pins for each in unit.claims]) == 1
+        prefetched = context.used(unit)
         if in_backward:
             context.backward.touch(unit)
-        elif unit.users > 1 and not unit.full_forwards and unit.gathered_version != handle.version():
+        elif alone:
+            handle.check_parameters()
+            if not handle.is_sharded and unit.is_outdated(context.pass_id):
+                handle.reshard()
+        elif unit.gathered_version != handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (an optimizer step, say) inside its "
                 "forward, a registered method of it or summon_full_params, which still shows the old values. Change them "
                 "outside"
             )
-        elif unit.holds == 1 and not handle.is_sharded:
-            if unit.kept:
-                unit.refuse_replaced()
-            if unit.is_outdated(context.pass_id):
-                handle.reshard()
         if handle.is_sharded:
-            if unit.holds == 1 and not in_backward:
-                handle.check_parameters()
+            if handle.has_static_buffers:
+                context.make_room(unit)
             handle.unshard(in_backward)
             unit.note_gathered()
-        elif first and (not prefetched or unit.gathered_in != context.pass_id or handle.is_alias):
+        elif alone and (not prefetched or unit.gathered_in != context.pass_id or handle.is_alias):
             handle.sync_requires_grad()
             unit.gathered_version = handle.version()
-        if first and grad and handle.any_trainable:
+        if alone and grad and handle.any_trainable:
+            handle.follow_stream()
             context.backward.expect(unit)
         unit.gathered_in = context.pass_id
         handle.wait()
-        handle.slots.register_unsharded()
+        claim.shows = UNSHARDED
+        handle.slots.show(UNSHARDED)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Also called, with ``output`` None, when the forward raised. Returns an output to use instead, or None."""
         unit = self.unit
-        context = unit.context
-        if not context.exit_forward(unit):
+        forward = unit.context.exit_forward(unit)
+        if forward is None:
             return None
         in_backward = current_graph_task() != -1
         comes_back = leaks = False
-        cast = None
+        changed = None
         try:
-            if in_transform():
-                check_no_graph(unit, tensors_in(output))
+            if not forward.is_hooked:
+                for passed in self._passed:
+                    passed(output)
                 return None
-            if unit.casts and output is not None and (dtype := unit.config.mixed_precision.output_dtype) is not None:
-                output = cast = cast_floats(output, dtype)
+            for after in self._after:
+                if (new := after(forward, output)) is not None:
+                    output = changed = new
             if torch.is_grad_enabled():
                 # A list or dict among the inputs may have taken tensors out, too.
                 filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
                 comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
             leaks = self._shows_parameters(output)
+            if leaks and comes_back and (step := unit.context.last_step) is not None and step.unit is unit:
+                unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
+                unit.leaks.add(step)
         finally:
-            self.end_forward(comes_back, leaks, in_backward)
-        return cast
+            self.end_forward(forward, comes_back, leaks, in_backward)
+        return changed
 
-    def end_forward(self, comes_back: bool, leaks: bool, in_backward: bool) -> None:
+    def end_forward(self, forward: Forward, comes_back: bool, leaks: bool, in_backward: bool) -> None:
         """Let go of the parameters. ``comes_back``: backward may need them; ``leaks``: the output shows them."""
         context = self.unit.context
         if not in_backward:
             self.unit.ran_inside = context.ran_since(self.unit)
         outermost = context.is_idle
-        for needed in self.unit.needs:
-            needed.users -= 1
-            needed.holds -= 1
-            if needed.full_forwards:
-                needed.full_forwards -= 1
-                needed.handle.slots.unregister()
-            if needed.users == 0:
+        for needed, claim in forward.claims:
+            needed.claims.remove(claim)
+            if needed.claims and needed.is_used:
+                needed.show()
+            else:
                 needed.handle.write_back_if_changed()
-                if needed.task is None and not (in_backward and needed.finished_early):  # else this was a recomputation
-                    needed.handle.slots.register_sharded()
+                record = needed.record  # where its gradients are still awaited, this was a recomputation
+                if record is None or (record.task is None and not (in_backward and record.finished_early)):
+                    needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
-            if needed.holds == 0 and not (stays or leaks or in_backward):
-                if needed.handle.inner is not None and comes_back and not needed.kept:
+            if not (stays or leaks or in_backward or (needed.claims and needed.is_pinned)):
+                if needed.handle.inner is not None and comes_back and not (needed.claims and needed.is_kept):
                     self._keep_inner_shards(needed)
                 needed.free_unless_kept()
                 if not comes_back:
@@ -291,11 +254,10 @@ class UnitHooks:
         """Have backward come back through ``pre_backward``. Returns whether it can."""
         unit = self.unit
         nodes = set()
-        escaped = self.watch.after_forward()
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
-        if forward_ad._current_level >= 0:
-            outputs += tangents_of(outputs)
-        for tensor in outputs + escaped if escaped else outputs:
+        for leaving in self._leaving:
+            outputs += leaving(outputs)
+        for tensor in outputs:
             if tensor.requires_grad:
                 # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want. Not so
                 # where a custom function handed out its input: that view cannot be changed in place.
@@ -347,25 +309,29 @@ class UnitHooks:
     def pre_backward(self, step: Step, grads: Any) -> None:
         """Backward comes to the unit, through one of its outputs."""
         unit, task = self.unit, current_graph_task()
-        if step.opened_in == task or (unit.finished_task == task and not unit.finished_early):
+        record = unit.record
+        if step.opened_in == task or (record and record.finished_in == task and not record.finished_early):
             return
         step.opened_in = task
         context = unit.context
         context.backward.come_to(step)
-        unit.active_steps += 1
-        unit.has_left = False
-        unit.last_step = step
         for outer in step.outer:
             gather(outer)
+        for claim in unit.claims:
+            claim.check_backward()
         for needed in unit.needs:
             context.used(needed)
-            if needed.finished_task == task:  # it has all its gradients; only its values are needed once more
+            if (
+                needed.record and needed.record.finished_in == task
+            ):  # it has all its gradients; only its values are needed once more
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
+            if needed.handle.has_static_buffers:
+                context.make_room(needed)
             needed.handle.unshard(again=True)
             needed.handle.wait()
-            needed.handle.slots.register_unsharded()
+            needed.show(UNSHARDED)
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
@@ -378,7 +344,7 @@ class UnitHooks:
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # The one function that runs for every parameter and step, so it looks at little. It holds us weakly: a tensor's
         # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
-        arrivals = self.unit.arrivals
+        arrivals = self.unit.handle.arrivals
         take = functools.partial(self._take_gradient, weakref.ref(self), group, index)
 
         def on_gradient(param: torch.Tensor) -> None:
@@ -392,25 +358,29 @@ class UnitHooks:
 
     @staticmethod
     def _take_gradient(to_self: weakref.ref[UnitHooks], group: int, index: int) -> None:
-        """A gradient has come that something follows from."""
+        """Slow path of the gradient hook: this gradient opens or completes the unit, or ends the previous reduction."""
         self = to_self()
         assert self is not None
-        unit, arrivals, task = self.unit, self.unit.arrivals, current_graph_task()
-        if task not in unit.counted_tasks:
-            unit.context.backward.begin(unit)
+        unit, arrivals, task = self.unit, self.unit.handle.arrivals, current_graph_task()
+        trainable = unit.handle.buffers[group].requires_grad
+        if not trainable[index]:  # frozen since its forward: no gradient came, and none is counted
+            return
+        record = unit.record
+        if record is None or task not in record.counted_tasks:
+            record = unit.context.backward.begin(unit)
         if arrivals.task != task:
             unit.handle.receive(group, index, task)
         arrivals.pending -= 1
         if 0 < arrivals.pending < arrivals.finish_at:
             arrivals.finish_at = 1
             unit.context.backward.finish_previous()
-        elif not arrivals.pending and unit.task == task:
+        elif not arrivals.pending and record.task == task:
             self.complete()
 
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit = self.unit
-        done = unit.is_done_with_gradients or unit.has_left  # [Note: Freeing in backward]
+        done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
         if done:  # before the reduction's input takes as much
             self._free()
         unit.context.backward.complete(unit)
@@ -419,10 +389,10 @@ class UnitHooks:
 
     def leave(self) -> None:
         """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
-        unit = self.unit
-        unit.active_steps = max(0, unit.active_steps - 1)
-        unit.has_left = unit.active_steps == 0
-        if unit.has_left and unit.arrivals.pending == 0:
+        unit, record = self.unit, self.unit.record
+        if record is not None:
+            record.leave()
+        if (record is None or record.has_left) and unit.handle.arrivals.pending == 0:
             self._free()
             self._prefetch_after()
 
@@ -432,8 +402,20 @@ class UnitHooks:
 
     def _prefetch_after(self) -> None:
         unit = self.unit
-        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and unit.last_step is not None:
-            prefetch_before(unit.last_step)
+        last = None if unit.record is None else unit.record.last_step
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and last is not None:
+            prefetch_before(last)
+
+
+def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The method of each feature that has one of its own."""
+    name = method.__name__
+    return [getattr(each, name) for each in features if getattr(type(each), name) is not method]
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 class _Leave(torch.autograd.Function):

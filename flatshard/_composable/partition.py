@@ -9,24 +9,15 @@ them works standalone. A parameter that was sharded by an earlier call stays whe
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from flatshard._composable.state import unit_of
-from flatshard._handle.sharded_parameter import ShardedParameter
-
-
-@dataclass
-class Owned:
-    """A parameter and where it is registered."""
-
-    fqn: str
-    param: nn.Parameter
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that `param` has taken the place of
+from flatshard._handle.planned import PlannedParam
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard._names import plain_name
 
 
 @dataclass
@@ -36,7 +27,7 @@ class PlannedUnit:
     module: nn.Module
     fqn: str
     modules: list[nn.Module] = field(default_factory=list)  # its module and those that belong to no unit below it
-    owned: list[Owned] = field(default_factory=list)
+    owned: list[PlannedParam] = field(default_factory=list)
     uses: list[nn.Module] = field(default_factory=list)  # modules of planned units that own parameters registered here
     foreign: list[tuple[nn.Module, str, ShardedParameter]] = field(default_factory=list)  # sharded by an earlier call
 
@@ -49,7 +40,7 @@ class PlannedUnit:
 def walk(
     root: nn.Module, ignored: set[nn.Module], into_units: bool = False
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """(FQN, module, modules from ``root`` down to it), each path once, ignored ones left out.
+    """(plain FQN, module, modules from ``root`` down to it), each path once, ignored ones left out.
 
     Modules that are units already are left out with all below them, unless ``into_units``.
     """
@@ -62,7 +53,7 @@ def walk(
                 continue
             if not into_units and unit_of(child) is not None:
                 continue
-            stack.append((f"{fqn}.{name}" if fqn else name, child, (*path, child)))
+            stack.append((plain_name(f"{fqn}.{name}" if fqn else name), child, (*path, child)))
 
 
 def plan_units(
@@ -75,7 +66,7 @@ def plan_units(
     """
     units: dict[nn.Module, PlannedUnit] = {}
     around: dict[nn.Module, tuple[nn.Module, ...]] = {}  # the chain of units down to each unit, outermost first
-    owned: dict[nn.Parameter, Owned] = {}
+    owned: dict[nn.Parameter, PlannedParam] = {}
     # For each parameter the chains of units it was met under, outermost first.
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     seen_slots: set[tuple[nn.Module, str]] = set()
@@ -95,7 +86,7 @@ def plan_units(
                 if first:
                     unit.foreign.append((module, name, param))
                 continue
-            record = owned.setdefault(param, Owned(f"{fqn}.{name}" if fqn else name, param))
+            record = owned.setdefault(param, PlannedParam(f"{fqn}.{name}" if fqn else name, param))
             chains.setdefault(param, []).append(chain)
             if first:
                 record.slots.append((module, name))

@@ -23,7 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatshard._composable.state import units_below
 from flatshard._errors import name_list
-from flatshard._handle.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import shard_info
 
 Overrides = dict[str, Any]
 Policy: TypeAlias = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,13 +14,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from flatshard._collectives import CollectivesFactory
+from flatshard._comm.collectives import CollectivesFactory
+from flatshard._comm.progress import Flats
+from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_reshard_after_forward
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.inner_shards import InnerShards, Kept
-from flatshard._handle.whole_parameters import WholeParameters
-from flatshard._layouts import LayoutChoice
+from flatshard._handle.slots import SHARDED, Shown
+from flatshard.layouts import LayoutChoice
 
 if TYPE_CHECKING:
     from flatshard._composable.context import Context
@@ -41,6 +44,7 @@ class UnitConfig:
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # of unsharded parameters gathered ahead
     layout: LayoutChoice = None
+    static_buffers: bool = False  # pool.py, [Note: Static buffers]
 
     def stays_for_backward(self, outermost: bool) -> bool:
         """Whether the parameters stay unsharded from a forward to its backward."""
@@ -55,7 +59,7 @@ class Step:
     ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
     """
 
-    __slots__ = ("kept", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = ("__weakref__", "kept", "opened_in", "outer", "previous", "unit", "version")
 
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
@@ -66,34 +70,43 @@ class Step:
         self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
 
 
+class BackwardRecord:
+    """What the backward under way has come to know of one unit. Dropped when it ends, in whatever way."""
+
+    __slots__ = ("counted_tasks", "finished_early", "finished_in", "has_left", "last_step", "reduces", "steps", "task")
+
+    def __init__(self) -> None:
+        self.task: int | None = None  # the graph task in which the unit's gradients are awaited; None: in none
+        self.counted_tasks: set[int] = set()  # graph tasks whose gradients for the unit are counted in its arrivals
+        self.reduces = False  # gradients were expected, so there is a reduction, whether or not they came
+        self.finished_in = -1  # the graph task in which the unit was completed last
+        self.finished_early = False  # before another forward of it that backward may come to, and that needs its values
+        self.steps = 0  # that backward has come back to and has not yet left; only where parameters are frozen
+        self.has_left = False  # backward has left all of them
+        self.last_step: Step | None = None  # the one that backward came back to last
+
+    def complete(self) -> bool:
+        """The gradients are there. Returns whether they are to be reduced."""
+        assert self.task is not None
+        self.finished_in, self.finished_early = self.task, False
+        reduces, self.reduces, self.task = self.reduces, False, None
+        self.counted_tasks.clear()
+        return reduces
+
+    def come_to(self, step: Step) -> None:
+        """Backward has come back to ``step``."""
+        self.steps += 1
+        self.has_left = False
+        self.last_step = step
+
+    def leave(self) -> None:
+        """Backward has left a step through the unit's inputs."""
+        self.steps = max(0, self.steps - 1)
+        self.has_left = not self.steps
+
+
 # Which unit owns a sharded parameter, by the parameter's id: it stays taken as long as the unit lives.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-
-
-class UnitLink:
-    """A unit, for hooks on the modules that belong to it.
-
-    A copy has no unit until the unit is copied, which must begin with its module; nor where a submodule is copied alone.
-    """
-
-    def __init__(self, unit: Unit | None) -> None:
-        self._ref = None if unit is None else weakref.ref(unit)
-
-    @property
-    def unit(self) -> Unit | None:
-        return None if self._ref is None else self._ref()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitLink:
-        return UnitLink(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnitLink, (self.unit,)  # which refuses, and says what to do
-
-    def give_to_copy(self, unit: Unit, memo: dict[int, Any]) -> UnitLink:
-        """The copy by ``memo``, which is now that of ``unit``."""
-        result = copy.deepcopy(self, memo)
-        result._ref = weakref.ref(unit)
-        return result
 
 
 class Unit:
@@ -102,86 +115,95 @@ class Unit:
     A unit works standalone: which one is outermost is found out call by call, and never fixed.
     """
 
-    def __init__(
-        self, module: nn.Module, fqn: str, handle: FlatParamHandle, context: Context, config: UnitConfig
-    ) -> None:
+    def __init__(self, module: nn.Module, handle: FlatParamHandle, context: Context, config: UnitConfig) -> None:
         self.module = module
-        self.fqn = fqn
         self.handle = handle
-        self.arrivals = handle.arrivals  # looked at from here, too
         self.context = context
         self.config = config
         # This unit, and the units that own parameters which are registered in this one too (a tied embedding): all of
         # them are unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
+        self.left_alone: list[tuple[nn.Module, str]] = []  # where ignored parameters are, in no unit further in
         self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
-        self.requires_gradient_sync = True  # False: `no_sync`
-        self.syncs_after: bool | None = None  # inside `no_sync`: what the line above is outside, and so in a copy
+        self.requires_gradient_sync = True  # whether backwards reduce gradients
+        # Value to restore after `no_sync`; deep copies get this one. None: not inside.
+        self.syncs_after: bool | None = None
         # What to gather while this unit computes, in place of the recorded order; None: as recorded.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
-        policy = config.mixed_precision
-        # Whether forward has anything to cast, as most have not.
-        self.casts = policy.param_dtype is not None or policy.output_dtype is not None
-        self.link = UnitLink(self)
         self._reset()
         self._own_parameters()
 
     def _own_parameters(self) -> None:
         for buffers in self.handle.buffers:
             _owners.update((id(p), self) for p in buffers.params)
+        self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
 
     def _reset(self) -> None:
         self.ref = weakref.ref(self)
         # Called with the module each time that gradients have come into `.grad`. Not copied, as a parameter's are not.
         self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
-        # Forward; written by hooks.py and full_params.py.
-        self.users = 0  # forwards under way that need the compute parameters registered; they nest
-        self.holds = 0  # reasons to stay unsharded: those forwards, and `summon_full_params`
-        self.kept = 0  # `keep_unsharded` under way: holds, but what is held may be outdated; they nest
-        self.kept_places: list[int] | None = None  # `places()` when what is kept was gathered
-        # While kept: what forwards in full precision (`full_precision_in_eval`) show, and `handle.version()` then.
-        self.kept_copies: tuple[int, dict[int, nn.Parameter]] | None = None
+        # Forward.
+        self.claims: list[Claim] = []  # claims.py, [Note: Claims]
+        self.steps: weakref.WeakSet[Step] | None = None  # whose graphs are alive; only where buffers are static
+        # Forwards whose outputs were the unsharded parameters, or views of them. Nodes outside of the unit have saved these,
+        # so the memory must stay until backward has come to these forwards.
+        self.leaks: weakref.WeakSet[Step] | None = None
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
         self.gathered_version = -1  # `handle.version()` then
-        self.shows_gradients = False  # `summon_full_params(with_grads=True)` is under way
-        # What `summon_full_params` shows in place of the unsharded parameters, by id of the user's; they nest.
-        self.copies: list[dict[int, nn.Parameter]] = []
-        self.full_forwards = 0  # forwards under way in full precision (`full_precision_in_eval`)
         # What a forward that passes by the unit uses in place of its parameters. [Note: Taking part without running]
         self.anchor: torch.Tensor | None = None
         self.anchor_node: Node | None = None
         self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: it never ran
-        # Backward; written by backward.py.
-        self.task: int | None = None  # the graph task in which this unit's backward began, while it is incomplete
-        self.counted_tasks: set[int] = set()  # graph tasks whose gradients for this unit are counted in `pending`
-        self.finished_task = -1  # the graph task in which the unit was completed last
-        self.finished_early = False  # before another forward of it that backward may come to, and that needs its values
-        self.reduce_wanted = False  # gradients were expected, so there is a reduction, whether or not they came
+        # Backward.
+        self.record: BackwardRecord | None = None  # of the backward under way; None: it has not come here
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
-        self.active_steps = 0  # steps that backward has come back to and has not yet left; only where params are frozen
-        self.has_left = False  # backward has left all of them
-        self.last_step: Step | None = None  # the step that backward came back to last
 
     def set_gradient_sync(self, value: bool) -> None:
         """Whether backwards from now on reduce the gradients."""
         self.requires_gradient_sync = value
         self.handle.accumulates |= not value
 
-    def show_sharded_if_unused(self) -> None:
-        """Register the user's parameters, unless somebody needs the unsharded ones."""
-        if self.holds == 0:
-            self.handle.slots.register_sharded()
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a claim needs the unsharded parameters."""
+        return bool(self.claims) and any([claim.pins for claim in self.claims])
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a claim relies on the values as they are: that of a forward does."""
+        return bool(self.claims) and any([claim.uses for claim in self.claims])
+
+    def is_alone(self, claim: Claim) -> bool:
+        """Whether no other claim than ``claim`` does."""
+        return len(self.claims) == 1 or not any([c.uses for c in self.claims if c is not claim])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a claim wants the unsharded storage to stay, whatever it holds."""
+        return bool(self.claims) and not all([claim.uses for claim in self.claims])
+
+    @property
+    def shows_copies(self) -> bool:
+        """Whether the user is shown copies of the parameters, which forwards inside use as they are."""
+        return bool(self.claims) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self.claims])
+
+    def show(self, unclaimed: Shown = SHARDED) -> None:
+        """Register what the claims say; ``unclaimed`` if they say nothing."""
+        for claim in reversed(self.claims):
+            if claim.shows is not None:
+                unclaimed = claim.shows
+                break
+        self.handle.slots.show(unclaimed)
 
     def free_if_unused(self) -> None:
-        """Register the user's parameters and free the unsharded ones, unless somebody needs them."""
-        if self.holds == 0:
-            self.handle.slots.register_sharded()
-            self.free_unless_kept()
+        """Register what the claims say, and free the unsharded parameters unless somebody needs them."""
+        self.show()
+        self.free_unless_kept()
 
     def free_unless_kept(self) -> None:
-        """Free the unsharded parameters, which no forward needs now, unless the user wants them kept."""
-        if not self.kept:
+        """Free the unsharded parameters, unless a claim, the user or a graph wants them kept."""
+        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
             self.handle.reshard()
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:
@@ -195,7 +217,11 @@ class Unit:
     def rename(self, fqn: str) -> None:
         """Name the unit and its parameters as seen from a module further out."""
         self.handle.rename(self.fqn, fqn)
-        self.fqn = fqn
+
+    @property
+    def fqn(self) -> str:
+        """Of the module, as seen from the outermost one that ``fully_shard`` was called with."""
+        return self.handle.label.unit
 
     @property
     def is_rank0(self) -> bool:
@@ -205,48 +231,22 @@ class Unit:
 
     @property
     def is_done_with_gradients(self) -> bool:
-        """Whether all gradients being there means that no value is needed any more. hooks.py, [Note: Freeing in backward]"""
+        """Whether no value is needed any more once all gradients are there. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial
 
     def note_gathered(self) -> None:
         """The unsharded parameters have the values that the shards have now."""
         self.gathered_version = self.handle.version()
-        self.kept_places = self.places() if self.kept else None
-
-    def places(self) -> list[int] | None:
-        """Where the parameters' data lies: other numbers, on every rank, if the user replaced any. None: not registered."""
-        if self.handle.slots.replaced():
-            return None
-        return [p.untyped_storage().data_ptr() for b in self.handle.buffers for p in b.params]
-
-    def refuse_replaced(self) -> None:
-        """Raise if the user replaced parameters since what `keep_unsharded` keeps was gathered."""
-        if self.places() != self.kept_places:
-            raise RuntimeError(
-                f"parameters of unit {self.fqn or '<root>'!r} were replaced (p.data = ..., module.to(), load_state_dict("
-                "assign=True), ...) inside keep_unsharded, which still shows the old values. Replace them before it, or "
-                "change them in place"
-            )
-
-    def copy_full_precision(self) -> dict[int, nn.Parameter]:
-        """See ``WholeParameters``; kept while `keep_unsharded` is under way and the shards do not change."""
-        if not self.kept:
-            return WholeParameters(self.handle).copy_full_precision()
-        version = self.handle.version()
-        if self.kept_copies is None or self.kept_copies[0] != version:
-            self.kept_copies = None  # first, for the memory
-            self.kept_copies = version, WholeParameters(self.handle).copy_full_precision()
-            self.kept_places = self.places()
-        return self.kept_copies[1]
 
     def is_outdated(self, pass_id: int) -> bool:
-        """Whether the unsharded parameters are left from an earlier pass: the shards may have changed since.
+        """Whether the shards have changed since the parameters were unsharded, or may have.
 
-        ``p.data.add_()`` cannot be noticed, so only what the user unsharded on purpose is trusted across passes.
+        Values from an earlier pass count as outdated, as C++ code may change parameters without changing their version.
+        Values that the user unsharded do not.
         """
-        if self.gathered_in == -1 or self.kept:
-            return self.gathered_version != self.handle.version()
-        return self.gathered_in != pass_id
+        if self.gathered_version != self.handle.version():
+            return True
+        return not (self.claims and self.is_kept) and self.gathered_in not in (-1, pass_id)
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"
@@ -257,7 +257,6 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
-        result.link = self.link.give_to_copy(result, memo)
         if result.syncs_after is not None:
             result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()
@@ -265,8 +264,8 @@ class Unit:
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
-        result.arrivals = result.handle.arrivals
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
+        result.left_alone = [(copy.deepcopy(module, memo), name) for module, name in self.left_alone]
         result._own_parameters()
         return result
 
@@ -275,6 +274,15 @@ class Unit:
             f"a sharded module (unit {self.fqn or '<root>'!r}) cannot be pickled: process groups and hooks do not travel. "
             "Save module.state_dict() instead"
         )
+
+
+def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
+    """See ``Label``. Read by the watch's thread, too."""
+    handle = ref()
+    return [
+        (str(b.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
+        for b in (() if handle is None else handle.buffers)
+    ]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -286,6 +294,11 @@ def unit_of(module: nn.Module) -> Unit | None:
 def owner_of(param: nn.Parameter) -> Unit | None:
     """The unit that owns a sharded parameter."""
     return _owners.get(id(param))
+
+
+def all_units() -> list[Unit]:
+    """Of this process, whatever they are in; those that own parameters."""
+    return list(dict.fromkeys(_owners.values()))
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

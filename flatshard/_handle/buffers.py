@@ -30,13 +30,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from flatshard._collectives import Done, Pending
+from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.progress import Label
 from flatshard._errors import name_list
-from flatshard._handle.changes import changes
+from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
+from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
-from flatshard._handle.tensor_parallel import TensorParallel, is_copy
-from flatshard._handle.tensor_subclass import wrapping_of
+from flatshard._handle.pool import BufferPool
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -68,27 +70,33 @@ class FlatBuffers:
         rank: int,
         options: FlatOptions,
         runtime: Runtime | None = None,
+        pool: BufferPool | None = None,
+        label: Label | None = None,
     ) -> None:
         """Shard ``originals`` in place: afterwards each holds its part of the new local shard.
 
-        ``runtime``: of the ranks that hold the shards, whom norms of gradients ask.
+        ``label``: of the unit, for its collectives and errors.
+        ``runtime``: of the ranks that hold the shards, whom norms of gradients ask. ``pool``: whose memory what is gathered
+        and what is reduced lie in; None: memory of their own.
         """
         self.layout = layout
         self._runtime = None if layout.world_size == 1 else runtime  # for norms of gradients: see `ShardInfo`
         self.rank = rank
         self.options = options
+        self.pool = pool
+        self.label = label or Label("")
         self.dtype = originals[0].dtype  # of the shard
-        self.device = torch.device("cpu") if options.offload else originals[0].device  # of the shard
         self._compute_device = originals[0].device
+        self._host = None if runtime is None else runtime.host
+        self.device = self._host if options.offload and self._host else self._compute_device  # of the shard
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
         self._gathered: torch.Tensor | None = None  # what an approximate all-gather made of the shard
         self.is_whole = layout.world_size == 1  # nothing to gather
         self._follow_kind()
         self.slices = layout.shard_slices(rank)
-        pinned = options.pin_memory and self.device != self._compute_device
-        self.shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=pinned)
+        self.shard = self._new_shard()
         self._fill_shard(originals)
-        self.unsharded = UnshardedBuffer(layout, rank, originals)
+        self.unsharded = UnshardedBuffer(layout, rank, originals, pool)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
         self._beside = next((t for t in map(wrapping_of, originals) if isinstance(t, TensorParallel)), None)
@@ -106,9 +114,13 @@ class FlatBuffers:
     def _follow_kind(self) -> None:
         """What follows from the parameters' dtype and device."""
         self.compute_dtype = self.options.compute_dtype or self.dtype  # of the unsharded parameters
-        self.is_offloaded = self.options.offload and self._compute_device != self.device  # the shard, from there
-        same = self.compute_dtype is self.dtype and self._compute_device == self.device
+        self.is_offloaded = self.options.offload and self.device == self._host  # the shard, from the compute device
+        same = self.compute_dtype is self.dtype and self._compute_device == self.device and not self.is_offloaded
         self.is_alias = self.is_whole and same  # nothing to copy or free either
+
+    def _new_shard(self) -> torch.Tensor:
+        pinned = self.options.pin_memory and self.is_offloaded
+        return torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=pinned)
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -165,15 +177,17 @@ class FlatBuffers:
         """The parameter that autograd sees in place of ``param``, one of ``params``."""
         return next(c for p, c in zip(self.params, self.computes, strict=True) if p is param)
 
-    def copy_with(self, params: Sequence[nn.Parameter]) -> FlatBuffers:
+    def copy_with(self, params: Sequence[nn.Parameter], label: Label) -> FlatBuffers:
         """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""
         result = copy.copy(self)
-        result.shard = self.shard.clone()
-        result.unsharded = UnshardedBuffer(self.layout, self.rank, params)
+        result.label = label
+        result.shard = self._new_shard().copy_(self.shard)
+        result.unsharded = UnshardedBuffer(self.layout, self.rank, params, self.pool)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
         result.is_watched = False
         result._cast = result._gathered = None
+        result._compute_version = 0  # of the new compute parameters
         result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
@@ -196,11 +210,16 @@ class FlatBuffers:
     # -- what the user may have changed ------------------------------------------------------------------------------
 
     def changed_in_forward(self) -> bool:
-        """Whether the module changed its own (unsharded) parameters in place since they were last refilled."""
+        """Whether the module changed its own (unsharded) parameters in place since they were last refilled.
+
+        Not seen: ``p.data.mul_()``. A plain tensor's ``.data`` has a version counter of its own, and here parameters are
+        plain. To compare values would read each unit once more in every forward. ``p.data = ...``, ``p.detach().mul_()`` and
+        ``p.mul_()`` under ``no_grad`` are seen.
+        """
         version: int = sum(map(_version, self.computes))
         changed = version != self._compute_version
         self._compute_version = version
-        return changed
+        return self.unsharded.take_back_moved() or changed
 
     def sync_requires_grad(self) -> bool:
         """Give the compute parameters the ``requires_grad`` of the user's. Returns whether any requires grad."""
@@ -282,9 +301,9 @@ class FlatBuffers:
         self.dtype, self.device = dtype, device
         if not self.options.offload:
             self._compute_device = device
-        self.shard = self.shard.to(device=device, dtype=dtype)
-        self._cast = None
+        before, self._cast = self.shard, None
         self._follow_kind()
+        self.shard = self._new_shard().copy_(before)
         self._place()
         for i, param in enumerate(self.params):
             self._part_view(i).copy_(values[i])
@@ -297,37 +316,44 @@ class FlatBuffers:
         shard = self.shard
         if self.options.keep_cast:
             if self._cast is None or not again:
-                self._cast = self._on_compute_device().to(self.compute_dtype)
+                self._cast = None  # first, for the memory
+                self._cast = self._on_compute_device(runtime).to(self.compute_dtype)
             shard = self._cast
         elif self.options.offload:
-            shard = self._on_compute_device()
-        return self._gather_into(self.unsharded, shard, runtime)
+            shard = self._on_compute_device(runtime)
+        return self._gather_into(self.unsharded, shard, runtime, again)
 
     def gather_inner(self, runtime: Runtime, part: torch.Tensor) -> Pending:
         """The same from what the ranks of another group kept of the last time: ``part`` here."""
         own = self.unsharded.allocate_inner(part, runtime.world_size, runtime.rank)
-        return runtime.all_gather(self.unsharded.wire, own)
+        return runtime.all_gather(self.unsharded.wire, own, self.label, again=True)
 
-    def _on_compute_device(self) -> torch.Tensor:
+    def _on_compute_device(self, runtime: Runtime) -> torch.Tensor:
         """The shard where it is computed with. It travels as it is: a cast on CPU first would wait, in pageable memory."""
-        return self.shard.to(self._compute_device, non_blocking=True)
+        if self.device == self._compute_device and not self.is_offloaded:
+            return self.shard
+        moved = self.shard.to(self._compute_device, non_blocking=True, copy=True)
+        runtime.reads_host()
+        return moved
 
-    def _gather_into(self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime) -> Pending:
+    def _gather_into(
+        self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime, again: bool = False
+    ) -> Pending:
         from_elsewhere = getattr(runtime.collectives, "out_of_place", False) and not self.is_whole
         sent = target.as_sent(shard) if from_elsewhere else None
         if sent is not None:
             target.allocate(None)
-            return runtime.all_gather(target.wire, sent)
+            return runtime.all_gather(target.wire, sent, self.label, again)
         target.allocate(shard)
         if self.is_whole:
             return runtime.issued(Done())
-        return runtime.all_gather(target.wire, target.own_wire)
+        return runtime.all_gather(target.wire, target.own_wire, self.label, again)
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
         """The unsharded values in the parameters' own dtype, in memory of their own."""
         full = UnshardedBuffer(self.layout, self.rank, self.params)
         full.place(self.dtype, self._compute_device, None)
-        self._gather_into(full, self._on_compute_device(), runtime.exact).wait()
+        self._gather_into(full, self._on_compute_device(runtime), runtime.exact).wait()
         return full
 
     def keep_gathered(self) -> None:

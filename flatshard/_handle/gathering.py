@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from flatshard._collectives import Done, Pending
+from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.sharded_parameter import shard_info
-from flatshard._progress import here
+from flatshard._handle.tensors.sharded_parameter import shard_info
 
 
 class Gathering:
@@ -42,10 +41,9 @@ class Gathering:
                 if piece is not None:
                     own[part.start : part.stop].copy_(piece)
         if not buffers.is_whole and layout.padded_numel:
-            here.label, here.again = handle.label, False
             runtime = handle.runtime.exact
             try:  # bytes: no backend knows every dtype
-                self._pending = runtime.all_gather(self.flat.view(torch.uint8), own.view(torch.uint8))
+                self._pending = runtime.all_gather(self.flat.view(torch.uint8), own.view(torch.uint8), handle.label)
             except Exception as e:
                 runtime.fail("all-gather", handle.fqn, e)
 
@@ -80,18 +78,17 @@ def exchange(handle: FlatParamHandle, text: str) -> list[str]:
     world, rank = handle.runtime.world_size, handle.runtime.rank
     if handle.buffers[0].is_whole:
         return [text]
-    here.label, here.again = handle.label, False
     runtime, device = handle.runtime.exact, handle.buffers[0].unsharded.flat.device
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
     sizes[rank] = len(data)
     try:
-        runtime.all_gather(sizes, sizes[rank : rank + 1]).wait()
+        runtime.all_gather(sizes, sizes[rank : rank + 1], handle.label).wait()
         found: list[int] = sizes.tolist()
         longest = max(1, *found)
         everything = torch.zeros(world, longest, dtype=torch.uint8, device=device)
         everything[rank, : len(data)] = data
-        runtime.all_gather(everything.view(-1), everything[rank]).wait()
+        runtime.all_gather(everything.view(-1), everything[rank], handle.label).wait()
     except Exception as e:
         runtime.fail("all-gather", handle.fqn, e)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
@@ -105,6 +102,5 @@ def from_owner(
     if tensor is not None:
         result.copy_(tensor)
     if result.numel():  # bytes: with zeros from all others, their sum is the owner's bit for bit
-        here.label, here.again = handle.label, False
         handle.runtime.all_reduce_now(result.view(-1).view(torch.uint8), "sum")
     return result

@@ -21,8 +21,9 @@ A parameter that no rank used must end with ``.grad is None``, as in one process
 it otherwise); a parameter that another rank used must get that rank's gradient here too. A rank learns which without
 any further communication: an unused slot is filled with -0.0, a used one holds ``gradient + 0.0``, which is never -0.0.
 Averages of -0.0 alone are -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest), so a slice is all -0.0 after the
-reduction if and only if nobody used it. Only a rank with a locally unused parameter looks. A reduction that does not
-keep signed zeros (a quantised one, say) makes such a gradient zero instead of None.
+reduction if and only if nobody used it. Only a rank with a locally unused parameter looks. One that holds no element of it
+asks elsewhere: unused.py, [Note: Counting who did not use a parameter]. A reduction that does not keep signed zeros makes
+such a gradient zero instead of None.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.partial import plainly
-from flatshard._handle.parts import Parts
+from flatshard._handle.parts import Parts, info_of_all
+from flatshard._handle.pool import BufferPool, Slot
 from flatshard._handle.reduction import Reduction, exactly_sent_as
-from flatshard._handle.sharded_gradient import plain_grad, set_gradients_as_they_are
-from flatshard._handle.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
-from flatshard._handle.tensor_subclass import wrapping_of
+from flatshard._handle.tensors.partial import plainly
+from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, in_memory_order
 from flatshard._runtime import Runtime
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
@@ -62,9 +63,9 @@ def waits_for_all(is_whole: bool, nbytes: int) -> bool:
 class FlatGradients:
     """The gradients of one :class:`FlatBuffers`."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None, unit: str) -> None:
+    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
         self.buffers = buffers
-        self.reduction = Reduction(buffers, replicas, unit)
+        self.reduction = Reduction(buffers, replicas)
         # Nothing to reduce: hand gradients over as they are ("world size 1 copies nothing").
         self._local = self.reduction.ranks == 1
         self._filled = [False] * len(buffers.params)
@@ -86,10 +87,14 @@ class FlatGradients:
         device = buffers.unsharded.flat.device
         self._made_for = (buffers.dtype, device)
         trainable = buffers.dtype.is_floating_point or buffers.dtype.is_complex
-        self._inputs: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = {}
+        # With their views; of one in a pool, which moves, by its address besides.
+        self._inputs: dict[tuple[torch.dtype, int], tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._slot: Slot | None = None  # of the pool, where the input lies now
         self._input = self._no_input = torch.empty(0, dtype=self.reduction.reduce_dtype, device=device)
         if trainable and not buffers.is_whole:
             self._use_input(self.reduction.reduce_dtype)
+        # Whether each gradient goes straight into `.grad`: nothing is to be reduced, or to be copied elsewhere.
+        self._hands_over = self._local and self.flat_param is None and not buffers.is_offloaded
         self._nbytes = layout.padded_numel * self.reduction.reduce_dtype.itemsize
         self._waits = waits_for_all(buffers.is_whole, self._nbytes)
         self._sent_dtype = exactly_sent_as(buffers.compute_dtype, self.reduction.reduce_dtype)
@@ -97,38 +102,42 @@ class FlatGradients:
 
     def _use_input(self, dtype: torch.dtype) -> None:
         """Have the permanent input of ``dtype``, without storage."""
-        if dtype not in self._inputs:
+        if (dtype, 0) not in self._inputs:
             flat = torch.empty(self.buffers.layout.padded_numel, dtype=dtype, device=self._no_input.device)
-            self._inputs[dtype] = flat, *self._views_of(flat)
+            self._inputs[dtype, 0] = flat, *self._views_of(flat)
             flat.untyped_storage().resize_(0)
-        self._input, self._slots, self._gaps = self._inputs[dtype]
+        self._input, self._slots, self._gaps = self._inputs[dtype, 0]
+
+    def _use_slot(self, pool: BufferPool, dtype: torch.dtype) -> None:
+        """Have an input of ``dtype`` in memory of the pool."""
+        numel = self.buffers.layout.padded_numel
+        self._slot = slot = pool.take_input(numel, dtype, self)
+        key = dtype, slot.flat.data_ptr()
+        if key not in self._inputs:
+            self._inputs[key] = slot.flat[:numel], *self._views_of(slot.flat)
+        self._input, self._slots, self._gaps = self._inputs[key]
 
     def _views_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         layout = self.buffers.layout
         slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
         return slots, [flat[start:stop] for start, stop in layout.gaps()]
 
-    def rename(self, unit: str) -> None:
-        """The unit and its parameters have been renamed."""
-        self.reduction.unit = unit
+    def follow_names(self) -> None:
+        """The parameters have been renamed."""
         self._parts = Parts(self.buffers, self.reduction.dtype)
 
     def use_flat_param(self) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
         if self.flat_param is None:
             self.flat_param = self._make_flat_param()
+            self._hands_over = False
             for param in self.buffers.params:
                 param.grad = None
         return self.flat_param
 
     def _make_flat_param(self) -> nn.Parameter:
-        buffers, layout = self.buffers, self.buffers.layout
-        fqn = f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}"
-        start = buffers.rank * layout.shard_numel
-        runtime = buffers.params[0]._flatshard_info.runtime  # type: ignore[attr-defined]
-        shape, stop = (layout.padded_numel,), start + layout.shard_numel
-        info = ShardInfo(fqn, shape, (1,), start, stop, layout.world_size, runtime=runtime)
-        flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info, self)
+        buffers = self.buffers
+        flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info_of_all(buffers), self)
         if buffers.options.keep_low_precision_grads:
             flat.grad_dtype = self.reduction.dtype
         return flat
@@ -142,7 +151,7 @@ class FlatGradients:
 
     def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
         """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
-        result = FlatGradients(buffers, self.reduction.replicas, self.reduction.unit)
+        result = FlatGradients(buffers, self.reduction.replicas)
         result.reduction.divide_factor = self.reduction.divide_factor
         result.reduction.reduces_replicas = self.reduction.reduces_replicas
         if self.flat_param is not None:
@@ -166,7 +175,7 @@ class FlatGradients:
         grad = compute.grad
         if grad is None:
             return
-        if self._local and self.flat_param is None:
+        if self._hands_over:
             compute.grad = None
             self._check(index, grad)
             grad = self._localize(index, grad)
@@ -178,7 +187,8 @@ class FlatGradients:
             return
         compute.grad = None
         self._check(index, grad)
-        self._put(index, self._localize(index, grad))
+        if self.buffers.params[index].requires_grad:  # else frozen since its forward: autograd would drop it
+            self._put(index, self._localize(index, grad))
 
     def _localize(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         wrapping = self._wrappings[index]
@@ -224,6 +234,8 @@ class FlatGradients:
         """Copy the gradients to their slots in an input of ``dtype``, from now on each as it comes."""
         computes = self.buffers.computes
         self._batching = False
+        if not self.buffers.all_require_grad:
+            self._drop_of_frozen()
         self._allocate_input(dtype)
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
@@ -245,6 +257,12 @@ class FlatGradients:
         for index in places:
             self._put(index, grads.pop())
 
+    def _drop_of_frozen(self) -> None:
+        """Drop gradients of parameters that the user has frozen since their forward, as autograd would."""
+        for param, compute in zip(self.buffers.params, self.buffers.computes, strict=True):
+            if not param.requires_grad:
+                compute.grad = None
+
     def _begin(self) -> None:
         self.any_filled = True
         self._batching = self._waits
@@ -254,8 +272,10 @@ class FlatGradients:
     def _allocate_input(self, dtype: torch.dtype) -> None:
         buffers = self.buffers
         if buffers.is_whole:  # all-reduced in place, it becomes the gradients themselves: a new one each time
-            self._input = torch.empty(buffers.layout.padded_numel, dtype=dtype, device=self._input.device)
+            self._input = self.reduction.allocate(buffers.layout.padded_numel, dtype, self._input.device)
             self._slots, self._gaps = self._views_of(self._input)
+        elif buffers.pool is not None:
+            self._use_slot(buffers.pool, dtype)
         else:
             if self._input.dtype is not dtype:
                 self._use_input(dtype)
@@ -281,7 +301,7 @@ class FlatGradients:
                 self._input = held.to(self._input)
                 self._slots, self._gaps = self._views_of(self._input)
             else:
-                self._input.untyped_storage().resize_(self._nbytes)
+                self._allocate_input(self.reduction.reduce_dtype)
                 self._input.copy_(held)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
@@ -292,12 +312,13 @@ class FlatGradients:
         trainable = self.buffers.dtype.is_floating_point or self.buffers.dtype.is_complex
         return trainable and not self._local and self.buffers.layout.padded_numel > 0
 
-    def reduce(self, runtime: Runtime, accumulates: bool) -> None:
-        """Start averaging over the ranks. Slots that took no gradient count as unused.
+    def complete_input(self, runtime: Runtime, accumulates: bool) -> None:
+        """Have all gradients in the reduction's input. Slots that took none count as unused.
 
+        On the stream that backward computes on: the gradients that are copied and dropped here are its memory.
         ``accumulates``: some rank may add to gradients that it holds.
         """
-        if self._local and self.flat_param is None:
+        if self._hands_over:
             return
         if not self.any_filled:
             self._begin()
@@ -305,12 +326,30 @@ class FlatGradients:
             widens = getattr(runtime.collectives, "widens", False)
             narrow = widens and not (accumulates or self.buffers.is_whole)
             self._place_batch(self._sent_dtype if narrow else self.reduction.reduce_dtype)
+        no_gradient: list[int] = []
         if False in self._filled:
+            if self.flat_param is None:
+                params = self.buffers.params
+                no_gradient = [i for i, f in enumerate(self._filled) if not f and params[i].requires_grad]
             unused = complex(-0.0, -0.0) if self.buffers.dtype.is_complex else -0.0
             for slot, filled in zip(self._slots, self._filled, strict=True):
                 if not filled:
                     slot.fill_(unused)
-        self.reduction.start(runtime, self._input)
+        self.reduction.unused.begin(no_gradient)
+        self.reduction.prepare(self._input)
+
+    def reduce(self, runtime: Runtime) -> None:
+        """Start averaging the input over the ranks. After ``complete_input``."""
+        if not self._hands_over:
+            self.reduction.start(runtime, self._input)
+
+    def free_reduced(self) -> None:
+        """The device has reduced the input: free it, ahead of ``finish``."""
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
+        elif not self.buffers.is_whole and self.buffers.pool is None:
+            self._input.untyped_storage().resize_(0)
 
     def finish(self, assign: bool = True) -> bool:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
@@ -337,6 +376,18 @@ class FlatGradients:
             self.given = self._assign(output, filled)
         return True
 
+    def leave_memory(self) -> None:
+        """Take another input from now on: collectives may use this one for as long as their group lives."""
+        if self.buffers.is_whole:  # it is a new one each time
+            return
+        if self._slot is not None:
+            assert self.buffers.pool is not None
+            self.buffers.pool.leave(self._slot)
+            self._slot = None
+        self._inputs.clear()
+        if self._input is not self._no_input:
+            self._use_input(self._input.dtype)
+
     def discard(self) -> None:
         """Forget what was received, and free the memory. ``.grad`` is not touched."""
         self.reduction.discard()
@@ -351,7 +402,7 @@ class FlatGradients:
         if self.buffers.is_whole:
             self._input, self._slots, self._gaps = self._no_input, [], []
         else:
-            self._input.untyped_storage().resize_(0)
+            self.free_reduced()
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -367,9 +418,12 @@ class FlatGradients:
                     torch._foreach_add_(there, parts)
                     return params
         given = []
-        for param, grad, was_filled in zip(params, parts, filled, strict=True):
+        unused = self.reduction.unused.found
+        for index, (param, grad, was_filled) in enumerate(zip(params, parts, filled, strict=True)):
             # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
-            if not param.requires_grad or not (was_filled or _used_elsewhere(grad)):
+            if not param.requires_grad:
+                continue
+            if not (was_filled or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
                 continue
             given.append(param)
             if param.grad is None:
@@ -417,9 +471,11 @@ class FlatGradients:
     def _gather_now(self, runtime: Runtime, output: torch.Tensor, shard: torch.Tensor) -> None:
         if self.buffers.layout.world_size > 1:
             try:
-                runtime.exact.all_gather(output, shard).wait()
+                # As bytes: no backend knows every dtype.
+                label = self.buffers.label
+                runtime.exact.all_gather(output.view(torch.uint8), shard.view(torch.uint8), label).wait()
             except Exception as e:
-                runtime.fail("all-gather", self.reduction.unit, e)
+                runtime.fail("all-gather", self.buffers.label.unit, e)
 
     def write_back(self, whole: list[torch.Tensor | None]) -> None:
         """Keep this rank's part of whole gradients: the inverse of ``gather``."""

@@ -14,23 +14,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge, increment_version
 
 from flatshard import _trace
-from flatshard._collectives import Pending, settle
+from flatshard._comm.collectives import Pending, settle
+from flatshard._comm.progress import Label, digest
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.changes import changes
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
-from flatshard._handle.param_slots import FlatPlan
-from flatshard._handle.partial import plainly
-from flatshard._handle.slots import Slots
-from flatshard._handle.tensor_subclass import plain_tensors
-from flatshard._progress import Label, digest, here
-from flatshard._runtime import Runtime
+from flatshard._handle.planned import PlannedFlat
+from flatshard._handle.pool import BufferPool
+from flatshard._handle.slots import SHARDED, Slots
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.partial import plainly
+from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._runtime import Holding, Runtime
 
 _version = operator.attrgetter("_version")  # read of every parameter in every step: the loop is left to C
 
@@ -38,7 +40,14 @@ _version = operator.attrgetter("_version")  # read of every parameter in every s
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
-    def __init__(self, fqn: str, flats: Sequence[FlatPlan], runtime: Runtime, replicas: Runtime | None = None) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        flats: Sequence[PlannedFlat],
+        runtime: Runtime,
+        replicas: Runtime | None = None,
+        pool: BufferPool | None = None,
+    ) -> None:
         """Flatten and shard the parameters of ``flats`` in place.
 
         Args:
@@ -47,23 +56,24 @@ class FlatParamHandle:
             runtime: the collectives of the group to shard over.
             replicas: those of the group of ranks that hold the same shard, if there are others. ``runtime`` itself keeps
                 every parameter whole on every rank (``NO_SHARD``).
+            pool: where memory comes from that collectives read and write. pool.py, [Note: Static buffers]
         """
-        self.fqn = fqn
         self.runtime = runtime
-        self.lifetime = Lifetime(fqn)
         self.arrivals = Arrivals()
         self.slots = Slots()
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
         params = [p for flat in flats for p in flat.params]
         starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
-        self.label = self._make_label(digest([*((p.fqn, tuple(p.param.shape)) for p in params), starts]))
+        self.label = self._make_label(fqn, digest([*((p.fqn, tuple(p.param.shape)) for p in params), starts]))
+        self.lifetime = Lifetime(self.label)
         rank = 0 if replicas is runtime else runtime.rank
         self.buffers: list[FlatBuffers] = []
         self.grads: list[FlatGradients] = []
         for flat in flats:
-            buffers = FlatBuffers(flat.layout, [p.param for p in flat.params], rank, flat.options, runtime)
+            originals = [p.param for p in flat.params]
+            buffers = FlatBuffers(flat.layout, originals, rank, flat.options, runtime, pool, self.label)
             self.buffers.append(buffers)
-            self.grads.append(FlatGradients(buffers, self.replicas, fqn))
+            self.grads.append(FlatGradients(buffers, self.replicas))
             for owned, compute in zip(flat.params, buffers.computes, strict=True):
                 for module, name in owned.slots:
                     self.slots.add(module, name, owned.param, compute)
@@ -76,12 +86,15 @@ class FlatParamHandle:
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
         self.inner: InnerShards | None = None  # where it reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
+        self.gradient_nodes: list[Node] = []
+        self._nodes_stream: Any = None  # that all of them accumulate on; None on CPU
         self._index()
         self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
 
     def _index(self) -> None:
         """What every step reads of ``buffers``, put together once."""
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        self._pooled = [b for b in self._gathered if b.pool is not None]
         self._params = [p for b in self.buffers for p in b.params]
         self._find_gradient_nodes()  # now, not in the first step
 
@@ -92,17 +105,21 @@ class FlatParamHandle:
             f"{self.lifetime.params.name})"
         )
 
-    def _make_label(self, identity: str) -> Label:
+    @property
+    def fqn(self) -> str:
+        """The unit's."""
+        return self.label.unit
+
+    def _make_label(self, fqn: str, identity: str) -> Label:
         progress = self.runtime.progress or (self.replicas and self.replicas.progress)
-        return progress.make_label(self.fqn, identity) if progress else Label(self.fqn, identity=identity)
+        return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
 
     def rename(self, old: str, new: str) -> None:
         """Put ``new`` in the place of ``old`` at the beginning of every name."""
-        self.fqn = self.label.unit = new
-        self.lifetime.rename(new)
+        self.label.unit = new
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             buffers.rename(old, new)
-            grads.rename(new)
+            grads.follow_names()
 
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Take over one more registration of a parameter that this handle owns."""
@@ -116,6 +133,22 @@ class FlatParamHandle:
     @property
     def is_sharded(self) -> bool:
         return self.lifetime.params is ParamState.SHARDED
+
+    @property
+    def has_static_buffers(self) -> bool:
+        """Whether units take turns in the memory that is gathered into. pool.py, [Note: Static buffers]"""
+        return bool(self._pooled)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether another unit is using the memory that gathering takes. pool.py, [Note: Static buffers]"""
+        return bool(self._pooled) and any([b.unsharded.is_taken for b in self._pooled])
+
+    def unblock(self) -> None:
+        """Take other memory. No graph of the unit is alive."""
+        for buffers in self._pooled:
+            if buffers.unsharded.is_taken:
+                buffers.unsharded.unbind()
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -132,11 +165,18 @@ class FlatParamHandle:
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
+        if self._gathers:  # of an unshard that was interrupted
+            self._settle_gathers()
         if self._gathered:
+            if self._pooled and self.is_blocked:
+                raise RuntimeError(
+                    f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its graph "
+                    "points to: units run backward at the same time that ran forward one after the other. Reshard the other "
+                    "unit first, or call fully_shard with static_buffers=False and collectives that have no allocate()"
+                )
             runtime, kept = self.runtime.exact if exactly else self.runtime, None
             if self.inner is not None and (kept := self.inner.take(again)) is not None:
                 runtime = self.inner.runtime
-            here.label, here.again = self.label, again
             if _trace.sinks:
                 what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
                 _trace.event("cast" if self._is_whole else what, self.fqn)
@@ -148,23 +188,21 @@ class FlatParamHandle:
         self.lifetime.move_params("unshard")
 
     def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None) -> None:
-        gathers: list[Pending] = []
         try:
             if kept is None:
                 self.is_exact = runtime is runtime.exact
                 for buffers in self._gathered:
-                    gathers.append(buffers.gather(runtime, again))
+                    self._gathers.append(buffers.gather(runtime, again))
             else:  # as exact as what they were kept of
                 for buffers, part in zip(self._gathered, kept, strict=True):
-                    gathers.append(buffers.gather_inner(runtime, part))
+                    self._gathers.append(Holding(buffers.gather_inner(runtime, part), [part]))
         except BaseException as e:
-            settle(gathers)
+            self._settle_gathers()
             for buffers in self._gathered:
                 buffers.free()
             if isinstance(e, Exception):
                 runtime.fail("all-gather", self.fqn, e)
             raise
-        self._gathers = gathers
 
     def wait(self) -> None:
         """Make the unsharded parameters readable by what the caller does next.
@@ -174,14 +212,13 @@ class FlatParamHandle:
         """
         if self.lifetime.params is not ParamState.UNSHARDING:
             return
-        gathers, self._gathers = self._gathers, []
-        done = 0
+        gathers = self._gathers
         try:
-            for gather in gathers:
-                gather.wait()
-                done += 1
+            while gathers:  # an interrupt leaves those that are still under way, for the next to wait
+                gathers[0].wait()
+                del gathers[0]
         except Exception as e:
-            settle(gathers[done + 1 :])
+            self._settle_gathers(isinstance(e, OutOfStepError))
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
@@ -204,7 +241,15 @@ class FlatParamHandle:
                 return
         self._free()
 
+    def _settle_gathers(self, out_of_step: bool = False) -> None:
+        """Wait for gathers that nobody needs. ``out_of_step``: one has raised that ranks do different things."""
+        if not settle(self._gathers) or out_of_step:  # some may never end
+            for buffers in self._gathered:
+                buffers.unsharded.leave_memory()
+
     def _free(self) -> None:
+        if self._gathers:
+            self._settle_gathers()
         if self._gathered:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
@@ -215,7 +260,7 @@ class FlatParamHandle:
         self.lifetime.move_params("reshard")
 
     def keep_inner_shards(self) -> Kept | None:
-        """Before ``reshard``: what to hold for as long as a backward may want these values. None: nothing."""
+        """The inner shards that the backward will gather from, or None. To be called before ``reshard``."""
         if self.inner is None or self.lifetime.params is not ParamState.UNSHARDED:
             return None
         return self.inner.keep(self._gathered)
@@ -246,6 +291,12 @@ class FlatParamHandle:
                     f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is registered no "
                     "more: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must come last"
                 )
+            if (other := shard_info(new)) is not None:
+                raise RuntimeError(
+                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} was replaced by "
+                    f"{other.fqn!r}, which is sharded: the two would not be tied. Tie parameters before fully_shard. To copy "
+                    "values, register the parameter that was there again, and copy into it"
+                )
             for buffers in self.buffers:
                 buffers.check_shape(sharded, new)
             sharded.data = new.data  # the optimizer holds `sharded`, so it stays
@@ -253,15 +304,21 @@ class FlatParamHandle:
             self.slots.restore(module, name, sharded)
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if moved := buffers.moved():
-                buffers.readopt(moved)
-                grads.follow_parameters()
+                self.reshard()
+                with torch.inference_mode(False), torch.no_grad():
+                    buffers.readopt(moved)
+                    grads.follow_parameters()
         self.sync_requires_grad()
         self._checked_at = changes.count
 
     def version(self) -> int:
-        """Grows with every in-place change of the user's parameters that autograd knows of, so not with ``p.data.add_()``."""
+        """Grows with every change of the user's parameters' values, on all ranks alike."""
         with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
             return sum(map(_version, self._params))
+
+    def increment_version(self) -> None:
+        """The shards were written past the user's parameters, on all ranks alike."""
+        increment_version(self._params)
 
     def sync_requires_grad(self) -> None:
         """Follow what the user froze or unfroze."""
@@ -295,41 +352,59 @@ class FlatParamHandle:
         self.grads[group].receive(index)
         self.arrivals.task = task if all([g.leaves_them for g in self.grads]) else -1
 
+    def follow_stream(self) -> None:
+        """Have autograd accumulate gradients on the stream that the forward which starts now runs on.
+
+        A node accumulates on the stream that it was made on, and joins it with the others at the end of backward: while a
+        graph is captured on another one, that would be an error. [Note: CUDA graphs]
+        """
+        streams = self.runtime.streams
+        if streams is not None and streams.current != self._nodes_stream:
+            self.gradient_nodes = []  # else autograd would give the same ones again
+            self._find_gradient_nodes()
+
     def _find_gradient_nodes(self) -> None:
         # Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does.
         leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
-        self.gradient_nodes: list[Node] = [get_gradient_edge(leaf).node for leaf in leaves]
+        with torch.inference_mode(False):
+            self.gradient_nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+        if self.runtime.streams is not None:
+            now = self.runtime.streams.current
+            notes: list[Any] = [node.metadata for node in self.gradient_nodes]
+            made_on = [note.setdefault("flatshard stream", now) for note in notes]
+            self._nodes_stream = now if all([stream == now for stream in made_on]) else None  # a graph has old ones
         self._nodes_epoch = sum([b.epoch for b in self.buffers])
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
-        here.label, here.again = self.label, False
         if _trace.sinks:
             _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
-        if self.runtime.streams is None and not _trace.is_profiling():
-            self._start_reductions()
-        else:
-            with _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing()):
-                self._start_reductions()
-
-    def _start_reductions(self) -> None:
         self.arrivals.task = -1
         try:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
-                    grads.reduce(self.runtime, self.accumulates)
+                    grads.complete_input(self.runtime, self.accumulates)
                 else:  # frozen since: what was held is dropped
                     grads.reduction.discard()
                 buffers.forget_cast()
-        except CollectiveError:
+            if self.runtime.streams is None and not _trace.is_profiling():
+                self._start_reductions()
+            else:
+                with _trace.labelled("reduce_scatter", self.fqn, self.runtime.reducing()):
+                    self._start_reductions()
+        except BaseException:
             self._settle_reductions()
             raise
+
+    def _start_reductions(self) -> None:
+        for buffers, grads in zip(self.buffers, self.grads, strict=True):
+            if True in buffers.requires_grad:
+                grads.reduce(self.runtime)
 
     def advance_reduce(self) -> None:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
         if self.replicas is not None:
-            here.label, here.again = self.label, False
             for grads in self.grads:
                 grads.reduction.advance(self.runtime)
 
@@ -370,18 +445,37 @@ class FlatParamHandle:
         """
         if self.lifetime.grads is not GradState.REDUCING:
             return
-        here.label, here.again = self.label, False
-        try:
-            for grads in self.grads:
-                grads.reduction.wait(self.runtime)
-        except Exception:
-            self._settle_reductions()
-            raise
+        self._wait_for_reductions()
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._finish_gradients(assign)
         else:  # as in most backwards
             self._finish_gradients(assign)
+
+    def free_reduced(self) -> None:
+        """Free the reduction's input as soon as the device is done with it. ``finish_reduce`` is still to come.
+
+        Raises:
+            CollectiveError: as ``finish_reduce``.
+        """
+        self._wait_for_reductions()
+        for grads in self.grads:
+            grads.free_reduced()
+
+    def _wait_for_reductions(self) -> None:
+        try:
+            for grads in self.grads:
+                grads.reduction.wait(self.runtime)
+        except Exception as e:
+            self._settle_reductions(isinstance(e, OutOfStepError))
+            raise
+
+    @property
+    def gives_late(self) -> bool:
+        """Whether ``.grad`` would make the host wait, and nobody looks at it before the backward is over."""
+        if not any([b.is_offloaded for b in self.buffers]):
+            return False
+        return not any([b.is_watched for b in self.buffers]) and not any([g.is_watched for g in self.grads])
 
     def _finish_gradients(self, assign: bool) -> None:
         given = False
@@ -404,9 +498,11 @@ class FlatParamHandle:
         if self.lifetime.grads is not GradState.NONE:
             self.lifetime.move_grads("discard")
 
-    def _settle_reductions(self) -> None:
+    def _settle_reductions(self, out_of_step: bool = False) -> None:
+        ended = all([grads.reduction.settle() for grads in self.grads])
         for grads in self.grads:
-            grads.reduction.settle()
+            if not ended or out_of_step:  # some may never end
+                grads.leave_memory()
             grads.discard()
         self.lifetime.move_grads("finish")
 
@@ -419,7 +515,8 @@ class FlatParamHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """An equally sharded handle on the copied modules, with memory of its own and no gradients."""
-        if self.slots.unsharded:
+        self.check_parameters()
+        if self.slots.shows is not SHARDED:
             raise RuntimeError(
                 f"cannot copy unit {self.fqn!r} while its parameters are unsharded: copy outside forward, backward and "
                 "summon_full_params, after flatshard.reshard(module)"
@@ -429,13 +526,13 @@ class FlatParamHandle:
             owned.setdefault(id(sharded), []).append((module, name))
         result = copy.copy(self)
         memo[id(self)] = result
-        result.label = self._make_label(self.label.identity)
-        result.lifetime, result.arrivals, result.slots = Lifetime(self.fqn), Arrivals(), Slots()
+        result.label = self._make_label(self.fqn, self.label.identity)
+        result.lifetime, result.arrivals, result.slots = Lifetime(result.label), Arrivals(), Slots()
         result.inner = self.inner and self.inner.copy()
         result.buffers, result.grads, result._gathers = [], [], []
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             params = [copy.deepcopy(p, memo) for p in buffers.params]
-            new = buffers.copy_with(params)
+            new = buffers.copy_with(params, result.label)
             result.buffers.append(new)
             result.grads.append(grads.copy_with(new))
             for old, param, compute in zip(buffers.params, params, new.computes, strict=True):

@@ -50,7 +50,7 @@ class InnerShards:
         return kept
 
     def take(self, again: bool) -> list[torch.Tensor] | None:
-        """What is kept, which is kept no longer. None where there is nothing, or not the values of last time are wanted."""
+        """Take and clear the kept shards. None if there are none, or without ``again``: then newer values are wanted."""
         kept = self._alive
         if kept is None:
             return None

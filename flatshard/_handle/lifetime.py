@@ -1,4 +1,4 @@
-"""The states of a unit's parameters and gradients. Everything that decides a state lives in this file (h11's rule 1).
+"""The states of a unit's parameters and gradients. All transitions are in this file.
 
 Parameters, in terms of memory:
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 
+from flatshard._comm.progress import Label
 from flatshard._errors import InternalError
 
 
@@ -61,24 +62,21 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
 class Lifetime:
     """The two machines of one handle: each ``move_*`` looks the transition up, and raises where there is none."""
 
-    __slots__ = ("grads", "params", "unit")
+    __slots__ = ("_label", "grads", "params")
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
+    def __init__(self, label: Label) -> None:
+        self._label = label
         self.params = ParamState.SHARDED
         self.grads = GradState.NONE
-
-    def rename(self, unit: str) -> None:
-        self.unit = unit
 
     def move_params(self, verb: str) -> None:
         state = PARAM_TRANSITIONS.get((self.params, verb))
         if state is None:
-            raise InternalError(f"cannot {verb} the parameters of unit {self.unit!r} while {self.params.name}")
+            raise InternalError(f"cannot {verb} the parameters of unit {self._label.unit!r} while {self.params.name}")
         self.params = state
 
     def move_grads(self, verb: str) -> None:
         state = GRAD_TRANSITIONS.get((self.grads, verb))
         if state is None:
-            raise InternalError(f"cannot {verb} the gradients of unit {self.unit!r} while {self.grads.name}")
+            raise InternalError(f"cannot {verb} the gradients of unit {self._label.unit!r} while {self.grads.name}")
         self.grads = state

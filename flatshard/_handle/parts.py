@@ -1,12 +1,14 @@
-"""How the gradient shard of one flat parameter is cut into the parts that its parameters get as ``.grad``."""
+"""How the gradient shard of one flat parameter is cut into the parts that its parameters get as ``.grad``, or is one part."""
 
 from __future__ import annotations
 
 import torch
 
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_parallel import common_runtime
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.sharded_gradient import mark, mark_all
-from flatshard._handle.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_gradient import mark, mark_all
+from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
 
 
 class Parts:
@@ -62,3 +64,22 @@ class Parts:
         for index, part in zip(self._here, here, strict=True):
             parts[index] = part
         return parts
+
+
+def info_of_all(buffers: FlatBuffers) -> ShardInfo:
+    """What a single parameter over the whole shard holds (``flat_parameters``)."""
+    layout = buffers.layout
+    infos = [shard_info(p) for p in buffers.params]
+    runtime, counted = common_runtime([None if info is None else info.runtime for info in infos])
+    others = [s for s, mine in zip(buffers.slices, counted, strict=True) if s.numel and not mine]
+    start = buffers.rank * layout.shard_numel
+    return ShardInfo(
+        f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
+        (layout.padded_numel,),
+        (1,),
+        start,
+        start + layout.shard_numel,
+        layout.world_size,
+        runtime=runtime,
+        elsewhere=tuple(sorted((s.start, s.stop) for s in others)),
+    )

@@ -7,6 +7,7 @@ forward and backward a slot holds the user's (sharded) parameter; inside, the co
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import operator
 from collections import deque
@@ -15,10 +16,23 @@ from typing import Any
 
 from torch import nn
 
-from flatshard._handle.changes import changes
-from flatshard._handle.guard import GuardedParameters, Parameters
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.guard import GuardedParameters, Parameters
 
 _exhaust: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
+
+
+class Registered(enum.Enum):
+    """Which of a unit's parameters its modules have."""
+
+    SHARDED = enum.auto()  # the user's own
+    UNSHARDED = enum.auto()  # the compute parameters
+
+
+SHARDED, UNSHARDED = Registered.SHARDED, Registered.UNSHARDED
+
+Shown = Registered | dict[int, nn.Parameter]
+"""What modules show: these, or others, by ``id`` of the sharded ones."""
 
 
 class Slots:
@@ -30,11 +44,10 @@ class Slots:
         "_dicts",
         "_entries",
         "_names",
-        "_replaced",
         "_setattr_writes",
         "_sharded",
         "_shown_at",
-        "unsharded",
+        "shows",
     )
 
     def __init__(self) -> None:
@@ -47,13 +60,12 @@ class Slots:
         self._compute: list[nn.Parameter] = []
         self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._shown_at = -1  # `changes.count` when the compute parameters were registered
-        self._replaced: list[dict[int, nn.Parameter]] = []  # what each `register` under way took the place of
-        self.unsharded = False  # whether the compute parameters are registered
+        self.shows: Shown = SHARDED
 
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
         """Take over the slot ``module.name``."""
         self._note(module, module._parameters, name, sharded, compute)
-        self._write(module, name, compute if self.unsharded else sharded)
+        self._write(module, name, compute if self.shows is UNSHARDED else sharded)
 
     def add_copied(
         self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, memo: dict[int, Any]
@@ -113,7 +125,7 @@ class Slots:
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
         """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
-        if self.unsharded or self._replaced:
+        if self.shows is not SHARDED:
             return []
         # In C, as every forward asks.
         if not self._setattr_writes and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
@@ -138,38 +150,43 @@ class Slots:
         """(module, name, sharded parameter, compute parameter)."""
         return self._entries
 
-    def register_unsharded(self) -> None:
-        """Show the compute parameters. Idempotent."""
-        if self.unsharded:
+    def assigned(self) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
+        """(sharded parameter, what is shown in its place, what is registered instead) where the user has assigned another.
+
+        While the user's own parameters are not shown; ``replaced`` tells of those.
+        """
+        if self.shows is SHARDED:
+            return []
+        found = []
+        for module, name, sharded, compute in self._entries:
+            shown = self.shows[id(sharded)] if isinstance(self.shows, dict) else compute
+            if isinstance(module._parameters, dict):  # TorchScript makes new ones each time
+                now = module._parameters.get(name)
+                if now is not shown:
+                    found.append((sharded, shown, now))
+        return found
+
+    def show(self, what: Shown) -> None:
+        """Have the modules show ``what``. Idempotent."""
+        before = self.shows
+        if what is before:
             return
-        self.unsharded = True
-        _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
-        for module, name, _, compute in self._setattr_writes:
-            self._show(module, name, compute)
-        self._shown_at = changes.count
-
-    def register_sharded(self) -> None:
-        """Show the user's own parameters. Idempotent."""
-        if not self.unsharded:
-            return
-        self.unsharded = False
-        _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
-        if self._shown_at != changes.count:  # something may have been registered in between
-            _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
-        for module, name, sharded, _ in self._setattr_writes:
-            self._show(module, name, sharded)
-
-    def register(self, replacements: dict[int, nn.Parameter]) -> None:
-        """Show other parameters, by ``id`` of the sharded one, until ``unregister`` (``summon_full_params`` on CPU)."""
-        self._replaced.append({})
-        for module, name, sharded, _ in self._entries:
-            now = module._parameters[name]
-            assert now is not None
-            self._replaced[-1][id(sharded)] = now
-            self._write(module, name, replacements[id(sharded)])
-
-    def unregister(self) -> None:
-        """Undo the last ``register``."""
-        before = self._replaced.pop()
-        for module, name, sharded, _ in self._entries:
-            self._write(module, name, before[id(sharded)])
+        if before is UNSHARDED:
+            _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
+            if self._shown_at != changes.count:  # something may have been registered in between
+                _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
+            for module, name, sharded, _ in self._setattr_writes:
+                self._show(module, name, sharded)
+        elif before is not SHARDED:
+            for module, name, sharded, _ in self._entries:
+                self._write(module, name, sharded)
+        self.shows = SHARDED
+        if what is UNSHARDED:
+            _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
+            for module, name, _, compute in self._setattr_writes:
+                self._show(module, name, compute)
+            self._shown_at = changes.count
+        elif isinstance(what, dict):
+            for module, name, sharded, _ in self._entries:
+                self._write(module, name, what[id(sharded)])
+        self.shows = what

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.adapters.wrapping import remember
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.tensor_subclass import wrapping_of
-from flatshard._handle.wrapping import remember
-from flatshard._progress import here
 
 
 class WholeParameters:
@@ -25,7 +24,6 @@ class WholeParameters:
         Communicates, but for unsharded parameters that are in the user's dtype as they are.
         """
         copies = {}
-        here.label, here.again = self._handle.label, False
         for buffers in self._handle.buffers:
             if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
                 whole = buffers.gather_full_precision(self._handle.runtime).computes
@@ -69,7 +67,6 @@ class WholeParameters:
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
-        here.label, here.again = self._handle.label, False
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
             if buffers.dtype.is_floating_point or buffers.dtype.is_complex:  # a frozen one's may be left from before
                 for param, compute, grad in zip(

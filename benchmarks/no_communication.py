@@ -1,0 +1,80 @@
+"""Collectives that do not communicate: to find out how much of a step is communication."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
+from flatshard._comm.collectives import Collectives, Done, Pending
+from flatshard._comm.handed_on import hand_on
+
+
+@dataclass(frozen=True)
+class NoCommunication:
+    """For timing only: leave out all-gathers, reductions or both. What is computed is garbage. Warns when it is used.
+
+    >>> flatshard.fully_shard(model, policy={Block}, collectives=NoCommunication())
+
+    The step without less the step with it is what communication costs beyond what computation hides. An all-gather fills
+    the whole with this rank's shard (finite numbers, as arithmetic on denormals and NaN may be slower), a reduction takes
+    this rank's part of its own gradients: each is a local copy. The initial broadcast and ``summon_full_params`` still
+    communicate. What FSDP1 has as the environment variables ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE``.
+
+    Args:
+        all_gather: leave out the all-gathers of parameters.
+        reduce: leave out the reductions of gradients.
+
+    Raises:
+        ValueError: neither is left out.
+    """
+
+    all_gather: bool = True
+    reduce: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.all_gather or self.reduce):
+            raise ValueError("NoCommunication(all_gather=False, reduce=False) leaves out nothing: do not pass it")
+
+    def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Collectives:
+        """The collectives for one process group and device; ``fully_shard`` calls this."""
+        left_out = [what for what, out in (("all-gathers", self.all_gather), ("reductions", self.reduce)) if out]
+        warnings.warn(
+            f"NoCommunication: {' and '.join(left_out)} are left out. The parameters and gradients of this model "
+            "are GARBAGE: use it for timing only",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _NoCommunication(builtin_collectives(group, device), self)
+
+
+class _NoCommunication:
+    def __init__(self, inner: BuiltinCollectives, choice: NoCommunication) -> None:
+        self._inner = inner
+        self._choice = choice
+        self.exact = not choice.all_gather
+        self.compared = ()  # that would communicate
+        self.everywhere = True  # also within the smaller groups of `reshard_after_forward=int`
+        hand_on(self, inner, ["out_of_place", "widens"])
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        if not self._choice.all_gather:
+            return self._inner.all_gather(output, shard)
+        rows, rank = output.view(self._inner.size, -1), self._inner.rank
+        for row in (rows[:rank], rows[rank + 1 :]):
+            row.copy_(shard)
+        if rows[rank].data_ptr() != shard.data_ptr():
+            rows[rank].copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        if not self._choice.reduce:
+            return self._inner.reduce_scatter(output, input)
+        output.copy_(input.view(self._inner.size, -1)[self._inner.rank])
+        return Done()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        return Done() if self._choice.reduce else self._inner.all_reduce(tensor)

@@ -1,0 +1,451 @@
+"""Collectives per backend: gloo, the fake group, and the others'. With ``_comm/messages.py`` the only file that talks to
+``torch.distributed``.
+
+[Note: Order of collectives]
+Collectives of one communicator match by order, and all ranks must agree on it. Ranks that take different paths through a
+unit complete it at different times, so only gathers among themselves, and reductions among themselves, have one order on
+all ranks. Over gloo each kind has a tag of its own for each unit, and nothing more is needed. Over NCCL both kinds share
+the group's communicator, unless :class:`DefaultCollectives` is given a second group for reductions. It is not made
+unasked:
+
+- NCCL's manual calls two communicators whose operations are launched in different orders on different ranks a
+  deadlock in waiting ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at once.
+- ``new_group`` is collective over all ranks of the world, not only over the group's; with ``use_local_synchronization``
+  it names the group by a count that each process keeps (ranks in different other groups disagree, and hang), and with
+  an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank.
+- A communicator costs GPU memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from flatshard import _trace
+from flatshard._comm.collectives import Done, Pending, Works, as_real
+from flatshard._comm.progress import EXCHANGE, GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
+
+Addressed = Sequence[tuple[torch.Tensor, int]]
+"""Tensors, each with the rank of the group that it goes to or comes from."""
+
+
+class BuiltinCollectives:
+    """What flatshard communicates by, and what it needs besides: broadcasts, and an all-to-all to build others upon.
+
+    The process group is held weakly: ``destroy_process_group`` must really end it. A sharded model lies in reference
+    cycles, so it may outlive that call; gloo's threads, kept alive by it, would meet the interpreter's end and abort the
+    process.
+    """
+
+    exact = True
+    out_of_place = False
+    """Whether ``all_gather`` also takes a shard that lies elsewhere, and puts it into its place: a copy less for some."""
+    widens = False
+    """Whether ``reduce_scatter`` also takes an input of a dtype that fits into the output's, and adds in that one."""
+    compared: tuple[int, ...] = (GATHER, REDUCE)
+    """The kinds of collectives whose order is compared on all ranks: see ``OrderCheck``. Others may have it, too."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.size = group.rank(), group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _alive(self._group)
+
+    def store(self) -> Any:
+        """The process group's store; None when the group has been destroyed."""
+        group = self._group()
+        return None if group is None else group.get_group_store()
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        raise NotImplementedError
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, whose part for us becomes the ``k``-th of
+        ``output``. It counts as a reduction in [Note: Order of collectives].
+        """
+        raise NotImplementedError
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """Send each tensor of ``sent`` to its rank, and fill those of ``received`` from theirs, all at once.
+
+        Messages from one rank to another match in the order in which both list them. Tensors are 1-D and contiguous.
+        """
+        raise NotImplementedError
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """Make ``tensor`` that of the group's rank 0."""
+        raise NotImplementedError
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Make ``tensor`` the sum or the maximum over the ranks, on the current stream."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+
+
+def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = reference()
+    if group is None:
+        raise RuntimeError("the process group that this module was sharded over has been destroyed")
+    return group
+
+
+class GlooCollectives(BuiltinCollectives):
+    """Gloo on CPU: point-to-point in place of gloo's built-in all-gather and reduce-scatter.
+
+    Those copy the whole output once more, and do an all-reduce on a clone of the input. Measured on 2 CPU cores at 32 MB:
+    the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5. Sends and receives between
+    two ranks match in the order of issue, so any number may be under way. Gathers and reductions have a tag each: see
+    [Note: Order of collectives]. And so have units: [Note: Data of different units never mix].
+    """
+
+    out_of_place = widens = True
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        rows = output.view(self.size, -1).unbind()
+        if rows[self.rank].data_ptr() != shard.data_ptr():
+            rows[self.rank].copy_(shard)  # and sent from there: the shard may change
+        return self._exchange(rows, [rows[self.rank]] * self.size, GATHER)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`Collectives`. 16-bit inputs are summed in float32."""
+        output, input = as_real(output), as_real(input)
+        rows = input.view(self.size, -1).unbind()
+        # Row k holds what rank k sends, so the sum below runs in rank order whatever arrives first.
+        others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
+        received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
+
+        def average() -> None:
+            narrow = output.dtype.itemsize < 4
+            if narrow or input.dtype is not output.dtype:
+                total = received[0].float() if narrow else output.copy_(received[0])
+                total.add_(received[1])
+            else:
+                total = torch.add(received[0], received[1], out=output)
+            for part in received[2:]:
+                total.add_(part)
+            total.div_(self.size)
+            if narrow:
+                output.copy_(total)
+
+        return self._exchange(received, rows, REDUCE, average)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
+        received[self.rank].copy_(sent[self.rank])
+        return self._exchange(received, sent, REDUCE)
+
+    def _exchange(
+        self,
+        received: Sequence[torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        kind: int,
+        then: Callable[[], object] | None = None,
+    ) -> Pending:
+        """Receive ``received[k]`` from every other rank ``k`` and send ``sent[k]`` to it; do ``then`` at the end."""
+        group, rank, size, tag = self.group, self.rank, self.size, here.label.tag + kind
+        sources = [(rank - step) % size for step in range(1, size)]
+        works = [group.recv([received[source]], source, tag) for source in sources]
+        for step in range(1, size):
+            dest = (rank + step) % size
+            works.append(group.send([sent[dest]], dest, tag))
+
+        def describe(index: int) -> str:
+            if index < size - 1:
+                return f"while receiving from rank {sources[index]} of the group"
+            return f"while sending to rank {(rank + index - size + 2) % size} of the group"
+
+        return Works(works, then, describe)
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        group, tag = self.group, here.label.tag + EXCHANGE
+        works = [group.recv([tensor.view(torch.uint8)], rank, tag) for tensor, rank in received]
+        works += [group.send([tensor.view(torch.uint8)], rank, tag) for tensor, rank in sent]
+        ranks = [f"while receiving from rank {r} of the group" for _, r in received]
+        ranks += [f"while sending to rank {r} of the group" for _, r in sent]
+        return Works(works, None, ranks.__getitem__)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        tensor, tag = as_real(tensor), here.label.tag
+        tags = torch.tensor([tag, -tag])  # their maxima: the largest, and minus the smallest
+
+        def average() -> None:
+            largest, smallest = tags.tolist()
+            if largest != -smallest:
+                raise mixed_all_reduce(tag, (-smallest, largest), self.rank, self.size)
+            tensor.div_(self.size)
+
+        maximum = dist.AllreduceOptions()
+        maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
+
+    def interrupt(self) -> None:
+        """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
+        for step in range(1, self.size):
+            try:
+                never = self.group.recv([torch.empty(1)], (self.rank + step) % self.size, INTERRUPT_TAG)
+            except RuntimeError:  # that rank has closed the connection; others may be open
+                continue
+            with contextlib.suppress(RuntimeError):  # that it timed out
+                never.wait(timedelta(milliseconds=1))
+            return
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        return Works([self.group.broadcast(as_real(tensor), 0)])
+
+
+class FakeCollectives(BuiltinCollectives):
+    """The fake process group: every rank has this rank's values.
+
+    The fake group's own all-gather fills the output in one call per rank: host time that no real backend spends, 2 ms
+    at 4,096 ranks. The same result comes here from a single operation, and one call into the group keeps its dispatch cost.
+    """
+
+    out_of_place = True
+
+    def __init__(self, group: dist.ProcessGroup, widens: bool = False) -> None:
+        super().__init__(group)
+        self.widens = widens
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1
+        if output.data_ptr() + before * shard.nbytes != shard.data_ptr():
+            output.as_strided((self.size, numel), (numel, 1), 0).copy_(shard)
+            return self.group.broadcast(output, 0)
+        if before:
+            output.as_strided((before, numel), (numel, 1), 0).copy_(shard)
+        if after:
+            output.as_strided((after, numel), (numel, 1), (before + 1) * numel).copy_(shard)
+        return self.group.broadcast(output, 0)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        numel = output.numel()
+        output.copy_(input[self.rank * numel : (self.rank + 1) * numel])
+        return self.group.broadcast(output, 0)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        return self.group.broadcast(tensor, 0)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        output.view(self.size, -1).copy_(input.view(self.size, -1)[self.rank])
+        return self.group.broadcast(output, 0)
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """See :class:`BuiltinCollectives`. What would come are other ranks' values, which nobody has: zeros."""
+        for tensor, _ in received:
+            tensor.zero_()
+        return self.group.broadcast(received[0][0], 0) if received else Done()
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        return self.group.broadcast(tensor, 0)
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """See :class:`BuiltinCollectives`."""
+        super().all_reduce_now(tensor, op)
+        if op == "sum":
+            tensor.mul_(self.size)
+
+
+class DefaultCollectives(BuiltinCollectives):
+    """The backend's own collectives, on the current stream (NCCL and other accelerator backends).
+
+    [Note: Averages of the backend]
+    NCCL's AVG multiplies by 1/N before it adds. That is exact where N is a power of two. For other N the sum is divided
+    afterwards, on the result only, except in float16, where the sum of N gradients overflows N times earlier than their
+    average.
+
+    Args:
+        group: the ranks to communicate among.
+        widens: send gradients in the dtype that they were computed in, and add them in ``reduce_dtype``, where that is
+            wider: an all-to-all and a local sum in rank order take the place of the reduce-scatter. Half of the bytes for
+            bfloat16 reduced in float32, and the sums are those of float32 gradients. It takes memory for one more input.
+        reduce_group: a second group of the same ranks in the same order, with a communicator of its own, for reductions:
+            then ranks may use different parameters of a unit over NCCL too. Read [Note: Order of collectives] in
+            ``_comm/backends.py`` first. All ranks of the world make it, by ``new_group``, and pass it like this::
+
+                second = torch.distributed.new_group()
+                fully_shard(model, collectives=lambda group, device: DefaultCollectives(group, reduce_group=second))
+
+            It is held weakly and ends with ``destroy_process_group``.
+
+    Raises:
+        ValueError: the two groups have not the same ranks in the same order, or are one.
+    """
+
+    out_of_place = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, reduce_group: dist.ProcessGroup | None = None, *, widens: bool = False
+    ) -> None:
+        super().__init__(group)
+        self.widens = widens
+        if reduce_group is not None:
+            ranks, others = dist.get_process_group_ranks(group), dist.get_process_group_ranks(reduce_group)
+            if reduce_group is group or ranks != others:
+                raise ValueError(
+                    f"reduce_group must be a second group of the ranks {ranks}, got "
+                    f"{'the same group' if reduce_group is group else f'one of the ranks {others}'}: make it by "
+                    "torch.distributed.new_group(ranks) on every rank of the world"
+                )
+        if reduce_group is not None:  # then reductions may come before a gather on one rank and after it on another
+            self.compared = (GATHER,)
+        self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
+        # torch 2.13 renamed these; 2.11 has the old names only.
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    @property
+    def reduce_group(self) -> dist.ProcessGroup:
+        return _alive(self._reduce_group)
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        self._all_gather(output, shard, group=self.group)
+        return Done()
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        output, input = as_real(output), as_real(input)
+        if input.dtype is not output.dtype:
+            received = torch.empty_like(input)
+            dist.all_to_all_single(received, input, group=self.reduce_group)
+            first, *others = received.view(self.size, -1).unbind()
+            output.copy_(first)
+            for part in others:
+                output.add_(part)
+            output.div_(self.size)
+        elif self._uses_avg(output.dtype):
+            self._reduce_scatter(output, input, op=dist.ReduceOp.AVG, group=self.reduce_group)
+        else:
+            self._reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=self.reduce_group)
+            output.div_(self.size)
+        return Done()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        tensor = as_real(tensor)
+        if self._uses_avg(tensor.dtype):
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.reduce_group)
+        else:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.reduce_group)
+            tensor.div_(self.size)
+        return Done()
+
+    def _uses_avg(self, dtype: torch.dtype) -> bool:
+        """Whether the backend's AVG is used, not SUM and a division. [Note: Averages of the backend]"""
+        return self.size & (self.size - 1) == 0 or dtype is torch.float16
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        dist.all_to_all_single(output, input, group=self.reduce_group)
+        return Done()
+
+    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        group, ranks = self.group, dist.get_process_group_ranks(self.group)
+        both = ((dist.irecv, received), (dist.isend, sent))
+        messages = [dist.P2POp(op, t.view(torch.uint8), ranks[r], group) for op, tensors in both for t, r in tensors]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()  # the current stream
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        dist.broadcast(tensor, group_src=0, group=self.group)
+        return Done()
+
+
+_Subgroups = dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]]
+
+# By id of the default group: the groups that `subgroup` made in it, by their backend and ranks. All ranks hold the same.
+_subgroups: dict[int, tuple[weakref.ref[dist.ProcessGroup], _Subgroups]] = {}
+
+
+def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
+    """The ``size`` consecutive ranks of ``group`` that this rank is one of, as a group of their own.
+
+    Every rank of the world must call it at the same time, each with its own group: making groups wants all of them. Made
+    once. The default group holds it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    ranks, known = dist.get_process_group_ranks(group), dist.get_world_size()
+    rows = [[size, *ranks]]
+    if len(ranks) < known:
+        mine = torch.full((1 + known,), -1, dtype=torch.int64, device=device)
+        mine[: 1 + len(ranks)] = torch.tensor(rows[0], device=device)
+        every = [torch.empty_like(mine) for _ in range(known)]
+        dist.all_gather(every, mine)
+        rows = [[r for r in row if r >= 0] for row in torch.stack(every).tolist()]
+    found = _subgroups.get(id(world))
+    made = found[1] if found is not None and found[0]() is world else {}
+    _subgroups[id(world)] = weakref.ref(world), made
+    backend = str(dist.get_backend_config(group))
+    for step, *others in sorted(map(tuple, rows)):
+        for start in range(0, len(others), step):
+            part = tuple(others[start : start + step])
+            if (backend, part) not in made:
+                new = dist.new_group(part, timeout=_timeout(group, device), backend=backend)
+                made[backend, part] = weakref.ref(new) if dist.get_rank() in part else weakref.ref(world)
+    at = ranks.index(dist.get_rank()) // size * size
+    return _alive(made[backend, tuple(ranks[at : at + size])])
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """What ``group`` was made with, where its backend tells: a process group written in Python may not."""
+    try:
+        options = getattr(group._get_backend(device), "options", None)
+    except RuntimeError as e:
+        _trace.logger.debug("no timeout known of %s: %s", group, e)
+        return None
+    return getattr(options, "_timeout", None)
+
+
+def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:
+    """The collectives that flatshard uses over ``group`` unless told otherwise: a base for others to wrap.
+
+    Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, where part ``k`` of ``input`` goes to
+    rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also hand on ``out_of_place`` and
+    ``widens`` (see :class:`BuiltinCollectives`): what has them not is called as :class:`Collectives` says.
+    """
+    backend = dist.get_backend(group)
+    if backend == "fake":
+        return FakeCollectives(group, widens=device.type == "cpu")  # as gloo
+    if device.type == "cpu" and _has_gloo(group):
+        return GlooCollectives(group)
+    return DefaultCollectives(group)
+
+
+def message_collectives(group: dist.ProcessGroup, device: torch.device) -> tuple[BuiltinCollectives, torch.device]:
+    """For messages among those who compute on ``device``, and where the messages lie: on CPU, if the group can do that."""
+    where = torch.device("cpu") if _has_gloo(group) else device
+    return builtin_collectives(group, where), where
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend_config(group))

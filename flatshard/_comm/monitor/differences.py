@@ -1,0 +1,73 @@
+"""Whether ranks that do not find together have built different models, and in what they differ: for errors.
+
+Each rank describes the unit that it communicates for; these descriptions are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from flatshard._comm.progress import Issued
+from flatshard._errors import name_list
+
+Described = dict[str, Any]
+"""A unit, as JSON: ``unit``, its FQN; ``tag``; ``flats``, what is in it; ``units``, all of this process: [tag, FQN]."""
+
+CURE = "Build the same model on all ranks, from the same arguments, and shard it by the same calls"
+_PARAMETERS, _UNITS = 500, 1000  # to describe
+
+
+def described(issued: Issued) -> Described:
+    """The unit of a collective."""
+    flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in issued.label.contents()]
+    units = list(issued.progress.units().items())[:_UNITS]
+    return {"unit": issued.unit, "tag": issued.tag, "flats": flats, "units": units}
+
+
+def difference(units: Mapping[int, Described]) -> str:
+    """In what the units that these ranks have come to differ, if they are to be one. Empty: in nothing, or they are not."""
+    first, *others = sorted(units) or [0]
+    for other in others:
+        mine, theirs = units[first], units[other]
+        if mine["flats"] and theirs["flats"] and (found := _between(mine, theirs, first, other)):
+            return found
+    return ""
+
+
+def _between(mine: Described, theirs: Described, rank: int, other: int) -> str:
+    tags, their_tags = ({tag for tag, _ in d["units"]} for d in (mine, theirs))
+    names, their_names = ({name for _, name in d["units"]} for d in (mine, theirs))
+    if mine["tag"] == theirs["tag"] or not (
+        mine["tag"] in their_tags or theirs["tag"] in tags or max(len(tags), len(their_tags)) == _UNITS
+    ):
+        if mine["unit"] == theirs["unit"]:
+            return _in_flats(mine, theirs, rank, other)
+        if mine["unit"] not in their_names and theirs["unit"] not in names:
+            return (
+                f"their units have different names: rank {rank} has {mine['unit'] or '<root>'!r} where rank {other} has "
+                f"{theirs['unit'] or '<root>'!r}"
+            )
+    return ""  # each has what the other has come to
+
+
+def _in_flats(mine: Described, theirs: Described, rank: int, other: int) -> str:
+    start = f"unit {mine['unit'] or '<root>'!r} is not the same on all ranks: "
+    own, their = ([(n, tuple(s)) for _, _, params in d["flats"] for n, s in params] for d in (mine, theirs))
+    if len(own) != len(their):
+        here, there = ({n for n, _ in params} for params in (own, their))
+        only = [(r, sorted(found)) for r, found in ((rank, here - there), (other, there - here)) if found]
+        told = "".join(f"; only rank {r} has {name_list(found, 3)}" for r, found in only)
+        return f"{start}it has {len(own)} parameters on rank {rank}, and {len(their)} on rank {other}{told}"
+    for (name, shape), (their_name, their_shape) in zip(own, their, strict=True):
+        if (name, shape) != (their_name, their_shape):
+            found, their_found = f"{name!r} of shape {shape}", f"{their_name!r} of shape {their_shape}"
+            return f"{start}rank {rank} has {found} where rank {other} has {their_found}"
+    for flat, their_flat in itertools.zip_longest(mine["flats"], theirs["flats"]):
+        if flat is None or their_flat is None or list(flat[:2]) != list(their_flat[:2]):
+            mine_is, theirs_is = (
+                "nothing" if f is None else f"{f[1]} elements of {f[0]} a rank" for f in (flat, their_flat)
+            )
+            return f"{start}its parameters are laid out as {mine_is} on rank {rank}, and as {theirs_is} on rank {other}"
+    return ""

@@ -1,0 +1,328 @@
+"""The user's mistakes, found before anything is changed. Each message names the FQN and the cure."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parameter import UninitializedParameter
+
+from flatshard._composable.partition import PlannedUnit, walk
+from flatshard._composable.policy import is_never_called
+from flatshard._composable.state import owner_of, unit_of
+from flatshard._config import ShardingStrategy, local_world_size
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass, plain_tensors
+
+# Classes of torch that manage the parameters below them, by name: importing FSDP costs time. "DDP" is what `replicate`
+# makes a module an instance of.
+_FOREIGN_WRAPPERS = ("FullyShardedDataParallel", "ReplicateModule", "FSDPModule", "DistributedDataParallel", "DDP")
+_SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself. Shard the module that calls it"
+
+
+def check_module(module: Any, what: str = "module") -> None:
+    """``module`` can be a unit."""
+    if not isinstance(module, nn.Module):
+        hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
+        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: {_SCRIPTED_CURE}")
+    if unit_of(module) is not None:
+        raise ValueError(
+            f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
+            "fully_shard once a module, inner modules first"
+        )
+    if is_never_called(module):
+        raise ValueError(
+            "this is the out_proj of an nn.MultiheadAttention, which reads its weight and never calls it, so its hooks would "
+            "never run. Shard the MultiheadAttention"
+        )
+    if not _has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so its hooks would never run. Shard its items, "
+            "`for m in container: fully_shard(m)`, or the module that calls them"
+        )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # torch.compile(module) is a module with a forward of its own, in the instance.
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def resolve_groups(
+    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The process group to shard over, and for hybrid strategies the group of this rank's replicas."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group(...) first (under torchrun, "
+            "init_process_group() alone is enough)"
+        )
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("fully_shard: pass process_group or device_mesh, not both")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}")
+    if device_mesh is not None and device_mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
+    if strategy.is_hybrid:
+        return _hybrid_groups(process_group, device_mesh, strategy)
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass the one to shard over, "
+                "such as mesh['dp'], or strategy=ShardingStrategy.HYBRID_SHARD to replicate over the first of two"
+            )
+        return device_mesh.get_group(), None
+    if process_group is None:
+        return dist.distributed_c10d._get_default_group(), None
+    if isinstance(process_group, tuple):
+        raise ValueError(
+            f"process_group is a tuple, which hybrid strategies take, but strategy is {strategy}: pass the group to shard "
+            "over, or strategy=ShardingStrategy.HYBRID_SHARD"
+        )
+    return _checked_group(process_group), None
+
+
+def _hybrid_groups(
+    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(group to shard over, group of replicas): never one of them alone, as that would be another strategy."""
+    wanted = f"strategy={strategy} shards over one group and replicates over another"
+    if process_group is not None:
+        if not isinstance(process_group, tuple) or len(process_group) != 2:
+            raise ValueError(
+                f"{wanted}: pass process_group=(group to shard over, group of replicas), a 2-D device_mesh, or neither for "
+                "one shard group a node"
+            )
+        shard, replicas = map(_checked_group, process_group)
+    else:
+        if device_mesh is None:
+            device_mesh = _node_mesh()
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"{wanted}: device_mesh needs 2 dimensions, (replicate, shard), and has {device_mesh.ndim}: "
+                f"{device_mesh.mesh_dim_names}"
+            )
+        replicas, shard = device_mesh.get_group(0), device_mesh.get_group(1)
+    common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicas))
+    if common != {dist.get_rank()}:
+        raise ValueError(
+            f"{wanted}: the two groups must have only this rank in common, and share ranks {sorted(common)}"
+        )
+    return shard, replicas
+
+
+_node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
+
+
+def _node_mesh() -> DeviceMesh:
+    """One row of ranks for each node. Made once for each default group: making groups communicates."""
+    world = dist.distributed_c10d._get_default_group()
+    found = _node_meshes.get(id(world))
+    if found is not None and found[0]() is world:
+        return found[1]
+    local = local_world_size()
+    if local is None or dist.get_world_size() % local:
+        raise ValueError(
+            f"a hybrid strategy without device_mesh shards within a node, but LOCAL_WORLD_SIZE={local} does not divide the "
+            f"{dist.get_world_size()} ranks: launch with torchrun, or pass a 2-D device_mesh"
+        )
+    mesh = init_device_mesh(default_device().type, (dist.get_world_size() // local, local))
+    _node_meshes[id(world)] = weakref.ref(world), mesh
+    return mesh
+
+
+def _checked_group(group: Any) -> dist.ProcessGroup:
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a ProcessGroup, got a {type(group).__name__}")
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
+    checked: dist.ProcessGroup = group
+    return checked
+
+
+def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """``ignored_states`` as modules (with all below them) and parameters."""
+    modules: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
+    if isinstance(ignored_states, nn.Module | torch.Tensor) or not isinstance(ignored_states, Iterable | None):
+        raise TypeError(
+            "ignored_states takes a list of modules or parameters, e.g. ignored_states=[model.embed], got a "
+            f"{type(ignored_states).__name__}"
+        )
+    in_root, in_root_params = set(root.modules()), set(root.parameters())
+    for state in ignored_states or ():
+        if isinstance(state, nn.Module):
+            if state not in in_root:
+                raise ValueError(
+                    f"ignored_states: a {type(state).__name__} is not a submodule of {type(root).__name__}"
+                )
+            if state is root:
+                raise ValueError("ignored_states holds the module that is to be sharded")
+            modules.update(state.modules())
+            params.update(state.parameters())
+        elif isinstance(state, nn.Parameter):
+            if state not in in_root_params:
+                raise ValueError(
+                    f"ignored_states: a parameter of shape {tuple(state.shape)} is not in {type(root).__name__}"
+                )
+            params.add(state)
+        else:
+            raise TypeError(f"ignored_states holds a {type(state).__name__}; it takes modules and parameters")
+    for module in modules:
+        if unit_of(module) is not None:
+            name = next(n for n, m in root.named_modules() if m is module)
+            raise ValueError(
+                f"{name!r} is sharded already, but lies in an ignored module: leave it unsharded, or do not ignore it"
+            )
+    return modules, params
+
+
+def check_chosen(root: nn.Module, chosen: Iterable[nn.Module]) -> None:
+    """What a policy chose can be units."""
+    names = {m: n for n, m in root.named_modules()}
+    for module in chosen:
+        what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{what}, which fully_shard cannot hook: {_SCRIPTED_CURE}")
+        if not _has_forward(module):
+            raise ValueError(f"{what}, which has no forward: choose its items instead")
+
+
+def check_tree(root: nn.Module, ignored: set[nn.Module]) -> None:
+    """Nothing in the tree is managed by another wrapper."""
+    for fqn, module, _ in walk(root, ignored):
+        bases = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
+        found = [w for w in _FOREIGN_WRAPPERS if w in bases]
+        if found:
+            raise ValueError(
+                f"{fqn or 'the module'!r} is managed by {found[0]} already: unwrap it, or pass it in ignored_states"
+            )
+
+
+def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
+    """Nothing in ``root`` was sharded as a part of a unit around it."""
+    for unit in units:
+        for _, name, param in unit.foreign:
+            owner = owner_of(param)
+            if owner is not None and any(m is root for m in owner.module.modules()):
+                raise ValueError(
+                    f"{name!r} in this {type(root).__name__} is sharded already, as {param._flatshard_info.fqn!r} of a unit "
+                    f"around it, a {type(owner.module).__name__}: shard inner modules before outer ones, or choose them by "
+                    "the policy of one call on the outermost"
+                )
+
+
+def check_parameters(
+    units: list[PlannedUnit], device: torch.device | None, groups: Sequence[dist.ProcessGroup]
+) -> torch.device:
+    """Every parameter can be flattened, and sharded over ``groups``. Returns the device that they are on, or will be."""
+    by_device: dict[torch.device, list[str]] = {}
+    ranges: list[tuple[torch.device, int, int, str]] = []
+    for unit in units:
+        for owned in unit.owned:
+            check_parameter(owned.fqn, owned.param)
+            if is_dtensor(owned.param):
+                _check_mesh(owned.fqn, owned.param, groups)
+            by_device.setdefault(owned.param.device, []).append(owned.fqn)
+            for plain in plain_tensors(owned.param):
+                if plain.is_meta or not plain.numel():
+                    continue
+                start = plain.data_ptr()
+                span = sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True)) + 1
+                ranges.append((plain.device, start, start + span * plain.itemsize, owned.fqn))
+    _check_overlap(ranges)
+    if device is not None:
+        return device
+    real = {d: names for d, names in by_device.items() if d.type != "meta"}
+    if len(real) > 1:
+        where = "; ".join(f"{name_list(names, 3)} on {d}" for d, names in real.items())
+        raise ValueError(f"parameters are on different devices: {where}. Move the module first, or pass device_id=...")
+    if real:
+        return next(iter(real))
+    return default_device()
+
+
+def default_device() -> torch.device:
+    """Where a meta module is materialised: the current accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    backends = str(dist.get_backend_config())
+    if accelerator is None or ("cpu:" in backends and f"{accelerator.type}:" not in backends):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def check_parameter(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")
+    if (subclass := TensorSubclass.of(param)) is not None:
+        if any(t.is_meta for t in plain_tensors(param)):
+            raise ValueError(
+                f"parameter {fqn!r} is a {type(param).__name__} on the meta device, which cannot be initialised there: build "
+                "it with its values (quantise after loading)"
+            )
+        if (why := subclass.check(param)) is not None:
+            raise ValueError(
+                f"parameter {fqn!r} is a {type(param).__name__}, which {why}. Or pass it in ignored_states"
+            )
+    elif is_dtensor(param) and type(local_tensor(param)) is not torch.Tensor:
+        kind = type(local_tensor(param)).__name__
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a DTensor with a {kind} inside: a tensor subclass is sharded without tensor parallelism "
+            "only; pass it in ignored_states"
+        )
+    elif not is_dtensor(param) and not _is_plain(param):
+        raise ValueError(
+            f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass that does not say what is inside: give it "
+            "__tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states"
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter {fqn!r} has layout {param.layout}: only dense parameters can be sharded")
+    if not param.is_leaf:
+        raise ValueError(f"parameter {fqn!r} is not a leaf of autograd's graph")
+
+
+def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+    """A DTensor over a tensor-parallel mesh that crosses the ``groups`` to shard over. See ``TensorParallel``."""
+    odd = [p for p in param.placements if not (p.is_replicate() or (p.is_shard() and type(p).__name__ == "Shard"))]
+    if odd:
+        raise ValueError(
+            f"parameter {fqn!r} is a DTensor placed as {odd[0]}: only Shard(dim) and Replicate() can be sharded further. "
+            "Redistribute it before fully_shard (param.redistribute(placements=[...]))"
+        )
+    mine, inside = dist.get_rank(), {int(rank) for rank in param.device_mesh.mesh.flatten()}
+    for group in groups:
+        if shared := sorted((inside & set(dist.get_process_group_ranks(group))) - {mine}):
+            raise ValueError(
+                f"parameter {fqn!r} is a DTensor over ranks {sorted(inside)}, and is to be sharded over ranks "
+                f"{dist.get_process_group_ranks(group)}: rank {mine} would share it with rank {shared[0]} twice. Shard "
+                "over the other dimension of the mesh: fully_shard(..., device_mesh=mesh['dp']), where "
+                "mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+            )
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    kind = type(param)
+    disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
+    has_function = getattr(kind, "__torch_function__", disabled) is not disabled
+    has_dispatch = getattr(kind, "__torch_dispatch__", disabled) is not torch.Tensor.__torch_dispatch__
+    return (isinstance(param, nn.Parameter) and kind.__mro__[0] is nn.Parameter) or not (has_function or has_dispatch)
+
+
+def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:
+    """Two different parameters in the same memory would come apart silently."""
+    ranges.sort(key=lambda r: (str(r[0]), r[1]))
+    for (device, _, stop, fqn), (other_device, start, _, other) in itertools.pairwise(ranges):
+        if device == other_device and start < stop and fqn != other:  # within a tensor subclass each is copied
+            raise ValueError(
+                f"parameters {fqn!r} and {other!r} are different Parameter objects in the same memory. Register one "
+                "object under both names to tie them, or clone one"
+            )

@@ -1,0 +1,157 @@
+"""``configure``: what of the choices of ``fully_shard`` may change later, for the units of a module."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from flatshard._composable.exec_order import ChosenUnits
+from flatshard._composable.find import unit_for, units_for
+from flatshard._composable.state import Unit, unit_of
+from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
+from flatshard._runtime import Runtime
+
+
+class _Unchanged(enum.Enum):
+    UNCHANGED = "unchanged"
+
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+UNCHANGED: Final = _Unchanged.UNCHANGED
+
+
+def configure(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    reshard_after_forward: bool | int | _Unchanged | None = UNCHANGED,
+    gradient_sync: bool | _Unchanged = UNCHANGED,
+    all_reduce: bool | _Unchanged = UNCHANGED,
+    divide_factor: float | _Unchanged | None = UNCHANGED,
+    forward_prefetch: bool | Iterable[nn.Module] | _Unchanged = UNCHANGED,
+    backward_prefetch: BackwardPrefetch | str | Iterable[nn.Module] | _Unchanged | None = UNCHANGED,
+) -> None:
+    """Change what ``module``'s units do from now on. What is not given stays as it is. All ranks must make the same calls.
+
+    Example::
+
+        flatshard.configure(model, gradient_sync=False)          # as FSDP2's set_requires_gradient_sync(False)
+        flatshard.configure(model.head, reshard_after_forward=False)
+        flatshard.configure(model.blocks[0], forward_prefetch=[model.blocks[1], model.blocks[2]])
+
+    Args:
+        module: a unit, or with ``recurse`` a module that holds units.
+        recurse: also the units below ``module``.
+        reshard_after_forward: from the next forward on. True frees the parameters, in the outermost unit as well. False keeps
+            them for backward: one all-gather a step, more memory. None: as the strategy says. An int: the size of a smaller
+            group to reshard to, see :func:`fully_shard`; then every rank of the world must make the same call.
+        gradient_sync: whether backwards reduce gradients: :func:`no_sync` without a context.
+        all_reduce: whether backwards average over the replicas of a hybrid strategy, besides the shard group. False holds
+            this rank's part, reduced within the shard group, for the next backward to add to: "reduce-scatter now,
+            all-reduce at the last microbatch". It takes the memory of the shard once more, not of the whole gradients.
+        divide_factor: what the sum of the gradients over all ranks is divided by. None: the number of ranks, the default.
+        forward_prefetch: what to gather while a unit computes forward. True: what followed it in the last pass. False:
+            nothing. Modules, each a unit: these, in this order, for ``module``'s own unit, whatever ``recurse`` says.
+        backward_prefetch: as for :func:`fully_shard`; or modules as above, to be gathered while ``module`` computes
+            backward, in place of the order in which forward ran. They are gathered when ``backward_prefetch`` said before, or
+            if that was None, before ``module``'s backward computes. One that backward does not come to is gathered in vain.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a unit cannot have it: the message names it. Nothing has been changed.
+    """
+    units = units_for(module, recurse, "configure")
+    changes: list[tuple[Unit, dict[str, Any]]] = []
+    split: dict[Runtime, int] = {}
+    if reshard_after_forward is not UNCHANGED:
+        split = _check_reshard_after_forward(units, reshard_after_forward)
+    if all_reduce is not UNCHANGED:
+        _check_all_reduce(units)
+    if divide_factor is not UNCHANGED and divide_factor is not None and not divide_factor > 0:
+        raise ValueError(f"configure: divide_factor must be positive or None, got {divide_factor}")
+    for name, value in (("gradient_sync", gradient_sync), ("all_reduce", all_reduce)):
+        if value is not UNCHANGED and not isinstance(value, bool):
+            raise TypeError(f"configure: {name} must be True or False, got {value!r}")
+    if forward_prefetch is not UNCHANGED:
+        if isinstance(forward_prefetch, bool):
+            changes += [(unit, {"forward_prefetch": forward_prefetch, "ahead_in_forward": None}) for unit in units]
+        else:
+            unit, chosen = _chosen(module, forward_prefetch, "forward_prefetch")
+            changes.append((unit, {"ahead_in_forward": chosen}))
+    if backward_prefetch is not UNCHANGED:
+        if backward_prefetch is None or isinstance(backward_prefetch, BackwardPrefetch | str):
+            when = (
+                None if backward_prefetch is None else as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
+            )
+            changes += [(unit, {"backward_prefetch": when, "ahead_in_backward": None}) for unit in units]
+        else:
+            unit, chosen = _chosen(module, backward_prefetch, "backward_prefetch")
+            changes.append((unit, {"ahead_in_backward": chosen}))
+
+    for runtime, size in split.items():
+        runtime.split(size)
+    for unit in units:
+        if reshard_after_forward is not UNCHANGED:
+            unit.set_reshard_after_forward(reshard_after_forward)
+        if gradient_sync is not UNCHANGED:
+            unit.set_gradient_sync(gradient_sync)
+        for grads in unit.handle.grads:
+            if all_reduce is not UNCHANGED:
+                grads.reduction.reduces_replicas = all_reduce
+            if divide_factor is not UNCHANGED:
+                grads.reduction.divide_factor = divide_factor
+    for unit, change in changes:
+        if "ahead_in_forward" in change:
+            unit.forward_prefetch = change.pop("ahead_in_forward")
+        if "ahead_in_backward" in change:
+            unit.backward_prefetch = change.pop("ahead_in_backward")
+        unit.config = replace(unit.config, **change)
+
+
+def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) -> dict[Runtime, int]:
+    """Returns the sizes of smaller groups that runtimes need."""
+    split: dict[Runtime, int] = {}
+    for unit in units:
+        try:
+            check_reshard_after_forward(value, unit.config.strategy)
+            size = as_reshard_after_forward(value, unit.context.runtime.world_size)
+        except ValueError as e:
+            raise ValueError(f"configure: unit {unit.fqn or '<root>'!r}: {e}") from None
+        if size is not None and not isinstance(size, bool):
+            split.setdefault(unit.context.runtime, size)
+    return split
+
+
+def _check_all_reduce(units: list[Unit]) -> None:
+    for unit in units:
+        if unit.handle.replicas is None or not unit.config.strategy.is_hybrid:
+            raise ValueError(
+                f"configure(all_reduce=...): unit {unit.fqn or '<root>'!r} has strategy {unit.config.strategy.name} and no "
+                "replicas to reduce over: use gradient_sync=..., or a hybrid strategy over more than one group"
+            )
+
+
+def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple[Unit, ChosenUnits[Unit]]:
+    """``module``'s unit, and what is to be gathered while it computes."""
+    verb = f"configure({name}=...)"
+    unit = unit_for(module, verb)
+    if isinstance(modules, nn.Module) and unit_of(modules) is not None:
+        raise TypeError(f"{verb} takes a list of modules, got a {type(modules).__name__}")
+    if not isinstance(modules, Iterable):
+        raise TypeError(f"{verb} takes a list of modules or a choice of fully_shard, got {modules!r}")
+    chosen = [unit_for(each, verb) for each in modules]
+    for other in chosen:
+        fqn = repr(other.fqn or "<root>")
+        if other is unit:
+            raise ValueError(f"{verb}: unit {fqn} cannot be gathered ahead of itself")
+        if other.context is not unit.context:
+            raise ValueError(
+                f"{verb}: unit {fqn} is on another process group or device than {unit.fqn or '<root>'!r}, whose order of "
+                "collectives it does not share: name units of one group"
+            )
+    return unit, ChosenUnits(chosen)

@@ -1,0 +1,140 @@
+"""Tensors that leave a unit: by its output, or past it.
+
+Backward comes back to a unit through the tensors that its forward handed out; that is where the unit must be gathered
+again. Most leave in the output. Some leave past it: stashed in a module attribute (``self.aux_loss = ...``), or caught
+by a forward hook that somebody put on an inner module. Both are looked for here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard._composable.extensions import Extension, ForwardFeature, Link
+from flatshard._composable.forward import Forward
+from flatshard._composable.outputs import tensors_in
+from flatshard._composable.state import Unit
+
+# What nn.Module itself keeps in __dict__ can't hold an activation.
+_MODULE_KEYS = frozenset(nn.Module().__dict__)
+_NUMBERS = frozenset((int, float, bool))
+
+
+class Escapes(Extension):
+    """Has every unit watch for such tensors."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> EscapeWatch:
+        return EscapeWatch(unit, modules)
+
+
+class EscapeWatch(ForwardFeature):
+    """Looks for tensors that leave one unit past its output. ``modules``: those that are in this unit and no other."""
+
+    def __init__(self, unit: Unit, modules: Iterable[nn.Module]) -> None:
+        self.unit = unit
+        self.modules = list(modules)
+        self._link = Link(self)
+        self._caught: list[torch.Tensor] = []  # by hooks, in the forward under way
+        # The modules' attributes and buffers; how many each had when last looked at; and those that could hold an
+        # activation. Found out by the first forward: at construction the modules may be copies that are not complete.
+        self._looked_at: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._hooks: list[dict[int, Any]] = []
+        self._newest: dict[int, tuple[int, int]] = {}  # of each module's hooks, when last looked at
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EscapeWatch:
+        """That of the copied unit. Hooks on inner modules are copied with these."""
+        result = EscapeWatch(copy.deepcopy(self.unit, memo), [copy.deepcopy(m, memo) for m in self.modules])
+        result._link = self._link.give_to_copy(result, memo)
+        return result
+
+    def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where somebody hooked an inner module, hook it too, to see what they may have caught."""
+        if forward.in_backward or not torch.is_grad_enabled():
+            return
+        if self.unit.is_alone(forward.claim):  # else a forward around this one has caught some
+            self._caught.clear()
+        if not self._looked_at:
+            self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
+            inner = [m for m in self.modules if m is not self.unit.module]
+            self._hooks = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        if any(self._hooks):
+            self._hook_hooked()
+
+    def _hook_hooked(self) -> None:
+        for module in self.modules:
+            after, before = module._forward_hooks, module._forward_pre_hooks
+            newest = next(reversed(after), -1), next(reversed(before), -1)  # their numbers only grow
+            if newest == self._newest.get(id(module), (-1, -1)):
+                continue
+            self._newest[id(module)] = newest
+            hooks = [*after.values(), *before.values()]
+            is_watched = module is self.unit.module or any(map(_is_ours, hooks))
+            if not is_watched and not all(map(_is_of_tensor_parallelism, hooks)):
+                module.register_forward_hook(functools.partial(_catch, self._link))
+
+    def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors with a graph that were stashed or caught in the forward that just ended."""
+        if list(map(len, self._looked_at)) != self._sizes:
+            self._find_places()
+        found, self._caught = self._caught, []
+        for attributes, name in self._places:
+            value = attributes.get(name)
+            if value is not None and type(value) not in _NUMBERS:
+                found.extend(t for t in tensors_in(value) if t.grad_fn is not None)
+        return found
+
+    def catch(self, value: Any) -> None:
+        """An inner module's forward has seen ``value``. While the unit isn't in one, somebody recomputes a part of it."""
+        if self.unit.is_used and torch.is_grad_enabled():
+            self._caught.extend(t for t in tensors_in(value) if t.requires_grad)
+
+    def _find_places(self) -> None:
+        self._sizes = [len(d) for d in self._looked_at]
+        # torch's own modules keep numbers as they are; others' may become losses (``self.aux_loss = 0.0``).
+        kinds = [type(m).__module__.startswith("torch.nn.") for m in self.modules for _ in range(2)]
+        self._places = [
+            (d, name)
+            for d, is_torchs in zip(self._looked_at, kinds, strict=True)
+            for name, value in d.items()
+            if name not in _MODULE_KEYS and name not in d.get("_parameters", ()) and _may_hold(value, is_torchs)
+        ]
+
+
+def _catch(link: Link[EscapeWatch], module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook on an inner module."""
+    if (watch := link.feature) is not None:
+        watch.catch((args, output))
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "func", None) is _catch
+
+
+def _is_of_tensor_parallelism(hook: Any) -> bool:
+    """Whether ``parallelize_module`` made this hook. It keeps nothing, and a hook of ours would break compiled graphs."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if not getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+        return False
+    inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return all(_is_of_tensor_parallelism(each) for each in inner if callable(each))
+
+
+def _may_hold(value: Any, is_torchs: bool) -> bool:
+    """Whether an attribute is, or could come to be, a place where a forward stashes tensors.
+
+    ``is_torchs``: of a module in ``torch.nn``.
+    """
+    if type(value) in _NUMBERS:
+        return not is_torchs
+    if isinstance(value, str | bytes | nn.Parameter | type):
+        return False
+    return value is None or isinstance(value, torch.Tensor | list | tuple | dict) or dataclasses.is_dataclass(value)

@@ -1,0 +1,132 @@
+"""Methods besides ``forward`` that run a unit: ``generate``, ``encode``, ``training_step``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from torch import nn
+
+from flatshard._composable.find import unit_for
+from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.state import Unit
+from flatshard._errors import name_list
+
+
+class ForwardMethod:
+    """A method of a unit that runs as its forward does. It lies in the module's ``__dict__``, in front of the method.
+
+    Of a generator function each resumption is a forward, as between two of them the caller may do anything.
+    """
+
+    def __init__(self, hooks: UnitHooks, name: str) -> None:
+        self.hooks = hooks
+        self.name = name
+        self.hidden: Any = hooks.unit.module.__dict__.get(name)  # an instance attribute that was there
+        method = self._method()
+        self._yields = inspect.isgeneratorfunction(method)
+        functools.update_wrapper(self, method)
+
+    def _method(self) -> Callable[..., Any]:
+        if self.hidden is not None:
+            return self.hidden  # type: ignore[no-any-return]
+        module = self.hooks.unit.module
+        found = inspect.getattr_static(type(module), self.name)
+        bind = getattr(type(found), "__get__", None)
+        return found if bind is None else bind(found, module, type(module))  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self._method()
+        return self._iterate(method, args, kwargs) if self._yields else self.hooks.run(method, args, kwargs)
+
+    def _iterate(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, Any, Any]:
+        run = self.hooks.run
+        generator: Any = None
+
+        def start(*args: Any, **kwargs: Any) -> Any:
+            nonlocal generator
+            generator = method(*args, **kwargs)
+            return next(generator)
+
+        try:
+            value = run(start, args, kwargs)
+            while True:
+                try:
+                    sent = yield value
+                except GeneratorExit:  # perhaps from the garbage collector, where nothing may be gathered
+                    generator.close()
+                    raise
+                except BaseException as e:
+                    value = run(generator.throw, (e,), {})
+                else:
+                    value = run(generator.send, (sent,), {})
+        except StopIteration as e:
+            return e.value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
+        """Of the copied unit, like the module that holds it."""
+        result = object.__new__(ForwardMethod)
+        memo[id(self)] = result
+        result.__dict__.update({k: v for k, v in self.__dict__.items() if k != "__wrapped__"})
+        result.hooks = copy.deepcopy(self.hooks, memo)
+        result.hidden = copy.deepcopy(self.hidden, memo)
+        result.__dict__["__wrapped__"] = result._method()
+        return result
+
+
+def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
+    """``names`` as a list, if all of them name methods that can be registered on ``module``."""
+    names = [names] if isinstance(names, str) else list(names)
+    kind = type(module).__name__
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"a forward method is given by its name, got {name!r}")
+        found = module.__dict__.get(name) or inspect.getattr_static(type(module), name, None)
+        if found is None:
+            similar = [n for n in dir(type(module)) if n not in dir(nn.Module)]
+            raise ValueError(f"{kind} has no method {name!r}; it has {name_list(similar) or 'none of its own'}")
+        if isinstance(found, ForwardMethod):
+            continue
+        if inspect.isdatadescriptor(found) or not callable(getattr(module, name)):
+            raise ValueError(f"{kind}.{name} is not a method, and cannot be registered as one")
+        if name in ("forward", "__call__") or name.startswith("__"):
+            raise ValueError(f"{kind}.{name}: calls of the module are forwards already; register its other methods")
+        method = getattr(module, name)
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise NotImplementedError(
+                f"{kind}.{name} is async, and what runs between its steps is not known: have it call a method that is not"
+            )
+    return names
+
+
+def register_methods(unit: Unit, names: Iterable[str]) -> None:
+    """Have the methods of these names run as forwards of ``unit``. ``names``: as ``check_methods`` returned them."""
+    for name in names:
+        if not isinstance(unit.module.__dict__.get(name), ForwardMethod):
+            unit.module.__dict__[name] = ForwardMethod(UnitHooks.of(unit), name)
+
+
+def register_forward_method(module: nn.Module, method_name: str | Iterable[str]) -> None:
+    """Have calls of ``module.method_name(...)`` run the unit as calls of ``module(...)`` do.
+
+    Its own parameters are gathered before, and freed after; outputs lead backward back to it. For ``generate``, ``encode``,
+    ``training_step``: whatever uses parameters of ``module`` that no unit below it owns. Methods that only call other
+    units, or ``module(...)`` itself, need it not. A generator function is a forward each time it is resumed; between two
+    items the parameters are sharded. Module hooks do not run. ``torch.distributed.fsdp`` calls it
+    ``register_fsdp_forward_method``.
+
+    Args:
+        module: a unit.
+        method_name: the method's name, or several. What is registered already stays so.
+
+    Raises:
+        ValueError: ``module`` is not a unit, or has no such method. Nothing has been registered.
+        NotImplementedError: the method is async.
+    """
+    unit = unit_for(module, "register_forward_method")
+    register_methods(unit, check_methods(unit.module, method_name))

@@ -1,0 +1,80 @@
+"""When gradients are reduced, and what they are divided by: ``no_sync`` and its relatives.
+
+By default every backward reduces into ``.grad``, which adds up: gradient accumulation needs nothing from here, and holds no
+more memory than one microbatch. ``no_sync`` trades memory (the unsharded gradients, in the reduce dtype) for communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from flatshard._composable.features.full_params import shows_gradients
+from flatshard._composable.find import units_for
+from flatshard._errors import name_list
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
+    """Backwards inside keep their gradients on this rank; the first backward after it reduces their sum.
+
+    A backward counts as inside if it *runs* inside; where its forward ran does not matter. All ranks must enter alike.
+    ``.grad`` does not change inside, so ``zero_grad()`` there drops nothing: the next backward outside reduces what was
+    held. To drop it, call :func:`recover`, or let the exception be raised in backward. A single rank has nobody to hold
+    back from: its gradients are in ``.grad`` at once.
+
+    Example::
+
+        with flatshard.no_sync(model):
+            for x in microbatches[:-1]:
+                model(x).sum().backward()
+        model(microbatches[-1]).sum().backward()
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+    """
+    units = units_for(module, recurse, "no_sync")
+    before = [(unit.requires_gradient_sync, unit.syncs_after) for unit in units]
+    for unit in units:
+        if unit.syncs_after is None:
+            unit.syncs_after = unit.requires_gradient_sync
+        unit.set_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for unit, values in zip(units, before, strict=True):
+            sync, unit.syncs_after = values
+            unit.set_gradient_sync(sync)
+
+
+def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
+    """Reduce into ``.grad`` what backwards under :func:`no_sync` hold, without another backward. Every rank must call it.
+
+    For loops whose last backward cannot be told from the others, such as a pipeline schedule's::
+
+        with flatshard.no_sync(stage):
+            schedule.step(x)
+        flatshard.reduce_gradients(stage)  # one reduction, whatever the number of microbatches
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+        RuntimeError: called inside a forward or a backward.
+        CollectiveError: a reduction failed. What was held is dropped.
+    """
+    units = units_for(module, recurse, "reduce_gradients")
+    contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
+    if any(context.is_running for context in contexts):
+        raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
+    if shown := [unit.fqn or "<root>" for unit in units if shows_gradients(unit)]:
+        raise RuntimeError(
+            f"reduce_gradients: {name_list(shown)} show gradients inside summon_full_params(with_grads=True), which would be "
+            "lost where those shown are written back. Call it outside"
+        )
+    for unit in units:
+        if not unit.is_used:
+            unit.handle.check_parameters()
+    for context in contexts:
+        context.settle()
+        context.backward.reduce_held({unit for unit in units if unit.context is context})

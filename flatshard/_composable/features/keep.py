@@ -1,0 +1,66 @@
+"""``keep_unsharded``: units are gathered once, and stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from flatshard._composable.claims import Claim
+from flatshard._composable.find import units_for
+from flatshard._composable.state import Unit
+from flatshard._handle.slots import SHARDED
+
+
+@contextlib.contextmanager
+def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
+    """Inside, units are gathered once, at first use, and stay: for generation and evaluation, where forwards are many.
+
+    Forwards inside then communicate nothing. Changes of the parameters (an optimizer's step, ``p.data = ...``) are noticed,
+    and the next forward gathers again. ``module.parameters()`` are the user's sharded ones, as ever.
+    On exit the units are freed, or where one is inside a forward, at the end of that. Memory: whole parameters in the
+    compute dtype. All ranks must enter alike. They nest.
+
+    Example::
+
+        with torch.no_grad(), flatshard.keep_unsharded(model):
+            for _ in range(100):
+                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+
+    Args:
+        module: a unit, or with ``recurse`` a module that holds units.
+        recurse: also the units below ``module``.
+
+    Raises:
+        ValueError: nothing in ``module`` is a unit.
+    """
+    units = list(dict.fromkeys(n for u in units_for(module, recurse, "keep_unsharded") for n in u.needs))
+    kept = [(unit, Keep(unit)) for unit in units]
+    try:
+        yield
+    finally:
+        for unit, claim in kept:
+            unit.claims.remove(claim)
+            if not unit.is_kept:
+                unit.free_if_unused()
+
+
+class Keep(Claim):
+    """One unit in one ``keep_unsharded``: the storage stays, but what it holds may be outdated."""
+
+    __slots__ = ("full_precision",)
+
+    uses = False
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.pins = False
+        # What forwards in full precision (`full_precision_in_eval`) show meanwhile, and `handle.version()` then.
+        self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
+        in_this_pass = unit.gathered_in == unit.context.pass_id and unit.context.is_running
+        by_user = unit.gathered_in == -1
+        if not (unit.claims or in_this_pass or by_user):  # left by an earlier forward, perhaps outdated
+            unit.handle.slots.show(SHARDED)
+            unit.handle.reshard()
+        unit.claims.insert(0, self)

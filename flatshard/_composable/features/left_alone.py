@@ -1,0 +1,52 @@
+"""Parameters in a sharded module that are not sharded: ignored ones, and those that came after ``fully_shard``.
+
+[Note: Added after sharding]
+Whatever is registered in a sharded module later belongs to no unit: nobody averages its gradients, so each rank would train
+its own. No hook tells of it, and to look in each step would cost time. So each unit notes what it left alone, and who looks
+at an optimizer's parameters, or at replicas, finds what is neither sharded nor noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from flatshard._composable.extensions import Extension
+from flatshard._composable.state import Unit, unit_of
+from flatshard._handle.tensors.sharded_parameter import shard_info
+
+Slot = tuple[Unit, str, nn.Module, str, nn.Parameter]
+"""The nearest unit, the FQN as seen from where the search began, the module, the name there, and the parameter."""
+
+
+class LeftAlone(Extension):
+    """Has units note what is not sharded in them when they are made, which is so on purpose."""
+
+    def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
+        for unit, _, holder, name, _ in _plain(module):
+            if unit in made:
+                unit.left_alone.append((holder, name))
+
+
+def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
+    """Of all units of ``module``: what has been registered since. With the nearest unit, and its FQN in ``module``."""
+    for unit, fqn, holder, name, param in _plain(module):
+        if not any(holder is each and name == other for each, other in unit.left_alone):
+            yield unit, fqn, param
+
+
+def _plain(module: nn.Module) -> Iterator[Slot]:
+    stack: list[tuple[str, nn.Module, Unit | None]] = [("", module, None)]
+    seen: set[nn.Module] = set()
+    while stack:
+        prefix, at, unit = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        unit = unit_of(at) or unit
+        if unit is not None:
+            for name, param in at._parameters.items():
+                if param is not None and shard_info(param) is None:
+                    yield unit, f"{prefix}{name}", at, name, param
+        stack += [(f"{prefix}{name}.", child, unit) for name, child in at._modules.items() if child is not None]

@@ -1,0 +1,170 @@
+"""Mixed precision around a forward: what is cast on the way in and out, and the warning about low-precision masters.
+
+The parameters' own casts are the handle's affair (``FlatBuffers``, ``FlatGradients``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
+
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.features.keep import Keep
+from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.forward import Forward
+from flatshard._composable.state import Unit
+from flatshard._errors import name_list
+from flatshard._handle.slots import UNSHARDED
+from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.whole_parameters import WholeParameters
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating-point tensor in it cast to ``dtype``. Autograd sees the casts."""
+    kind = type(value)
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if kind is tuple:
+        return tuple([cast_floats(v, dtype) for v in value])
+    if kind is list:
+        return [cast_floats(v, dtype) for v in value]
+    if kind is dict:
+        return {k: cast_floats(v, dtype) for k, v in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: cast_floats(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
+    return tree_map(lambda v: cast_floats(v, dtype) if isinstance(v, torch.Tensor) else v, value)
+
+
+class Precision(Extension):
+    """Has units cast their inputs, outputs and buffers as their policies say."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> MixedForward | None:
+        policy = unit.config.mixed_precision
+        warn_about_low_precision_masters(p for buffers in unit.handle.buffers for p in buffers.params)
+        for module in modules:
+            if policy.ignores(module):
+                if policy.param_dtype is not None:
+                    full = FullPrecisionModule()
+                    module.register_forward_pre_hook(full.before, with_kwargs=True)
+                    module.register_forward_hook(full.after, with_kwargs=True, always_call=True)
+            elif policy.buffer_dtype is not None:
+                cast_buffers(module, policy.buffer_dtype)
+        return None if policy.param_dtype is None and policy.output_dtype is None else MixedForward(unit)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give the floating-point buffers of ``module`` a ``dtype``."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+
+
+class MixedForward(ForwardFeature):
+    """The casts around the forwards of one unit; or full precision, where it evaluates and is to have it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def enter(self, forward: Forward) -> None:
+        """Show the parameters in their own dtype, if this forward wants them so."""
+        unit = self.unit
+        if torch.is_grad_enabled():
+            return
+        wanted = unit.config.mixed_precision.full_precision_in_eval and not unit.module.training
+        around = any([isinstance(claim.shows, dict) and not claim.by_user for claim in unit.claims])
+        if not wanted and not around:  # a forward around this one may show them so already
+            return
+        forward.gathers = False
+        for needed, claim in forward.claims:
+            unit.context.used(needed)
+            if not needed.shows_copies:
+                if needed.is_alone(claim):
+                    needed.handle.reshard()
+                    needed.handle.check_parameters()
+                claim.shows, claim.pins = _full_precision(needed), False
+                needed.show()
+
+    def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        policy, outermost = self.unit.config.mixed_precision, self.unit.context.is_outermost(self.unit)
+        casts = policy.cast_root_forward_inputs if outermost else policy.cast_forward_inputs
+        if policy.param_dtype is None or not casts or forward.claim.shows is not UNSHARDED:
+            return None
+        return cast_floats(args, policy.param_dtype), cast_floats(kwargs, policy.param_dtype)
+
+    def after(self, forward: Forward, output: Any) -> Any:
+        dtype = self.unit.config.mixed_precision.output_dtype
+        return None if output is None or dtype is None else cast_floats(output, dtype)
+
+
+def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
+    """Whole parameters in their own dtype; while the unit is kept unsharded, one copy for each of their versions."""
+    keep = next((claim for claim in unit.claims if isinstance(claim, Keep)), None)
+    if keep is None:
+        return WholeParameters(unit.handle).copy_full_precision()
+    version = unit.handle.version()
+    if keep.full_precision is None or keep.full_precision[0] != version:
+        keep.full_precision = None  # first, for the memory
+        keep.full_precision = version, WholeParameters(unit.handle).copy_full_precision()
+    return keep.full_precision[1]
+
+
+class FullPrecisionModule:
+    """The forward hooks of one module that a policy ignores: inputs to its parameters' dtype, outputs back."""
+
+    def __init__(self) -> None:
+        self._outer: list[torch.dtype | None] = []  # of the inputs, of the forwards under way
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), torch.float32)
+        floats = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        self._outer.append(floats[0].dtype if floats else None)
+        return cast_floats((args, kwargs), own)  # type: ignore[no-any-return]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self._outer:
+            return output  # another hook raised before ours
+        outer = self._outer.pop()
+        return output if output is None or outer is None else cast_floats(output, outer)
+
+
+_LOW = (torch.bfloat16, torch.float16)
+_looked_at = LookedAt()
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_watching: list[Callable[[], None]] = []
+
+
+def warn_about_low_precision_masters(params: Iterable[nn.Parameter]) -> None:
+    """Have the first step of an optimizer that keeps state in bf16 or fp16 for a sharded parameter warn about it."""
+    _looked_at.clear()
+    if not _watching and any(p.requires_grad and p.dtype in _LOW for p in params):
+        _watching.append(register_optimizer_step_post_hook(_check_optimizer).remove)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _looked_at or optimizer in _warned:
+        return
+    _looked_at.add(optimizer)
+    found = [
+        info.fqn
+        for p, state in optimizer.state.items()
+        if (info := shard_info(p)) is not None
+        and p.dtype in _LOW
+        and any(isinstance(v, torch.Tensor) and v.dtype in _LOW for v in state.values())
+    ]
+    if found:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps its state for {name_list(found, 3)} in 16 bits, as these sharded parameters "
+            "are: small updates round to nothing, and training stalls. Load the model in float32 and pass "
+            "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) to fully_shard",
+            stacklevel=2,
+        )

@@ -1,0 +1,98 @@
+"""What a user registered to run as gradients come: on parameters, and on units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.find import unit_for
+from flatshard._composable.state import Unit
+from flatshard._errors import name_list
+from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.slots import SHARDED
+
+
+class UserHooks(Extension):
+    """Runs them for every unit."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> UserHooksOfUnit:
+        return UserHooksOfUnit(unit)
+
+
+class UserHooksOfUnit(ForwardFeature):
+    """Those of one unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def reduced(self) -> None:
+        """Run what the user registered on the unit's parameters, then on the unit."""
+        unit = self.unit
+        for grads in unit.handle.grads:
+            given, grads.given = grads.given, ()
+            if grads.flat_param is not None:
+                _refuse_unreachable(grads)
+            if grads.buffers.is_watched or grads.is_watched:
+                for param in given:
+                    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                        hook(param)
+        if unit.reduced_callbacks:
+            # A callback that asks its module for parameters is to see the user's own, which have the gradients.
+            slots, shown = unit.handle.slots, unit.handle.slots.shows
+            slots.show(SHARDED)
+            try:
+                for callback in list(unit.reduced_callbacks.values()):
+                    callback(unit.module)
+            finally:
+                slots.show(shown)
+
+
+def _refuse_unreachable(grads: FlatGradients) -> None:
+    if grads.buffers.is_watched:
+        named = zip(grads.buffers.params, grads.buffers.layout.params, strict=True)
+        if found := [info.fqn for param, info in named if _is_hooked(param)]:
+            raise RuntimeError(
+                f"{name_list(found)} have hooks that would never run: since flat_parameters() was called, the flat parameter "
+                "alone receives gradients. Register them on that one"
+            )
+
+
+def _is_hooked(param: nn.Parameter) -> bool:
+    return bool(param._post_accumulate_grad_hooks)
+
+
+def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module], object]) -> RemovableHandle:
+    """Call ``hook(module)`` each time that the unit's gradients have been reduced into ``.grad``, during backward.
+
+    At that moment each parameter's ``.grad`` is complete, and ``hook`` may step on them and set them to None: the memory of
+    all gradients is never needed at once. It runs on the thread that runs backward, without gradient mode, after hooks
+    of ``p.register_post_accumulate_grad_hook``; not under ``no_sync``, where nothing is reduced. An exception in it is one
+    in backward. Deep copies of the module do not have it.
+
+    Example::
+
+        params = {info.fqn: p for p in model.parameters() if (info := flatshard.tensors.shard_info(p))}
+        for unit in flatshard.describe(model).units:
+            own = [params[fqn] for flat in unit.flats for fqn in flat.fqns]
+            optimizer = torch.optim.AdamW(own)
+            def step(_, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+            flatshard.optim.register_gradients_reduced_hook(model.get_submodule(unit.fqn), step)
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: ``module`` is not a unit.
+        TypeError: ``hook`` is not callable.
+    """
+    unit = unit_for(module, "register_gradients_reduced_hook")
+    if not callable(hook):
+        raise TypeError(f"register_gradients_reduced_hook takes a callable, got {hook!r}")
+    handle = RemovableHandle(unit.reduced_callbacks)
+    unit.reduced_callbacks[handle.id] = hook
+    return handle

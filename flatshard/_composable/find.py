@@ -1,0 +1,54 @@
+"""Which units a verb is about: those of the module that the user passes, or an error that says where they are."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flatshard._composable.state import Unit, owner_of, unit_of, units_below
+from flatshard._errors import name_list
+from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._names import HIDDEN
+
+
+def unit_for(module: nn.Module, verb: str) -> Unit:
+    """The unit that ``module`` is, or that ``checkpoint_wrapper`` has wrapped in it."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{verb} takes an nn.Module, got a {type(module).__name__}")
+    inner = module
+    while unit_of(inner) is None and HIDDEN in inner._modules:  # names leave out what checkpoint_wrapper adds
+        inner = inner.get_submodule(HIDDEN)
+    if (unit := unit_of(inner)) is not None:
+        return unit
+    kind = type(module).__name__
+    owners = dict.fromkeys(owner for p in module.parameters() if (owner := owner_of(p)) is not None)
+    if below := units_below(module):
+        raise ValueError(
+            f"{verb}: this {kind} is not a unit, but units lie in it: {name_list(u.fqn for u in below)}. Call fully_shard on "
+            "it as well, or name one of these"
+        )
+    if owners:
+        raise ValueError(
+            f"{verb}: this {kind} is part of unit {name_list(u.fqn for u in owners)}, and is none itself: name that unit, or "
+            "give the module a unit of its own by the policy"
+        )
+    raise ValueError(f"{verb}: nothing in this {kind} is sharded; call fully_shard first")
+
+
+def units_for(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
+    """The units of ``module`` and, with ``recurse``, of its submodules; at least one."""
+    return (units_below(module) if recurse and isinstance(module, nn.Module) else []) or [unit_for(module, verb)]
+
+
+def units_registered_in(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
+    """The units whose parameters are registered in ``module``, owners of tied ones included."""
+    units: dict[Unit, None] = {}
+    for unit in units_below(module, recurse):
+        units.update(dict.fromkeys(unit.needs))
+    if not units:
+        if any(shard_info(p) is not None for p in module.parameters()):
+            raise ValueError(
+                f"{verb}: this {type(module).__name__} is part of a unit, and is none itself: call it on the unit, or give "
+                "the module a unit of its own by the policy"
+            )
+        raise ValueError(f"{verb}: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    return list(units)

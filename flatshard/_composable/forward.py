@@ -1,0 +1,29 @@
+"""The record of a forward that is under way."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+from flatshard._composable.claims import Claim
+from flatshard._composable.state import Unit
+
+
+class Forward:
+    """One forward of a unit that is under way."""
+
+    __slots__ = ("claims", "frame", "gathers", "in_backward", "is_hooked", "unit")
+
+    def __init__(self, unit: Unit, frame: FrameType, in_backward: bool) -> None:
+        self.unit = unit
+        self.frame = frame  # alive as long as the forward is
+        self.in_backward = in_backward  # a recomputation of activation checkpointing
+        self.is_hooked = True  # False: a feature left it alone
+        self.gathers = True  # False: a feature shows the parameters in another way
+        self.claims = [(needed, Claim()) for needed in unit.needs]
+        for needed, claim in self.claims:
+            needed.claims.append(claim)
+
+    @property
+    def claim(self) -> Claim:
+        """The claim on ``unit`` itself."""
+        return self.claims[0][1]

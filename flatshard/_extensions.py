@@ -1,0 +1,34 @@
+"""The features that ``fully_shard`` uses. Each can be left out: models that do not need it train without it."""
+
+from __future__ import annotations
+
+from flatshard._comm.monitor.monitor import GroupMonitor
+from flatshard._composable.extensions import use
+from flatshard._composable.features.compile import Compile
+from flatshard._composable.features.escapes import Escapes
+from flatshard._composable.features.late_ties import LateTies
+from flatshard._composable.features.layer_drop import LayerDrop
+from flatshard._composable.features.left_alone import LeftAlone
+from flatshard._composable.features.precision import Precision
+from flatshard._composable.features.transforms import Transforms
+from flatshard._composable.features.user_hooks import UserHooks
+from flatshard._runtime import Runtime
+from flatshard.checkpoint._state_dict_hooks import StateDicts
+from flatshard.optim._hooks import Optimizers
+
+
+def plug_in() -> None:
+    """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
+    Runtime.make_monitor = GroupMonitor
+    use(
+        Compile(),
+        Optimizers(),
+        Transforms(),  # before what must not run inside a transform
+        Precision(),
+        Escapes(),
+        UserHooks(),
+        StateDicts(),
+        LeftAlone(),
+        LateTies(),
+        LayerDrop(),
+    )

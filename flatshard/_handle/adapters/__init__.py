@@ -1,0 +1,1 @@
+"""Parameters with tensors inside: DTensors, quantised weights, other tensor subclasses."""

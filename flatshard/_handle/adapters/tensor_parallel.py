@@ -1,0 +1,159 @@
+"""Parameters that are DTensors: tensor parallelism first, sharding second.
+
+``parallelize_module`` makes a parameter a DTensor over the tensor-parallel mesh. Its local tensor is sharded like any other
+parameter, over the ranks of the data-parallel group, which hold the same local tensor: see ``wrapping.py``, [Note: What is
+sharded of a tensor subclass]. The module sees a DTensor with the placements that it had. Build the optimizer after
+``fully_shard``: the registered parameters are new objects.
+
+[Note: Norms over two meshes]
+A gradient whose DTensor is sharded has parts on all ranks of both meshes, and a replicated one has equal copies along the
+tensor-parallel mesh, which count once: see ``norm_runtime``. A flat parameter (``flat_parameters``) has parameters of both
+kinds. So its gradient's norm is taken over all ranks of both meshes, and of the equal copies the first rank's is counted: see
+``common_runtime``. (A flat parameter for each kind would need no such care, and cost every unit one more all-gather and one
+more reduction, also where nobody asks for norms of flat parameters.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from flatshard._handle.adapters.wrapping import Wrapping
+from flatshard._runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel(Wrapping):
+    """What makes a local tensor a DTensor."""
+
+    mesh: Any  # DeviceMesh
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]  # of the DTensor
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorParallel | None:
+        """That of a DTensor; None for any other tensor."""
+        if not is_dtensor(tensor):
+            return None
+        dtensor: Any = tensor
+        return cls(dtensor.device_mesh, tuple(dtensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        return local_tensor(tensor).detach()
+
+    def wrap(self, plain: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        from torch.distributed.tensor import DTensor
+
+        result: torch.Tensor = DTensor.from_local(
+            plain, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+        return result
+
+    def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
+        """See ``Wrapping``."""
+        given: Any = self.wrap(plain)
+        param.data = given
+        param._local_tensor, param._spec = given._local_tensor, given._spec  # type: ignore[attr-defined]
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``. Placed as the parameter is: a partial sum is reduced over the mesh."""
+        dtensor: Any = grad
+        if not is_dtensor(grad):
+            return grad
+        if tuple(dtensor.placements) != self.placements:
+            dtensor = dtensor.redistribute(placements=self.placements)
+        return local_tensor(dtensor)
+
+    def wrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        return self.wrap(grad)
+
+    def replicas(self, device: torch.device) -> list[Runtime]:
+        """See ``Wrapping``. One for each dimension of the mesh that has any."""
+        sizes = [self.mesh.size(i) if p.is_replicate() else 1 for i, p in enumerate(self.placements)]
+        return [Runtime.of(self.mesh.get_group(i), device) for i, size in enumerate(sizes) if size > 1]
+
+    def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
+        """See ``Wrapping``."""
+        sharded = [
+            self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard() and self.mesh.size(i) > 1
+        ]
+        runtimes = [*([] if runtime is None else [runtime]), *(Runtime.of(group, device) for group in sharded)]
+        if len(runtimes) < 2:
+            return runtimes[0] if runtimes else None
+        return ManyRuntimes.of(runtimes)
+
+
+class ManyRuntimes(Runtime):
+    """The ranks of several process groups that are orthogonal, as one: for reductions of a few numbers."""
+
+    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyRuntimes]] = weakref.WeakValueDictionary()
+
+    def __init__(self, runtimes: Sequence[Runtime]) -> None:
+        self.runtimes = tuple(runtimes)
+        self.number = next(self._numbers)
+        self.device = runtimes[0].device
+        self.rank, self.world_size = 0, 1
+        for runtime in runtimes:
+            self.rank = self.rank * runtime.world_size + runtime.rank
+            self.world_size *= runtime.world_size
+
+    @classmethod
+    def of(cls, runtimes: Sequence[Runtime]) -> ManyRuntimes:  # type: ignore[override]
+        """The one for ``runtimes``: gradients are told apart by theirs."""
+        key = tuple(map(id, runtimes))  # alive as long as it is
+        found = cls._by_parts.get(key)
+        if found is None:
+            found = cls._by_parts[key] = cls(runtimes)
+        return found
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """See :class:`Runtime`."""
+        for runtime in self.runtimes:
+            runtime.all_reduce_now(tensor, op)
+
+
+def common_runtime(runtimes: Sequence[Runtime | None]) -> tuple[Runtime | None, list[bool]]:
+    """The ranks that hold parts of any of several tensors, of each of which one of ``runtimes`` has the parts; and for each
+    whether this rank's part is counted there. [Note: Norms over two meshes]
+    """
+    parts = [r.runtimes if isinstance(r, ManyRuntimes) else () if r is None else (r,) for r in runtimes]
+    every = list(dict.fromkeys(itertools.chain(*parts)))
+    counts = [all(runtime in own or runtime.rank == 0 for runtime in every) for own in parts]
+    return (ManyRuntimes.of(every) if len(every) > 1 else every[0] if every else None), counts
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is a DTensor. By its slots: what defines it takes half a second to import."""
+    return hasattr(type(tensor), "_local_tensor")
+
+
+def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> bool:
+    """Whether tensor-parallel ranks before this one hold the same parameter. ``beside``: of a DTensor in its flat parameter.
+
+    A plain parameter is replicated over the mesh of the DTensors that it lies beside. Where there are none, the ranks cut
+    it alike, and checkpoints see that their parts are the same.
+    """
+    if parallel is None:
+        return beside is not None and any(beside.mesh.get_coordinate())
+    return any(
+        at for at, p in zip(parallel.mesh.get_coordinate(), parallel.placements, strict=True) if not p.is_shard()
+    )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, when it has arrived; any other tensor itself. Without a graph."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    result: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # of an asynchronous collective
+    return result

@@ -1,0 +1,168 @@
+"""Parameters that are tensor subclasses with plain tensors inside: quantised weights, weights with a dispatch of their own.
+
+Such a class says by ``__tensor_flatten__`` which tensors are inside, and is made of them by ``__tensor_unflatten__``: the
+protocol by which ``torch.compile`` and FSDP2 take them apart.
+
+[Note: Bytes of several tensors]
+With one tensor inside, that is sharded, in its own dtype. With several (int8 values, scales and zero points of a quantised
+weight) their bytes are, end to end, each from 16 bytes on: a frozen ``uint8`` parameter. All of them travel in the unit's one
+all-gather, and no byte of them is ever cast. There is no gradient of bytes, so such a parameter must be frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_dtensor, local_tensor
+from flatshard._handle.adapters.wrapping import Wrapping, remembered
+from flatshard._handle.layout import dense_stride
+
+_ALIGNMENT = 16  # bytes: of the widest dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One plain tensor inside."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int  # first byte; [Note: Bytes of several tensors]
+    stop: int
+
+    def of_bytes(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.stop].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One tensor subclass, perhaps inside another."""
+
+    kind: Any  # the class
+    context: Any  # what `__tensor_flatten__` gave besides the names
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    inner: tuple[tuple[str, _Node | None], ...]  # None: a plain tensor, the next of the leaves
+
+    def build(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
+        tensors = {name: next(leaves) if node is None else node.build(leaves) for name, node in self.inner}
+        result: torch.Tensor = self.kind.__tensor_unflatten__(tensors, self.context, self.shape, self.stride)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSubclass(Wrapping):
+    """How a tensor subclass is made of the tensors inside."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    root: _Node
+    leaves: tuple[_Leaf, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSubclass | None:
+        """That of a tensor subclass; None for a plain tensor and for a DTensor."""
+        if not is_wrapper(tensor):
+            return None
+        leaves: list[_Leaf] = []
+        root = _note(tensor, leaves)
+        return cls(root.shape, root.stride, root, tuple(leaves))
+
+    @property
+    def kind(self) -> type[torch.Tensor]:
+        """The class."""
+        result: type[torch.Tensor] = self.root.kind
+        return result
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``. Of several tensors, their bytes: a copy."""
+        if not is_wrapper(tensor):
+            return tensor.detach()
+        inside = [t.detach() for t in plain_tensors(tensor)]
+        if len(inside) == 1:
+            return inside[0]
+        result = torch.zeros(self.leaves[-1].stop, dtype=torch.uint8, device=inside[0].device)
+        for leaf, part in zip(self.leaves, inside, strict=True):
+            leaf.of_bytes(result).copy_(part)
+        return result
+
+    def wrap(self, plain: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        parts = [plain] if len(self.leaves) == 1 else [leaf.of_bytes(plain) for leaf in self.leaves]
+        return self.root.build(iter(parts))
+
+    def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
+        """See ``Wrapping``. ``param`` becomes another object's content, as nothing else changes what a subclass holds."""
+        fresh = nn.Parameter(self.wrap(plain), param.requires_grad)
+        for name, value in param.__dict__.items():
+            fresh.__dict__.setdefault(name, value)
+        torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """See ``Wrapping``."""
+        return self.unwrap(grad)
+
+    def check(self, tensor: torch.Tensor) -> str | None:
+        """Why ``tensor``, which this was made of, cannot be sharded so; None if it can."""
+        if any(is_dtensor(t) for t in _inside(tensor, through_dtensors=False)):
+            return "has a DTensor inside: parallelize first, with the subclass as the DTensor's local tensor left out"
+        if tensor.requires_grad:
+            if len(self.leaves) > 1:
+                return f"requires grad and has {len(self.leaves)} tensors inside, so there is no gradient to shard: freeze it"
+            if self.leaves[0].shape != self.shape or not self.leaves[0].dtype.is_floating_point:
+                return "requires grad, and the tensor inside is not a floating-point one of its own shape: freeze it"
+        plain = self.unwrap(tensor)
+        made = self.wrap(plain)
+        if type(made) is not self.kind or tuple(made.shape) != self.shape:
+            return "is not made again by its own __tensor_unflatten__"
+        inside, memory = plain_tensors(made), plain.untyped_storage()
+        if any(t.numel() and t.untyped_storage().data_ptr() != memory.data_ptr() for t in inside):
+            return "copies what its __tensor_unflatten__ is given, so it cannot lie in a flat parameter"
+        return None
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether ``tensor`` is a subclass with plain tensors inside, other than a DTensor."""
+    kind = type(tensor)
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and not is_dtensor(tensor)
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that ``tensor`` consists of: of a subclass those inside, of a DTensor the local one."""
+    return [tensor] if type(tensor) is torch.Tensor else list(_inside(tensor))
+
+
+def wrapping_of(tensor: torch.Tensor) -> Wrapping | None:
+    """That of a subclass, of a DTensor, or of the plain parameter that was made of one; None for any other tensor."""
+    return remembered(tensor) or TensorParallel.of(tensor) or TensorSubclass.of(tensor)
+
+
+def _inside(tensor: torch.Tensor, through_dtensors: bool = True) -> Iterator[torch.Tensor]:
+    if is_wrapper(tensor):
+        flattened: Any = tensor
+        for name in flattened.__tensor_flatten__()[0]:
+            yield from _inside(getattr(tensor, name), through_dtensors)
+    elif through_dtensors and is_dtensor(tensor):
+        yield from _inside(local_tensor(tensor))
+    else:
+        yield tensor
+
+
+def _note(tensor: Any, leaves: list[_Leaf]) -> _Node:
+    names, context = tensor.__tensor_flatten__()
+    inner: list[tuple[str, _Node | None]] = []
+    for name in names:
+        part: torch.Tensor = getattr(tensor, name)
+        if is_wrapper(part):
+            inner.append((name, _note(part, leaves)))
+            continue
+        inner.append((name, None))
+        start = -(-leaves[-1].stop // _ALIGNMENT) * _ALIGNMENT if leaves else 0
+        stride = dense_stride(part.shape, part.stride())
+        leaves.append(_Leaf(part.dtype, tuple(part.shape), stride, start, start + part.numel() * part.itemsize))
+    return _Node(type(tensor), context, tuple(tensor.shape), tuple(tensor.stride()), tuple(inner))

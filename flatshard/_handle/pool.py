@@ -1,0 +1,119 @@
+"""Memory that units take turns in, where addresses must not change.
+
+[Note: Static buffers]
+By default a unit's storage is resized between zero and full, and the device's allocator decides where it lies. CUDA graphs,
+NCCL's registered buffers and symmetric memory want a few buffers that stay where they are. With ``static_buffers=True``, or
+with collectives that have an ``allocate``, memory comes from a :class:`BufferPool`: each buffer is made once, and kept.
+
+- *Gathered parameters.* A flat parameter is bound to one slot at its first unshard, for good: by the time of backward
+  autograd has saved views of that storage. It gets a free slot, the one that has been free for longest, and leaves another
+  one free. So a unit and the one that is gathered ahead never share a slot. A model of equal blocks takes two slots for
+  them, and one for the outermost unit, which stays unsharded: what is in use at a time anyway. Where another unit is using
+  the slot, as units run in another order now, the unit is bound anew, unless a graph of it is alive.
+- *Reduction inputs* take any free slot, each time: autograd has no view of them.
+
+Streams: a slot of gathered parameters is written on the gather stream, which is ordered behind whatever was freed before. A
+slot for inputs belongs to the stream that it was made on, as memory of the device's allocator does: backward writes an input
+on that stream, and takes it again when that stream has waited for the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatshard._runtime import Runtime
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+class Slot:
+    """One buffer of a pool, used by one flat parameter at a time."""
+
+    __slots__ = ("flat", "stream", "user")
+
+    def __init__(self, flat: torch.Tensor, stream: Any) -> None:
+        self.flat = flat  # 1-D
+        self.stream = stream  # that it was made on; None on CPU
+        self.user: object | None = None
+
+    def take(self, user: object) -> None:
+        """Use it."""
+        assert self.user is None or self.user is user
+        self.user = user
+
+    def free(self) -> None:
+        """Let others use it."""
+        self.user = None
+
+
+class BufferPool:
+    """The slots of the units that share a process group, a device and collectives."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._gathered: list[Slot] = []  # that which has been free for longest first
+        self._inputs: list[Slot] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """New memory: 1-D, ``numel`` elements. By the collectives, if they have an ``allocate``.
+
+        Raises:
+            TypeError: they gave something else. The user gets it as a ``CollectiveError`` with the unit's name.
+        """
+        device = self._runtime.device
+        allocate: Allocate | None = getattr(self._runtime.collectives, "allocate", None)
+        if allocate is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        made = allocate(numel, dtype, device)
+        who = f"{type(self._runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"
+        if not isinstance(made, torch.Tensor):
+            raise TypeError(f"{who} returned a {type(made).__name__}, it must return a tensor")
+        if made.shape != (numel,) or made.dtype is not dtype or made.device != device or not made.is_contiguous():
+            raise TypeError(
+                f"{who} returned a tensor of shape {tuple(made.shape)}, {made.dtype} on {made.device}, it must be 1-D, "
+                "contiguous and as asked for"
+            )
+        return made
+
+    def bind(self, numel: int, dtype: torch.dtype) -> Slot:
+        """A slot for the gathered values of one flat parameter, for good."""
+        fit = [s for s in self._gathered if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
+        free = [s for s in fit if s.user is None]
+        if len(free) > 1:
+            return free[0]
+        self._gathered.append(self._new(numel, dtype))
+        return self._gathered[-1]
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Slot:
+        return Slot(self.allocate(numel, dtype), self._runtime.current_stream)
+
+    def free(self, slot: Slot) -> None:
+        """The current stream is done with a slot that ``bind`` gave. ``Runtime.before_free`` comes before."""
+        slot.free()
+        self._gathered.remove(slot)
+        self._gathered.append(slot)
+
+    def leave(self, slot: Slot) -> None:
+        """Collectives may use a slot for as long as their group lives: nobody else may."""
+        for slots in (self._gathered, self._inputs):
+            if slot in slots:
+                slots.remove(slot)
+
+    def take_input(self, numel: int, dtype: torch.dtype, user: object) -> Slot:
+        """A slot for one reduction's input."""
+        stream = self._runtime.current_stream
+        fit = [s for s in self._inputs if s.flat.dtype is dtype and s.flat.numel() >= numel and s.stream == stream]
+        slot = next((s for s in fit if s.user is None), None)
+        if slot is None:
+            slot = self._new(numel, dtype)
+            self._inputs.append(slot)
+        slot.take(user)
+        return slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.flat.nbytes for slot in [*self._gathered, *self._inputs])

@@ -1,0 +1,206 @@
+"""A module's dict of parameters, which notices forwards that run while their parameters are sharded.
+
+[Note: Forwards outside of the unit's]
+``model.generate()``, when not registered as a forward, may call ``self.head(x)`` while the head is sharded. ``F.linear``
+then finds a 1-D weight: it raises something about shapes, or it multiplies by it, if the sizes happen to fit. Looking at
+every call of a module would cost 0.9 microseconds each, and at every read of a parameter 0.1. But nn.Module looks into
+``_parameters`` only for what the module's own ``__dict__`` does not have. So `Slots` puts compute parameters there, where a
+forward finds them sooner than it would in a plain module; what comes to this dict comes for something else. What is
+registered as None (``bias=False``) is there for good.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import ItemsView, Iterator, ValuesView
+from types import CodeType, FrameType
+from typing import Any, Self
+
+from torch import nn
+from torch.nn.utils._named_member_accessor import swap_tensor  # private: to know functional_call's writes from a user's
+from torch.utils.checkpoint import CheckpointFunction
+
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+
+_GETATTR = nn.Module.__getattr__.__code__
+_SWAP = swap_tensor.__code__
+_RECOMPUTE = CheckpointFunction.backward.__code__
+
+Parameters = dict[str, nn.Parameter | None]
+
+
+class GuardedParameters(Parameters):
+    """What a module has in ``_parameters``. [Note: Forwards outside of the unit's]
+
+    It holds the sharded parameters, also while compute parameters are in ``attributes``, and shows these then.
+    """
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, parameters: Parameters, attributes: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.attributes = attributes  # the module's own ``__dict__``
+        attributes.update(
+            (name, None) for name, param in parameters.items() if param is None and name not in attributes
+        )
+
+    def _look(self, name: str) -> nn.Parameter | None:
+        shown = self.attributes.get(name)
+        return shown if isinstance(shown, nn.Parameter) else super().__getitem__(name)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if type(param) is ShardedParameter:
+            shown = self.attributes.get(name)
+            if isinstance(shown, nn.Parameter):
+                return shown
+            if param._flatshard_info.shard_world_size > 1:
+                self._check_reader(param, sys._getframe(1))
+        return param
+
+    # All that reads must show the same. With an iterator of its own, so do ``dict(self)`` and ``**self``.
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view reads past us
+        return {name: self._look(name) for name in self}.items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        return {name: self._look(name) for name in self}.values()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._look(name) if name in self else default
+
+    def copy(self) -> Parameters:
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
+        """Raise if a forward of this dict's module reads ``param``. Anybody else may: ``model.head.weight.grad``."""
+        if reader.f_code is not _GETATTR:
+            return
+        frame = reader.f_back
+        while (
+            frame is not None and frame.f_code.co_filename != _GETATTR.co_filename
+        ):  # nn.Module.__call__, with its hooks
+            if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
+                raise RuntimeError(_explain(param, frame))
+            frame = frame.f_back
+
+    # Whoever else writes here means forwards to see it.
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        held = super().get(name)
+        if type(held) is ShardedParameter and param is not held and sys._getframe(1).f_code is _SWAP:
+            self._check_swap(name, held)
+        super().__setitem__(name, param)
+        self.attributes.pop(name, None)
+        changes.count += 1
+
+    def _check_swap(self, name: str, held: ShardedParameter) -> None:
+        """Raise if ``functional_call`` lends a tensor to a forward that would take it for a new value to keep."""
+        if not isinstance(self.attributes.get(name), nn.Parameter):
+            raise RuntimeError(
+                f"functional_call would put another tensor in the place of parameter {held._flatshard_info.fqn!r}, which is "
+                "sharded, and whose unit gathers what is registered. Call it where the parameters are whole: `with "
+                "torch.no_grad(), flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`"
+            )
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.attributes.pop(name, None)
+        changes.count += 1
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self:
+            return super().pop(name, *default)
+        param = self._look(name)
+        del self[name]
+        return param
+
+    def popitem(self) -> tuple[str, nn.Parameter | None]:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, param in dict(*args, **kwargs).items():
+            self[name] = param
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]  # as dict has it
+        self.update(other)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
+        """Of a module that is half copied: ``attributes`` are set by `Slots`, if it is sharded like this one."""
+        result = GuardedParameters({}, {})
+        memo[id(self)] = result
+        for name, param in super().items():
+            result[name] = copy.deepcopy(param, memo)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _self_of(frame: FrameType) -> Any:
+    """The first argument of the function that runs in ``frame``."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _explain(param: ShardedParameter, forward: FrameType) -> str:
+    info, kind = param._flatshard_info, type(_self_of(forward)).__name__
+    if _is_recomputed(forward):
+        return (
+            f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward, which was done with its unit: "
+            "in another forward of this backward the unit was skipped (flatshard.skip), and a reentrant checkpoint hides "
+            "that there is more to come. Use use_reentrant=False, or run a backward for each forward. Or else the unit's own "
+            "forward was not around this one: call the module that is the unit, as module(...)"
+        )
+    method, frame = None, forward.f_back
+    while frame is not None and method is None:
+        caller = _self_of(frame)
+        if isinstance(caller, nn.Module) and frame.f_code.co_filename != _GETATTR.co_filename:
+            method = _method_name(type(caller), frame.f_code)
+        frame = frame.f_back
+    if method is not None:
+        what = f"{type(caller).__name__}.{method}"
+        cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
+    else:
+        cure = "call the module that is the unit, as module(...); for another method of it see register_forward_method"
+    return (
+        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {info.shape}. But "
+        f"{kind}.forward was called from outside of a forward of its unit: {cure}. Or give the {kind} a unit of its own"
+    )
+
+
+def _is_recomputed(forward: FrameType) -> bool:
+    """Whether a reentrant checkpoint runs it in backward."""
+    frame: FrameType | None = forward
+    while frame is not None and frame.f_code is not _RECOMPUTE:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _method_name(kind: type, code: CodeType) -> str | None:
+    """By what name users find the method of ``kind`` that runs ``code``: itself, or inside of decorators. None: by none."""
+    if code.co_name == "forward":
+        return None
+    for cls in kind.__mro__:
+        for name, found in cls.__dict__.items():
+            while found is not None:
+                if getattr(found, "__code__", None) is code:
+                    return None if name == "forward" else name
+                found = getattr(found, "__wrapped__", None)
+    # Inside of a decorator without functools.wraps: what it took has the method's name.
+    return code.co_name if callable(inspect.getattr_static(kind, code.co_name, None)) else None

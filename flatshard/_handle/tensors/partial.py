@@ -1,0 +1,313 @@
+"""Numbers of which each rank has its own, on the way to one number for all: norms, sums, overflow flags.
+
+``reduce_norms`` and ``reduce_sums`` take them all the way. :class:`PartialNorm` and :class:`PartialFlag` are what torch's own
+functions get from sharded gradients in place of a norm or a flag: they wait until it is known what is asked for.
+
+[Note: Different questions]
+Each reduction carries a fingerprint of its question. Where ranks take norms of different things (one has ``.grad`` None
+where another has not, and skips it), their all-reduces would match all the same, and give wrong numbers silently. So an
+odd fingerprint raises. On an accelerator, whose results the host does not wait for, it makes the result NaN.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flatshard._runtime import Runtime
+
+plainly = torch._C.DisableTorchFunctionSubclass
+"""``with plainly():`` functions treat every tensor inside as a plain one, and give plain ones."""
+
+
+def reduce_norms(norms: torch.Tensor, ord: float, runtime: Runtime, question: str) -> torch.Tensor:
+    """Norms of whole tensors, from the norms of each rank's part of them: one all-reduce.
+
+    Args:
+        norms: float, any shape; this rank's ``ord``-norms. Of an empty part: ``norm_of_nothing(ord)``.
+        ord: any order of a vector norm; 0 counts what is not zero.
+        runtime: of the ranks that hold the parts.
+        question: what is asked for, the same text on all ranks. [Note: Different questions]
+
+    Returns:
+        float64, in the shape and on the device of ``norms``, equal on all ranks. NaN where any rank has NaN.
+    """
+    flat = norms.detach().reshape(-1).to(runtime.device, torch.float64)  # powers may leave float32's range
+    if math.isinf(ord):
+        signed = flat if ord > 0 else -flat
+        # Not every backend's maximum knows NaN.
+        is_nan = signed.isnan()
+        both = torch.cat([torch.where(is_nan, -math.inf, signed), is_nan.double()])
+        most, any_nan = _all_reduce(both, "max", runtime, question).chunk(2)
+        flat = torch.where(any_nan > 0, math.nan, most if ord > 0 else -most)
+    elif ord == 0:
+        flat = _all_reduce(flat, "sum", runtime, question)
+    else:
+        flat = _all_reduce(flat.pow(ord), "sum", runtime, question).pow(1 / ord)
+    return flat.reshape(norms.shape).to(norms.device)
+
+
+def reduce_sums(values: torch.Tensor, runtime: Runtime, question: str) -> torch.Tensor:
+    """The sum of ``values`` (1-D, float64, on the runtime's device) over the ranks: one all-reduce."""
+    return _all_reduce(values, "sum", runtime, question)
+
+
+def norm_of_nothing(ord: float) -> float:
+    """What an empty part adds to a norm."""
+    return math.inf if ord < 0 else 0.0
+
+
+def _all_reduce(values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtime, question: str) -> torch.Tensor:
+    tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: its square is exact, summed over 2^13 ranks
+    wire = values.new_empty(values.numel() + 2)
+    wire[:-2] = values
+    wire[-2].fill_(tag)
+    wire[-1].fill_(tag * tag if op == "sum" else -tag)
+    runtime.all_reduce_now(wire, op)
+    ranks = runtime.world_size if op == "sum" else 1
+    same = (wire[-2] == ranks * tag) & (wire[-1] == ranks * (tag * tag if op == "sum" else -tag))
+    if runtime.device.type != "cpu":
+        return torch.where(same, wire[:-2], math.nan)
+    if not same:
+        raise RuntimeError(
+            f"rank {runtime.rank} asked for {question}, and another rank for something else at the same time. Ranks must "
+            "take norms of gradients in the same order, also of those whose .grad is None on some ranks. For the norm of all "
+            "call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for one norm a "
+            "parameter flatshard.optim.gradient_statistics(model)"
+        )
+    return wire[:-2]
+
+
+# -- what torch's own functions get ------------------------------------------------------------------------------------
+
+consume = collections.deque[Any](maxlen=0).extend
+"""Run an iterator to its end, in C."""
+
+
+def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute: str, values: Iterable[Any]) -> None:
+    """Make plain ``tensors`` instances of ``kind`` in place, each with its value of one attribute. Loops in C."""
+    consume(map(setattr, tensors, itertools.repeat("__class__"), itertools.repeat(kind)))
+    consume(map(setattr, tensors, itertools.repeat(attribute), values))
+
+
+class _Source(NamedTuple):
+    """Whose norms, of which order, and on which device they are."""
+
+    runtime: Runtime
+    ord: float
+    device: torch.device
+
+
+class PartialNorm(torch.Tensor):
+    """The norm of this rank's part of a gradient (as DTensor's ``_NormPartial``): 0-dim, made by ``torch._foreach_norm``.
+
+    ``torch.stack`` gives a :class:`PartialNorms`. Any other use makes the norm whole first, in place, so all ranks must
+    come to it.
+    """
+
+    _source: _Source
+
+    @classmethod
+    def mark(cls, norms: Sequence[torch.Tensor], runtime: Runtime, ord: float, device: torch.device) -> None:
+        """Declare 0-dim plain ``norms`` on ``device`` to be of parts that ``runtime``'s ranks hold, in place."""
+        retype(norms, cls, "_source", itertools.repeat(_Source(runtime, ord, device)))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.stack and len(args) == 1 and not kwargs:
+            return PartialNorms.of(args[0])
+        return _look_or_make_whole(func, args, kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, as torch.nn.utils calls it for each of many norms
+        """As ``torch.Tensor.to``; it stays partial."""
+        source = self._source
+        if args == (source.device,) and not kwargs:
+            return self
+        with plainly():
+            result = super().to(*args, **kwargs)
+            device = result.device
+        if result is not self:
+            self.mark([result], source.runtime, source.ord, device)
+        return result
+
+
+_source = operator.attrgetter("_source")
+
+
+class PartialNorms(torch.Tensor):
+    """A stack of norms, some of them partial: 1-D.
+
+    Its norm, if of the same order, is the total over all ranks and a plain tensor: one all-reduce of one number for each
+    process group, whichever gradients a rank has. Any other use makes it whole first.
+    """
+
+    _norms: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``torch.stack(norms)``."""
+        with plainly():
+            result = torch.stack(list(norms))
+        if result.ndim > 1:
+            make_whole(norms)
+            return torch.stack(list(norms))
+        retype([result], cls, "_norms", [norms])
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NORMS and isinstance(args[0], cls):
+            ord, rest = norm_arguments(func, args, kwargs)
+            if not rest and (total := args[0]._total(ord)) is not None:
+                return total
+        return _look_or_make_whole(func, args, kwargs)
+
+    def _total(self, ord: float) -> torch.Tensor | None:
+        """None: the norm of order ``ord`` does not follow from these norms' own totals."""
+        with plainly():
+            by_source = self._by_source()
+            if ord == 0 or any(source is not None and source.ord != ord for source in by_source):
+                return None
+            totals: list[torch.Tensor] = []
+            for source in sorted(by_source, key=lambda source: -1 if source is None else source.runtime.number):
+                total = torch.linalg.vector_norm(by_source[source], ord)
+                if source is not None:
+                    total = reduce_norms(total, ord, source.runtime, f"the total norm of order {ord}").to(total.dtype)
+                totals.append(total)
+            return torch.linalg.vector_norm(torch.stack(totals), ord) if len(totals) > 1 else totals[0]
+
+    def _by_source(self) -> dict[_Source | None, torch.Tensor]:
+        """The norms by what they are parts of; None: of nothing any more, or never."""
+        if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_source, self._norms))) == 1:  # the usual case
+            return {_source(self._norms[0]): self}
+        found: dict[_Source | None, list[torch.Tensor]] = {}
+        for norm in self._norms:
+            found.setdefault(norm._source if isinstance(norm, PartialNorm) else None, []).append(norm)
+        return {source: torch.stack(norms) for source, norms in found.items()}
+
+    def _make_whole(self) -> None:
+        make_whole(self._norms)
+        with plainly():
+            self.copy_(torch.stack(list(self._norms)))
+        del self._norms
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+class PartialFlag(torch.Tensor):
+    """``found_inf`` of a ``GradScaler``, as seen in this rank's parts: a flag that is set where any rank's is.
+
+    Becomes a plain tensor at its first use, which all ranks must come to: one all-reduce for each process group, in all
+    for gradients of any number of dtypes.
+    """
+
+    _runtimes: frozenset[Runtime]
+
+    @classmethod
+    def mark(cls, flag: torch.Tensor, runtimes: Iterable[Runtime]) -> None:
+        """Declare ``flag`` to be about parts of these ``runtimes``, and of those that it is about already."""
+        before = flag._runtimes if isinstance(flag, cls) else frozenset()
+        retype([flag], cls, "_runtimes", [before.union(runtimes)])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is UNSCALE:  # of gradients that are not sharded: it is not read yet
+            with plainly():
+                return func(*args, **(kwargs or {}))
+        return _look_or_make_whole(func, args, kwargs or {})
+
+    def _make_whole(self) -> None:
+        with plainly():
+            for runtime in sorted(self._runtimes, key=lambda r: r.number):
+                found = self.detach().reshape(-1).to(runtime.device, torch.float64)
+                found = _all_reduce(found, "max", runtime, "whether a gradient is infinite or NaN")
+                self.copy_(found.reshape(self.shape))
+        del self._runtimes
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+def _look_or_make_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _LOOKS:
+        with plainly():
+            return func(*args, **kwargs)
+    make_whole(args, kwargs)
+    return func(*args, **kwargs)
+
+
+def make_whole(*arguments: Any) -> None:
+    """Make every partial number in ``arguments``, nested in any way, a plain tensor that holds the whole. In place."""
+    norms: dict[_Source, dict[int, PartialNorm]] = {}
+    for found in _partial_in(arguments):
+        if isinstance(found, PartialNorm):
+            norms.setdefault(found._source, {})[id(found)] = found
+        else:
+            found._make_whole()
+    for source in sorted(norms, key=lambda source: source.runtime.number):
+        parts: list[Any] = list(norms[source].values())
+        with plainly():
+            values = torch.stack(parts)
+            whole = reduce_norms(values, source.ord, source.runtime, f"{len(parts)} norms of order {source.ord}")
+            for part, value in zip(parts, whole.unbind(), strict=True):
+                part.copy_(value)
+                del part._source
+                part.__class__ = torch.Tensor
+
+
+def _partial_in(argument: Any) -> Iterator[PartialNorm | PartialNorms | PartialFlag]:
+    if isinstance(argument, PartialNorm | PartialNorms | PartialFlag):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from _partial_in(item)
+    elif isinstance(argument, dict):
+        yield from _partial_in(list(argument.values()))
+
+
+UNSCALE: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
+"""What ``GradScaler`` calls with the gradients of one dtype."""
+
+# What may be asked of a partial number as it is.
+_LOOKS: frozenset[Callable[..., Any]] = frozenset(
+    (
+        torch.Tensor.device.__get__,
+        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+    )
+)
+
+# The functions that take a vector norm, with the names of what may follow the tensor in their calls.
+NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
+    torch.linalg.vector_norm: ("ord", "dim", "keepdim"),
+    torch.linalg.norm: ("ord", "dim", "keepdim"),
+    torch.norm: ("p", "dim", "keepdim", "out", "dtype"),
+    torch.Tensor.norm: ("p", "dim", "keepdim", "dtype"),
+}
+
+
+def norm_arguments(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    """The order of the norm that a call of one of ``NORMS`` asks for, and its other arguments that say something."""
+    given = dict(zip(NORMS[func], args[1:], strict=False)) | kwargs
+    ord = given.pop("ord", given.pop("p", None))
+    if ord is None or ord == "fro":
+        ord = 2.0
+    rest = {k: v for k, v in given.items() if v is not None and v is not False and k not in ("input", "x", "A", "self")}
+    return (math.nan, rest | {"ord": ord}) if isinstance(ord, str) else (float(ord), rest)

@@ -1,0 +1,266 @@
+"""What the user finds in ``.grad`` of a sharded parameter: this rank's part, of which torch's own tools take whole norms.
+
+[Note: Right with torch's own tools]
+``torch.nn.utils.clip_grad_norm_`` would see a local norm, and ``torch.amp.GradScaler`` only the infinities of this rank. So
+``.grad`` is a :class:`ShardedGradient`, given to the plain tensor by ``__class__``, as :class:`ShardedParameter` is to the
+parameter. Its ``__torch_function__`` (there is no ``__torch_dispatch__``) asks the other ranks where a function needs them:
+
+- norms of a whole gradient, and ``_amp_foreach_non_finite_check_and_unscale_``, which is what ``GradScaler`` calls;
+- ``detach``, ``.data`` and casts give a sharded gradient again, as in ``p.grad.detach().float().norm()``.
+
+Every other function sees a plain tensor and gives plain ones, which know of no other rank: ``p.grad.sum()``, ``p.grad.max()``
+and ``p.grad.isnan().any()`` are about this rank's part. So are norms of what was computed from it, ``(p.grad / 2).norm()``.
+What is not sharded (``NO_SHARD``, a world of one) stays plain.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _foreach_utils
+
+from flatshard._handle.tensors.partial import (
+    NORMS,
+    UNSCALE,
+    PartialFlag,
+    PartialNorm,
+    consume,
+    make_whole,
+    norm_arguments,
+    norm_of_nothing,
+    plainly,
+    reduce_norms,
+    retype,
+)
+from flatshard._runtime import Runtime
+
+
+class GradientInfo(Protocol):
+    """Whose gradient it is (``ShardInfo``)."""
+
+    @property
+    def fqn(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # of the whole
+
+    @property
+    def runtime(self) -> Runtime | None: ...  # of the ranks that hold the parts; None: it is whole
+
+    @property
+    def elsewhere(
+        self,
+    ) -> tuple[tuple[int, int], ...]: ...  # elements here, half-open, that another rank counts in norms
+
+
+class ShardedGradient(torch.Tensor):
+    """This rank's part of a gradient: 1-D. A plain tensor, but that its norm is the norm over all ranks.
+
+    ``p.grad.norm()`` communicates: every rank must take it, and in the same order. See [Note: Right with torch's own tools].
+    """
+
+    _flatshard_info: GradientInfo
+
+    is_sparse = False  # every optimizer asks each gradient: a constant need not be dispatched
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if len(types) > 1:
+            make_whole(args, kwargs)
+        with plainly():
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain tensor: the copy belongs to no parameter."""
+        result: torch.Tensor = memo.setdefault(id(self), self.clone())
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor: process groups do not travel."""
+        with plainly():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+# torch.nn.utils.clip_grad_norm_ takes its foreach path by exact type; DTensor registers itself there too. Without it there
+# would be an all-reduce for each gradient.
+_foreach_utils._foreach_supported_types.append(ShardedGradient)
+
+
+# -- assigning ---------------------------------------------------------------------------------------------------------
+
+plain_grad: Any = torch.Tensor.grad
+"""The attribute of a plain parameter: a descriptor in C."""
+
+
+def set_gradient(param: nn.Parameter, grad: torch.Tensor | None, info: GradientInfo) -> None:
+    """``param.grad = grad``; a plain dense tensor becomes a sharded gradient, if the parameter is sharded."""
+    plain_grad.__set__(param, grad)
+    if grad is not None and info.runtime is not None:
+        mark(grad, info)
+
+
+def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
+    """``param.grad = grad`` with the loop in C. What is to be a sharded gradient is one."""
+    consume(map(plain_grad.__set__, params, grads))
+
+
+def mark(grad: torch.Tensor, info: GradientInfo) -> None:
+    """Declare ``grad`` to be this rank's part of a gradient, in place, unless it has a class of its own or is sparse."""
+    if type(grad) is torch.Tensor and grad.layout is torch.strided:
+        mark_all([grad], [info])
+
+
+def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[GradientInfo]) -> None:
+    """The same for plain dense gradients, with loops in C."""
+    retype(list(grads), ShardedGradient, "_flatshard_info", infos)
+
+
+# -- functions that need the other ranks -------------------------------------------------------------------------------
+
+
+def _norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """One of ``NORMS`` of one gradient: one all-reduce."""
+    make_whole(args[1:], kwargs)
+    grad = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
+    if not isinstance(grad, ShardedGradient):
+        with plainly():
+            plain: torch.Tensor = func(*args, **kwargs)
+            return plain
+    info = grad._flatshard_info
+    ord, rest = norm_arguments(func, args, kwargs)
+    dtype = rest.pop("dtype", None)
+    # Of a matrix it is another norm, if an order is given.
+    of_matrix = func is torch.linalg.norm and len(info.shape) > 1 and (len(args) > 1 or kwargs.get("ord") is not None)
+    if rest or of_matrix:
+        raise NotImplementedError(
+            f"a norm of the sharded gradient of {info.fqn!r} with {sorted(rest) or ['ord']}: this rank has a 1-D part of a "
+            f"gradient of shape {info.shape}. Use p.grad.norm(p), or look at the whole one inside "
+            "`with flatshard.summon_full_params(module, with_grads=True):`"
+        )
+    assert info.runtime is not None
+    with plainly():
+        norm = _local_norm(grad, ord, dtype)
+        question = f"the norm of order {ord} of the gradient of {info.fqn!r}"
+        return reduce_norms(norm, ord, info.runtime, question).to(norm.dtype)
+
+
+def _local_norm(grad: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
+    if elsewhere := _elsewhere(grad):
+        edges = [0, *itertools.chain(*elsewhere), grad.numel()]
+        counted = [grad[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        norms = torch.stack([_norm_of_plain(each, ord, dtype) for each in counted])
+        return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)
+    return _norm_of_plain(grad, ord, dtype)
+
+
+def _norm_of_plain(grad: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
+    if grad.numel():
+        norm: torch.Tensor = torch.linalg.vector_norm(grad, ord, dtype=dtype)
+        return norm
+    return torch.full((), norm_of_nothing(ord), dtype=_norm_dtype(grad, dtype), device=grad.device)
+
+
+def _norm_dtype(grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    return (dtype or grad.dtype).to_real()
+
+
+def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """``torch._foreach_norm``, called by ``torch.nn.utils``: no communication yet, see :class:`PartialNorm`."""
+    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    grads: Sequence[torch.Tensor] = given["self"]
+    ord, dtype = float(given.get("ord", 2)), given.get("dtype")
+    if ord == 0:  # the total is a count of gradients, which no rank has whole
+        raise NotImplementedError(
+            "torch's total norm of order 0 counts the gradients that are not zero, and ranks hold parts of them: use "
+            "flatshard.optim.get_total_norm(model, 0)"
+        )
+    with plainly():
+        if any(map(_elsewhere, grads)):
+            norms = [_local_norm(g, ord, dtype) for g in grads]
+        else:
+            norms = _foreach_local_norm(grads, ord, dtype)
+        device = norms[0].device
+    for runtime, of_group in _by_runtime(grads, norms).items():
+        PartialNorm.mark(of_group, runtime, ord, device)
+    return norms
+
+
+def _foreach_local_norm(grads: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    here = [g for g in grads if g.numel()]  # most are empty where there are many ranks
+    norms = list(torch._foreach_norm(here, ord, dtype=dtype)) if here else []
+    if len(here) == len(grads):
+        return norms
+    empty = torch.full(
+        (len(grads) - len(here),), norm_of_nothing(ord), dtype=_norm_dtype(grads[0], dtype), device=grads[0].device
+    )
+    found, rest = iter(norms), iter(empty.unbind())
+    return [next(found if g.numel() else rest) for g in grads]
+
+
+_runtime = operator.attrgetter("_flatshard_info.runtime")
+
+
+def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Where this rank's part lies that another one counts. [Note: Norms over two meshes]"""
+    return grad._flatshard_info.elsewhere if isinstance(grad, ShardedGradient) else ()
+
+
+def _by_runtime(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> dict[Runtime, Sequence[torch.Tensor]]:
+    """Of ``values``, one for each gradient, those of sharded gradients by the ranks that hold these."""
+    if set(map(type, grads)) == {ShardedGradient}:
+        runtimes = set(map(_runtime, grads))
+        if len(runtimes) == 1:  # the usual case
+            return {runtimes.pop(): values}
+    found: dict[Runtime, Sequence[torch.Tensor]] = {}
+    for grad, value in zip(grads, values, strict=True):
+        if isinstance(grad, ShardedGradient):
+            found.setdefault(_runtime(grad), []).append(value)  # type: ignore[attr-defined]
+    return found
+
+
+def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
+    grads, found_inf, inv_scale = args
+    with plainly():
+        func(grads, found_inf, inv_scale, **kwargs)
+    PartialFlag.mark(found_inf, _by_runtime(grads, grads))
+
+
+def _same(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``detach``, ``.data`` and casts: the same gradient."""
+    make_whole(args[1:], kwargs)
+    with plainly():
+        result = func(*args, **kwargs)
+    if isinstance(args[0], ShardedGradient) and result is not args[0]:
+        mark(result, args[0]._flatshard_info)
+    return result
+
+
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys(NORMS, _norm),
+    torch._foreach_norm: _foreach_norm,
+    UNSCALE: _unscale,
+    **dict.fromkeys(
+        (
+            torch.Tensor.detach,
+            torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+            torch.Tensor.to,
+            torch.Tensor.float,
+            torch.Tensor.double,
+            torch.Tensor.half,
+            torch.Tensor.bfloat16,
+            torch.Tensor.cpu,
+        ),
+        _same,
+    ),
+}

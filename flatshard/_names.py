@@ -1,0 +1,13 @@
+"""Names of modules and parameters as state dicts have them."""
+
+from __future__ import annotations
+
+HIDDEN = "_checkpoint_wrapped_module"
+"""What torch's ``checkpoint_wrapper`` calls the module inside of it. Its state dicts, and those around it, leave that out."""
+
+
+def plain_name(name: str) -> str:
+    """``name``, as of ``named_parameters()`` or ``named_modules()``, without what ``checkpoint_wrapper`` adds."""
+    if HIDDEN not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != HIDDEN)

@@ -1,0 +1,24 @@
+"""State dicts, optimizer state and job checkpoints: by name, exact, for any number of ranks."""
+
+from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
+from flatshard.checkpoint._meeting import MeetingError
+from flatshard.checkpoint._optim_names import rekey
+from flatshard.checkpoint._optim_state_dict import optim_state_dict
+from flatshard.checkpoint._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
+from flatshard.checkpoint._sharded_value import ShardedValue
+from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
+
+__all__ = [
+    "MeetingError",
+    "ShardedValue",
+    "full_state_dict",
+    "iter_full_params",
+    "load_checkpoint",
+    "load_local_state_dict",
+    "load_optim_state_dict",
+    "local_state_dict",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "rekey",
+    "save_checkpoint",
+]

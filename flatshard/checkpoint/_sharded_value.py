@@ -1,0 +1,315 @@
+"""What ``state_dict()`` holds for a sharded parameter: a tensor that knows the whole's shape and its part of it.
+
+[Note: Checkpoints without communication]
+``torch.distributed.checkpoint`` asks a tensor which regions of the whole it has, by the three methods of the protocol
+``torch.distributed._checkpointable``. It is private, but all that torch itself has for this, and spelt out here alone. A
+region is a box (boxes.py), and the tensor that is written or read is a view of the parameter's memory. So saving takes no
+collective on parameter data and no copy, and loading fills the shards in place.
+
+[Note: A tensor of which a rank holds a part]
+:class:`ShardedValue` has the shape of the whole, as code that reads a checkpoint's shapes expects. What treats every element
+alike (arithmetic, casts, ``clone``, ``lerp_`` for averages of weights) does so to this rank's part. What would need the
+other ranks' elements raises: nothing may pass for the whole that is not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
+from flatshard.checkpoint._boxes import Box, Part
+
+aten = torch.ops.aten
+
+
+class ShardedValue(torch.Tensor):
+    """A tensor with the shape of the whole, of which this rank has a part: what ``model.state_dict()`` holds.
+
+    ``torch.distributed.checkpoint`` saves and loads it without communication, ``model.load_state_dict`` takes it. Operations
+    on each element (arithmetic, ``.to(dtype)``, ``clone``, ``copy_``) run on the part; others raise.
+    """
+
+    _local: torch.Tensor  # 1-D, the part's elements in memory order
+    _part: Part
+
+    # No dispatch by function: operations come to `__torch_dispatch__`, as a DTensor's do.
+    __torch_function__ = nn.Parameter.__torch_function__
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, part: Part) -> ShardedValue:
+        # Private, but what every tensor subclass that wraps others is made by; there is no public name for it.
+        result: ShardedValue = torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        result._local, result._part = local, part
+        return result
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements: 1-D, in memory order, sharing memory with what the value was made of."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """Not for a single tensor.
+
+        Raises:
+            RuntimeError: always, with the call to make in its place.
+        """
+        raise RuntimeError(f"{_name(self)}.full_tensor(): {_CURE}")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        part = self._part
+        inside = "" if part.shape == part.block_shape else f" of its block {part.block_shape} at {part.block_offsets}"
+        return (
+            f"ShardedValue(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"elements {part.start}:{part.stop}{inside} here)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
+        found: ShardedValue = memo.setdefault(id(self), ShardedValue(copy.deepcopy(self._local, memo), self._part))
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"{_name(self)} cannot be pickled (torch.save): this rank has only a part of it. Save all of it by "
+            "torch.distributed.checkpoint.save(...), whole tensors by "
+            "torch.save(flatshard.checkpoint.full_state_dict(module), ...), or this rank's part by "
+            "torch.save(flatshard.checkpoint.local_state_dict(module), ...)"
+        )
+
+    # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.dtype)
+        items = []
+        for box in () if self._part.is_copy else self._part.boxes:
+            offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.size())
+            items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._part.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for box in self._part.boxes:
+            if box.offsets == tuple(index.offset):
+                return view_of(self._local, box)
+        raise ValueError(f"{index.fqn!r}: this rank has no box at {tuple(index.offset)} of shape {tuple(self.shape)}")
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """[Note: A tensor of which a rank holds a part]"""
+        kwargs = kwargs or {}
+        if func is aten.new_empty.default:
+            return _new_empty(*args, **kwargs)
+        alike = (
+            torch.Tag.pointwise in func.tags and torch.Tag.data_dependent_output not in func.tags
+        )  # `equal` has both
+        if not alike and func not in _ON_PARTS:
+            raise NotImplementedError(f"{func} of a sharded tensor: {_CURE}")
+        values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, ShardedValue)]
+        if func is aten.copy_.default and isinstance(args[0], ShardedValue) and not isinstance(args[1], ShardedValue):
+            args = (args[0], _as_source(args[0]._part, args[1]), *args[2:])
+        part = values[0]._part
+        kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the part is 1-D
+
+        def local(value: Any) -> Any:
+            if isinstance(value, ShardedValue) and value._part == part:
+                return value._local
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and not _is_prepared(func, part, value):
+                raise ValueError(
+                    f"{func} of a sharded tensor ({values[0]!r}) and one with another layout ({_describe(value)}): "
+                    f"{_CURE}"
+                )
+            return value
+
+        result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+        if isinstance(result, torch.Tensor):
+            for value in values:  # in place
+                if result is value._local:
+                    return value
+            if result.numel() == part.numel:
+                return ShardedValue(result, part)
+        return result
+
+
+_CURE = (
+    "this rank has only a part of it. Take whole tensors from flatshard.checkpoint.full_state_dict(module) or "
+    "flatshard.checkpoint.iter_full_params(module), on all ranks; or hand the dict to torch.distributed.checkpoint"
+)
+
+# Beyond what torch tags as pointwise.
+_ON_PARTS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten._pin_memory.default,
+    aten.is_pinned.default,
+}
+
+
+def _name(value: ShardedValue) -> str:
+    return f"a sharded tensor of shape {tuple(value.shape)}"
+
+
+def _describe(value: torch.Tensor) -> str:
+    return repr(value) if isinstance(value, ShardedValue) else f"a tensor of shape {tuple(value.shape)}"
+
+
+def _new_empty(value: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    assert isinstance(value, ShardedValue)
+    if tuple(size) == value._part.shape:
+        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value._part)
+    return value._local.new_empty(size, **kwargs)
+
+
+def _as_source(part: Part, source: torch.Tensor) -> torch.Tensor:
+    return take(part, source) if tuple(source.shape) == part.shape and source.dim() else source
+
+
+def _is_prepared(func: Any, part: Part, value: torch.Tensor) -> bool:
+    return func is aten.copy_.default and value.shape == (part.numel,) and not isinstance(value, ShardedValue)
+
+
+# -- parts and wholes --------------------------------------------------------------------------------------------------
+
+
+def part_of(info: ShardInfo) -> Part:
+    """Which part of its whole parameter a sharded parameter holds."""
+    if info.parallel is None:
+        return Part.of_whole(info.shape, info.stride, info.start, info.stop, info.is_copy)
+    # Private, and the only place where torch says what a DTensor's local tensor is of the whole.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    parallel = info.parallel
+    shape, offsets = compute_local_shape_and_global_offset(parallel.shape, parallel.mesh, parallel.placements)
+    assert tuple(shape) == info.shape, (shape, info)
+    return Part(tuple(parallel.shape), info.shape, tuple(offsets), info.stride, info.start, info.stop, info.is_copy)
+
+
+def sharded_value(tensor: torch.Tensor, info: ShardInfo) -> torch.Tensor:
+    """``tensor``, which lies as the sharded parameter of ``info`` does, as a state dict holds it: whole, where it is."""
+    if info.shard_world_size == 1 and info.parallel is None:
+        return tensor
+    return ShardedValue(info.in_memory_order(tensor), part_of(info))
+
+
+def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a part (1-D) in the tensor's own dimensions, sharing memory."""
+    flat = local[box.start : box.start + box.numel]
+    return flat.view(box.memory_sizes).permute(box.own_order)
+
+
+def take(part: Part, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, or of its block: 1-D. A view where it can be, and no other element is read.
+
+    So of a file that is mapped into memory (``torch.load(mmap=True)``) each rank reads its own bytes.
+    """
+    shape = tuple(whole.shape)
+    if shape != part.block_shape or shape == part.shape:
+        whole = whole[tuple(slice(o, o + n) for o, n in zip(part.block_offsets, part.block_shape, strict=True))]
+    if tuple(whole.stride()) == part.stride:
+        return in_memory_order(whole, part.stride)[part.start : part.stop]
+    result = torch.empty(part.numel, dtype=whole.dtype, device=whole.device)
+    for box in part.boxes:
+        if box.numel:
+            region = tuple(slice(o, o + n) for o, n in zip(box.block_offsets, box.sizes, strict=True))
+            view_of(result, box).copy_(whole[region])
+    return result
+
+
+def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | None:
+    """Why ``source`` cannot be loaded into a sharded tensor of ``dtype``; None: ``local_source`` can."""
+    if not isinstance(source, torch.Tensor):
+        return f"expected a tensor, got a {type(source).__name__}"
+    source = _unwrapped(info, source)
+    whole = tuple(info.shape if info.parallel is None else info.parallel.shape)
+    if _is_sharded_parameter(source):
+        return None if part_of(source._flatshard_info) == part_of(info) else _other_part(repr(source))
+    if tuple(source.shape) != whole and not (whole == () and source.shape == (1,)):
+        hint = ""
+        if source.shape == info.part_shape:
+            hint = (
+                ". It has the shape of this rank's part, but does not say whose part it is: load values of state_dict()"
+            )
+        return f"size mismatch: the checkpoint has shape {tuple(source.shape)}, the model has {whole}{hint}"
+    if not torch.can_cast(source.dtype, dtype):
+        return f"the checkpoint has {source.dtype}, which cannot become {dtype}"
+    if isinstance(source, ShardedValue) and source._part != part_of(info):
+        return _other_part(repr(source))
+    if is_dtensor(source):
+        dtensor: Any = source
+        parallel = info.parallel
+        if (
+            parallel is None
+            or dtensor.device_mesh != parallel.mesh
+            or tuple(dtensor.placements) != tuple(parallel.placements)
+        ):
+            return (
+                "it is a DTensor over other ranks or placements. Load value.full_tensor(), or go through "
+                "torch.distributed.checkpoint"
+            )
+    return None
+
+
+def _unwrapped(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
+    """What is inside of ``source``, where a whole tensor subclass is loaded into one that is sharded."""
+    known = info.wrapping
+    same = isinstance(known, TensorSubclass) and type(source) is known.kind and TensorSubclass.of(source) == known
+    return known.unwrap(source) if known is not None and same else source
+
+
+def _is_sharded_parameter(source: torch.Tensor) -> TypeGuard[ShardedParameter]:
+    """Whether it is one of which other ranks have other parts: ``state_dict(keep_vars=True)`` holds these."""
+    return isinstance(source, ShardedParameter) and source._flatshard_info.shard_world_size > 1
+
+
+def _other_part(what: str) -> str:
+    return (
+        f"it is sharded otherwise than the model: {what}. Go through torch.distributed.checkpoint.save and load, or load "
+        "flatshard.checkpoint.full_state_dict(...) of the other model"
+    )
+
+
+def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
+    """This rank's part of what ``check_source`` passed, in the shape of the sharded parameter."""
+    source = _unwrapped(info, source)
+    if _is_sharded_parameter(source):  # perhaps with the same elements in another shape
+        return info.shaped(source._flatshard_info.in_memory_order(source.detach()))
+    if isinstance(source, ShardedValue):
+        local = source._local
+    elif info.shard_world_size == 1 and not is_dtensor(source) and info.parallel is None:
+        return source if source.shape == info.shape else source.reshape(info.shape)
+    else:
+        if not info.shape and source.dim():
+            source = source[0]
+        local = take(part_of(info), local_tensor(source).detach())
+    return info.shaped(local)

@@ -1,0 +1,282 @@
+"""State dicts that communicate, or that are this rank's alone: whole tensors, a stream of them, and shards as they are.
+
+``model.state_dict()`` is neither: each value knows its part of the whole (`ShardedValue`), and saving needs no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard._composable.find import units_registered_in
+from flatshard._composable.state import Unit
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.gathering import Gathering
+from flatshard._handle.slots import SHARDED
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._names import plain_name
+
+_FORMAT = 1  # of local_state_dict
+
+Flat = tuple[Unit, FlatBuffers]
+
+
+def full_state_dict(
+    module: nn.Module,
+    *,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = True,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """``module.state_dict()`` with whole, plain tensors: what the unsharded model's would be. All ranks must call it.
+
+    Gathers one flat parameter at a time, so a rank holds at most one unit beyond the result. Nothing shares memory with the
+    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own.
+
+    Args:
+        module: a sharded module, or one that holds sharded ones.
+        rank0_only: only the first of all ranks gets the result; the others ``{}``, and hold at most one unit.
+        offload_to_cpu: the result is on CPU, else where the parameters compute.
+        dtype: cast floating-point values. None: each in its own dtype.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
+        RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already.
+    """
+    flats = idle_flats(module, "full_state_dict")
+    _check_dtype(dtype, "full_state_dict")
+    state = module.state_dict(keep_vars=True)
+    wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
+    receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
+    device = torch.device("cpu") if offload_to_cpu else None
+    exported: dict[int, torch.Tensor] = {}  # by the id of the parameter or buffer
+    for unit, buffers in flats:
+        if any(id(p) in wanted for p in buffers.params):
+            whole = Gathering(unit.handle, buffers).wait()
+            for param in reversed(buffers.params):
+                value = whole.pop()
+                if receives and id(param) in wanted:
+                    exported[id(param)] = export(value, device, dtype)
+                del value
+    if not receives:
+        return {}
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and id(value) not in exported:
+            exported[id(value)] = export(value, device, dtype)
+    return {name: exported.get(id(value), value) for name, value in state.items()}
+
+
+def iter_full_params(
+    module: nn.Module,
+    *,
+    bucket_bytes: int = 256 * 2**20,
+    names: Container[str] | Callable[[str], bool] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(FQN, whole tensor) of each parameter, gathered as it goes: to hand weights on without ever holding all of them.
+
+    All ranks must iterate, over the same names and to the same point. A flat parameter is gathered at a time, or several
+    together as far as they fit in ``bucket_bytes``; at most that is held beyond what the caller keeps, or the largest flat
+    parameter. The tensors are the caller's own, where the parameters compute. Parameters nobody shards come last.
+
+    Args:
+        module: a sharded module, or one that holds sharded ones.
+        bucket_bytes: how much to gather at a time.
+        names: which parameters: a collection of FQNs, or a function that says. A tied parameter comes under every name that
+            was asked for. None: all parameters, each once, in the order of ``named_parameters()``.
+        dtype: cast floating-point parameters. None: each in its own dtype.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded, a name is unknown, ``bucket_bytes`` is not positive, or ``dtype`` is no
+            floating-point dtype.
+        RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already.
+    """
+    flats = idle_flats(module, "iter_full_params")
+    _check_dtype(dtype, "iter_full_params")
+    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+        raise ValueError(f"iter_full_params: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
+    every = [(plain_name(n), p) for n, p in module.named_parameters(remove_duplicate=names is None)]
+    chosen: dict[int, list[str]] = {}
+    for name, param in every:
+        if names is None or (names(name) if callable(names) else name in names):
+            chosen.setdefault(id(param), []).append(name)
+    asked: Iterable[str] = names if isinstance(names, Iterable) and not callable(names) else ()
+    if unknown := [n for n in asked if n not in dict(every)]:
+        raise ValueError(f"iter_full_params: {type(module).__name__} has no parameters {name_list(unknown)}")
+    return _stream(flats, [p for _, p in every], chosen, bucket_bytes, dtype)
+
+
+def _stream(
+    flats: list[Flat],
+    params: list[nn.Parameter],
+    chosen: dict[int, list[str]],
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for bucket in _buckets([f for f in flats if any(id(p) in chosen for p in f[1].params)], bucket_bytes):
+        gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
+        for _, buffers in bucket:
+            whole = gatherings.pop().wait()
+            whole.reverse()
+            for param in buffers.params:
+                value = whole.pop()
+                for name in chosen.pop(id(param), ()):
+                    yield name, export(value, None, dtype)
+                del value
+    for param in params:
+        for name in chosen.pop(id(param), ()):
+            yield name, export(param, None, dtype)
+
+
+def _buckets(flats: list[Flat], limit: int) -> Iterator[list[Flat]]:
+    bucket: list[Flat] = []
+    size = 0
+    for flat in flats:
+        nbytes = flat[1].layout.padded_numel * flat[1].dtype.itemsize
+        if bucket and size + nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(flat)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+# -- this rank's own ---------------------------------------------------------------------------------------------------
+
+
+def local_state_dict(module: nn.Module) -> dict[str, Any]:
+    """This rank's flat shards as they are, with the plan that they follow. No communication, no copy.
+
+    For ``torch.save`` and ``torch.load(weights_only=True)`` by each rank, where the same ranks come back in the same layout:
+    restarts, snapshots in memory (``copy.deepcopy`` it). Anything else takes ``state_dict()``, which fits any layout.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+        RuntimeError: called inside a forward or ``summon_full_params``.
+    """
+    flats = idle_flats(module, "local_state_dict")
+    rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
+    return {
+        "format": _FORMAT,
+        "flats": [{**_plan(unit, buffers), "shard": buffers.shard} for unit, buffers in flats],
+        "rest": {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in rest.items()},
+    }
+
+
+def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
+    """Take back what :func:`local_state_dict` gave on this rank, for a model that is sharded in the same way.
+
+    Raises:
+        ValueError: ``state`` is of another layout, rank, world size or format; the message says where. Nothing is changed.
+        RuntimeError: called inside a forward or ``summon_full_params``.
+    """
+    flats = idle_flats(module, "load_local_state_dict")
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise ValueError(f"load_local_state_dict takes what local_state_dict returned, format {_FORMAT}")
+    plans = [_plan(unit, buffers) for unit, buffers in flats]
+    given = state["flats"]
+    if len(given) != len(plans):
+        raise ValueError(
+            f"load_local_state_dict: {len(given)} flat parameters for a model that has {len(plans)}. {_CURE}"
+        )
+    for plan, saved in zip(plans, given, strict=True):
+        if wrong := [
+            f"{key}: {saved.get(key)!r}, expected {value!r}" for key, value in plan.items() if saved.get(key) != value
+        ]:
+            raise ValueError(
+                f"load_local_state_dict: the flat parameter of {name_list(plan['fqns'], 3)} has another layout ("
+                f"{'; '.join(wrong)}). {_CURE}"
+            )
+        if (saved["shard"].dtype, saved["shard"].numel()) != (_dtype_of(plan), plan["shard_numel"]):
+            raise ValueError(f"load_local_state_dict: the shard of {name_list(plan['fqns'], 3)} is damaged")
+    rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
+    differing = [n for n in {**rest, **state["rest"]} if _form(rest.get(n)) != _form(state["rest"].get(n))]
+    if differing:
+        raise ValueError(f"load_local_state_dict: {name_list(differing)} differ in name, shape or kind")
+    with torch.no_grad():
+        for (_, buffers), saved in zip(flats, given, strict=True):
+            buffers.write_shard(saved["shard"])
+        for name, value in rest.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(state["rest"][name])
+
+
+_CURE = "Save by torch.distributed.checkpoint.save(module.state_dict()), which loads in any layout"
+
+
+def _plan(unit: Unit, buffers: FlatBuffers) -> dict[str, Any]:
+    """Of plain numbers and names, as they come back from a file."""
+    infos = buffers.layout.params
+    parallels = [known.parallel for p in buffers.params if (known := shard_info(p)) is not None]
+    return {
+        "unit": unit.fqn,
+        "fqns": [i.fqn for i in infos],
+        "shapes": [list(i.shape) for i in infos],
+        "strides": [list(i.stride) for i in infos],
+        "starts": [i.start for i in infos],
+        "shard_numel": buffers.layout.shard_numel,
+        "world_size": buffers.layout.world_size,
+        "rank": buffers.rank,
+        "dtype": str(buffers.dtype),
+        "tensor_parallel": [None if p is None else list(p.mesh.get_coordinate()) for p in parallels],
+    }
+
+
+def _dtype_of(plan: dict[str, Any]) -> torch.dtype:
+    found: torch.dtype = getattr(torch, plan["dtype"].removeprefix("torch."))
+    return found
+
+
+def _form(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
+
+
+# -- shared ------------------------------------------------------------------------------------------------------------
+
+
+def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
+    """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
+    units = units_registered_in(module, True, verb)
+    if busy := [u.fqn for u in units if u.is_used]:
+        raise RuntimeError(
+            f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
+            "Call it outside"
+        )
+    if whole := [u.fqn or "<root>" for u in units if u.handle.slots.shows is not SHARDED]:
+        raise RuntimeError(
+            f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"
+        )
+    for unit in units:
+        unit.handle.check_parameters()
+    return [(unit, buffers) for unit in units for buffers in unit.handle.buffers]
+
+
+def is_first_rank(units: list[Unit]) -> bool:
+    parallels = [
+        known.parallel
+        for u in units
+        for b in u.handle.buffers
+        for p in b.params
+        if (known := shard_info(p)) is not None
+    ]
+    first = all(not any(p.mesh.get_coordinate()) for p in parallels if p is not None)
+    return first and all(unit.is_rank0 for unit in units)
+
+
+def _check_dtype(dtype: object, verb: str) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{verb}: dtype must be a floating-point dtype or None, got {dtype!r}")
+
+
+def export(value: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
+    """A copy of a tensor. Of a tensor subclass, of what is inside: what a dtype means to it only the class knows."""
+    if (subclass := TensorSubclass.of(value)) is not None:
+        return subclass.wrap(subclass.unwrap(value).to(device=device or value.device, copy=True))
+    target = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to(device=device or value.device, dtype=target, copy=True)

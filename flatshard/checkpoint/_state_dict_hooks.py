@@ -1,0 +1,224 @@
+"""``state_dict()`` and ``load_state_dict()`` of sharded modules, by torch's own hooks on each of them.
+
+Hooks on every module that a unit owns, not on the unit's alone: so the state dict of any submodule is right, too.
+
+[Note: Nothing is changed by a bad checkpoint]
+torch loads module by module, and complains at the end. Here the hook that comes first in a ``load_state_dict`` (that of
+the outermost module that ``fully_shard`` has seen) looks at all keys, shapes and dtypes below it, and raises one error with
+all names before anything is copied. Modules that translate what they load (their class overrides
+``_load_from_state_dict``, or they have hooks of their own before loading) are left to themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard._composable.extensions import Extension, ForwardFeature, Link
+from flatshard._composable.state import Unit
+from flatshard._handle.slots import SHARDED
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard.checkpoint._sharded_value import check_source, local_source, sharded_value
+from flatshard.optim._hooks import refuse_to_gather
+
+_LOAD = nn.Module.load_state_dict.__code__
+
+
+class _Checked(threading.local):
+    """The ``load_state_dict`` that was checked last: its list of errors, which is its own, and the prefix."""
+
+    errors: list[str] | None = None
+    prefix = ""
+
+
+_checked = _Checked()
+
+
+class StateDicts(Extension):
+    """Has the modules of every unit give and take sharded values."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> UnitStateDicts:
+        feature = UnitStateDicts(unit)
+        hooks = StateDictHooks(feature.link)
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                module.register_state_dict_pre_hook(hooks.before_state_dict)  # type: ignore[no-untyped-call]
+                module.register_state_dict_post_hook(functools.partial(_after_state_dict))  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(hooks.before_load)  # type: ignore[no-untyped-call]
+        return feature
+
+
+class UnitStateDicts(ForwardFeature):
+    """What the hooks on a unit's modules know the unit by."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.link = Link(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitStateDicts:
+        result = UnitStateDicts(copy.deepcopy(self.unit, memo))
+        result.link = self.link.give_to_copy(result, memo)
+        return result
+
+
+class StateDictHooks:
+    """Those of the modules of one unit."""
+
+    def __init__(self, link: Link[UnitStateDicts]) -> None:
+        self._link = link
+
+    @property
+    def _unit(self) -> Unit | None:
+        feature = self._link.feature
+        return None if feature is None else feature.unit
+
+    def settle(self) -> None:
+        """Take over what the user replaced, so that what is registered is what the shards hold.
+
+        After ``unshard()`` the sharded parameters are registered again: whole ones are memory that is freed some time.
+        """
+        own = self._unit
+        for unit in () if own is None else own.needs:
+            if not unit.is_used:
+                if unit.gathered_in == -1:
+                    unit.show()
+                if unit.handle.slots.shows is SHARDED:
+                    unit.handle.check_parameters()
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        own = self._unit
+        if own is not None and own.module is module:
+            refuse_to_gather(
+                "model", "flatshard.checkpoint.full_state_dict(module, rank0_only=..., offload_to_cpu=...)"
+            )
+        self.settle()
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Put this rank's parts in the place of whole values."""
+        self.settle()
+        if _checked.errors is not error_msgs or not prefix.startswith(_checked.prefix):
+            _check(module, state_dict, prefix)
+            _checked.errors, _checked.prefix = error_msgs, prefix
+        for name, param in module._parameters.items():
+            key = prefix + name
+            if type(param) is ShardedParameter and key in state_dict:
+                info = param._flatshard_info
+                if problem := check_source(info, param.dtype, state_dict[key]):
+                    raise RuntimeError(f"load_state_dict: {key!r}: {problem}")
+                state_dict[key] = local_source(info, state_dict[key])
+
+
+def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Say of each sharded parameter which part of the whole it is. With ``keep_vars`` the parameters stay themselves."""
+    for name, param in module._parameters.items():
+        value = destination.get(prefix + name)
+        if type(param) is ShardedParameter and type(value) is torch.Tensor and value.shape == param.shape:
+            destination[prefix + name] = sharded_value(value, param._flatshard_info)
+
+
+# -- checking ----------------------------------------------------------------------------------------------------------
+
+
+def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """[Note: Nothing is changed by a bad checkpoint]
+
+    Raises:
+        RuntimeError: ``state_dict`` does not fit ``root``.
+    """
+    expected: set[str] = set()
+    missing: list[str] = []
+    problems: list[str] = []
+    free: list[str] = []  # prefixes of modules that translate
+    for at, module in _named_modules(root, prefix):
+        if at.startswith(tuple(free)):
+            continue
+        if _translates(module):
+            free.append(at)
+            continue
+        for name, tensor in _persistent(module):
+            expected.add(at + name)
+            if at + name not in state_dict:
+                if name != "num_batches_tracked":  # which checkpoints of old lack
+                    missing.append(at + name)
+            elif problem := _problem(tensor, state_dict[at + name]):
+                problems.append(f"{at + name}: {problem}")
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            expected.add(f"{at}_extra_state")
+            if f"{at}_extra_state" not in state_dict:
+                missing.append(f"{at}_extra_state")
+    if _is_strict():
+        unexpected = [
+            k for k in state_dict if k.startswith(prefix) and k not in expected and not k.startswith(tuple(free))
+        ]
+        if unexpected:
+            problems.insert(0, f"Unexpected key(s) in state_dict: {', '.join(map(repr, unexpected))}. ")
+        if missing:
+            problems.insert(0, f"Missing key(s) in state_dict: {', '.join(map(repr, missing))}. ")
+    if problems:
+        lines = "\n\t".join(problems)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(root).__name__}, in which nothing has been changed:\n\t{lines}"
+        )
+
+
+def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """As ``load_state_dict`` walks: a module under each of its names."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _named_modules(child, f"{prefix}{name}.")
+
+
+def _translates(module: nn.Module) -> bool:
+    """Whether what ``module`` loads may not be what the state dict has under its names."""
+    load = type(module)._load_from_state_dict
+    if load is not nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn.modules."):
+        return True
+    hooks = [getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values()]
+    return any(not isinstance(getattr(h, "__self__", None), StateDictHooks) for h in hooks)
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield name, param
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _problem(tensor: torch.Tensor, source: Any) -> str | None:
+    if type(tensor) is ShardedParameter:
+        return check_source(tensor._flatshard_info, tensor.dtype, source)
+    if not isinstance(source, torch.Tensor):
+        return f"expected a tensor, got a {type(source).__name__}"
+    if nn.parameter.is_lazy(tensor) or (tensor.dim() == 0 and source.shape == (1,)):
+        return None
+    if tensor.shape != source.shape:
+        return f"size mismatch: the checkpoint has shape {tuple(source.shape)}, the model has {tuple(tensor.shape)}"
+    return None  # any dtype, as in torch
+
+
+def _is_strict() -> bool:
+    """What the user said to ``load_state_dict``: hooks are told True in any case."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not _LOAD:
+        frame = frame.f_back
+    return frame.f_code is _LOAD and bool(frame.f_locals.get("strict", True))

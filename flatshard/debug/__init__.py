@@ -1,0 +1,6 @@
+"""What was built, and whether replicas agree."""
+
+from flatshard.debug._describe import Description, FlatDescription, UnitDescription, describe
+from flatshard.debug._replicas import check_replicas
+
+__all__ = ["Description", "FlatDescription", "UnitDescription", "check_replicas", "describe"]

@@ -1,0 +1,166 @@
+"""What was built: ``describe`` a sharded module, and the flat parameters themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flatshard._composable.state import Unit, units_below
+
+
+@dataclass(frozen=True)
+class FlatDescription:
+    """One flat parameter of a unit."""
+
+    fqns: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
+    dtype: torch.dtype  # of the user's parameters: the master weights
+    compute_dtype: torch.dtype  # of the unsharded parameters
+    grad_dtype: torch.dtype  # of the user's ``.grad``
+    reduce_dtype: torch.dtype  # of the gradients' reduction
+    trainable: bool
+    numel: int  # elements of the parameters
+    padded_numel: int  # with padding, over all ranks
+    shard_numel: int  # on this rank, padding included
+    cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit."""
+
+    fqn: str
+    module: str  # class name
+    strategy: str
+    state: str
+    flats: tuple[FlatDescription, ...]
+    buffer_dtypes: tuple[torch.dtype, ...]  # of the floating-point buffers of its module and those in no unit below it
+    reshard_after_forward: bool | int | None = None  # None: as the strategy says; an int: to that many ranks
+
+
+@dataclass(frozen=True)
+class Description:
+    """All units of a module, in module order. ``str()`` is a table."""
+
+    units: tuple[UnitDescription, ...]
+    world_size: int
+    device: torch.device
+    verbose: bool = False  # `str()` lists every parameter
+
+    @property
+    def numel(self) -> int:
+        return sum(f.numel for u in self.units for f in u.flats)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps."""
+        return sum(f.shard_numel * f.dtype.itemsize for u in self.units for f in u.flats)
+
+    def __str__(self) -> str:
+        head = ("unit", "module", "strategy", "state", "dtype", "trainable", "params", "numel", "padding", "shard here")
+        rows: list[tuple[str, ...]] = [head]
+        for unit in self.units:
+            name: tuple[str, ...] = (unit.fqn or "<root>", unit.module, _strategy(unit), unit.state)
+            for flat in unit.flats:
+                rows.append(
+                    (
+                        *name,
+                        _dtypes(unit, flat),
+                        "yes" if flat.trainable else "no",
+                        f"{len(flat.fqns):,}",
+                        f"{flat.numel:,}",
+                        f"{flat.padded_numel - flat.numel:,}",
+                        f"{flat.shard_numel:,}",
+                    )
+                )
+                name = ("", "", "", "")
+                if self.verbose:
+                    for fqn, shape, cut in zip(flat.fqns, flat.shapes, flat.cuts, strict=True):
+                        cut = "" if cut == "elements" else cut
+                        rows.append(("  " + fqn, "x".join(map(str, shape)) or "scalar", cut, *[""] * 7))
+            if not unit.flats:
+                rows.append((*name, "-", "-", "0", "0", "0", "0"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = []
+        for row in rows:
+            cells = [c.rjust(w) if i > 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            lines.append("  ".join(cells).rstrip())
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        flats = sum(len(u.flats) for u in self.units)
+        lines.append(
+            f"{len(self.units)} units, {flats} flat parameters, {self.numel:,} elements over {self.world_size} ranks on "
+            f"{self.device.type}; {self.shard_nbytes:,} bytes of parameters here between steps"
+        )
+        if any("/" in row[4] for row in rows):
+            lines.append("dtypes: master/compute/gradient/reduce")
+        return "\n".join(lines)
+
+
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _strategy(unit: UnitDescription) -> str:
+    if unit.reshard_after_forward is None:
+        return unit.strategy
+    return f"{unit.strategy}, reshard_after_forward={unit.reshard_after_forward}"
+
+
+def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
+    four = (flat.dtype, flat.compute_dtype, flat.grad_dtype, flat.reduce_dtype)
+    if len(set(four)) == 1:
+        return str(flat.dtype).removeprefix("torch.")
+    text = "/".join(_SHORT.get(d, str(d).removeprefix("torch.")) for d in four)
+    if unit.buffer_dtypes and flat is unit.flats[0]:
+        text += ", buffers " + "/".join(_SHORT.get(d, str(d)) for d in unit.buffer_dtypes)
+    return text
+
+
+def describe(module: nn.Module, *, verbose: bool = False) -> Description:
+    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))``.
+
+    ``verbose`` lists every parameter with its shape under its unit.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded.
+    """
+    units = units_below(module)
+    if not units:
+        raise ValueError(f"describe: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    runtime = units[0].context.runtime
+    return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)
+
+
+def _describe(unit: Unit) -> UnitDescription:
+    flats = tuple(
+        FlatDescription(
+            tuple(info.fqn for info in b.layout.params),
+            tuple(info.shape for info in b.layout.params),
+            b.dtype,
+            b.compute_dtype,
+            g.reduction.dtype,
+            g.reduction.reduce_dtype,
+            any(p.requires_grad for p in b.params),
+            b.layout.numel,
+            b.layout.padded_numel,
+            b.layout.shard_numel,
+            tuple(info.cut for info in b.layout.params),
+        )
+        for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)
+    )
+    below = {m for u in units_below(unit.module) if u is not unit for m in u.module.modules()}
+    own = [m for m in unit.module.modules() if m not in below]
+    buffers = dict.fromkeys(
+        b.dtype for m in own for b in m._buffers.values() if b is not None and b.is_floating_point()
+    )
+    state = unit.handle.lifetime.params.name.lower()
+    return UnitDescription(
+        unit.fqn,
+        type(unit.module).__name__,
+        unit.config.strategy.name,
+        state,
+        flats,
+        tuple(buffers),
+        unit.config.reshard_after_forward,
+    )

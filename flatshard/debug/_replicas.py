@@ -1,0 +1,136 @@
+"""Checks for debugging, that cost time and change nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatshard._comm.progress import Label
+from flatshard._composable.features.left_alone import added_later
+from flatshard._composable.state import Unit, unit_of, units_below
+from flatshard._config import ShardingStrategy
+from flatshard._errors import name_list
+from flatshard._handle.agreement import on_any_rank
+from flatshard._runtime import Runtime
+
+_LABEL = Label("check_replicas")
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
+    """Raise if ranks that must hold the same values do not, bit for bit.
+
+    Those are the parameters of ``NO_SHARD`` units, the shards of hybrid ones over the ranks that replicate them, what was
+    registered in a sharded module after ``fully_shard``, and, with ``buffers``, the buffers of all units over all ranks.
+    Every rank must call it, at a point where the values are to be equal, such as between an optimizer's step and the next
+    forward. It reads all values once, on the CPU, and takes one collective of 8 bytes a parameter for each process group; a
+    second tiny one tells ranks whose own replicas are equal.
+
+    Args:
+        module: sharded, or with sharded modules in it.
+        buffers: compare buffers, too. (Running statistics of BatchNorm, of each rank's own data, do differ.)
+
+    Raises:
+        RuntimeError: some differ. It names parameters and buffers, and the ranks by their numbers in the world. All ranks
+            raise it.
+        ValueError: nothing in ``module`` is sharded; or all of it is, without replicas, and ``buffers`` is False.
+    """
+    units = units_below(module)
+    if not units:
+        raise ValueError(f"check_replicas: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    added = list(added_later(module))
+    if not (buffers or added) and not any(u.config.strategy.is_hybrid or _keeps_all(u) for u in units):
+        raise ValueError(
+            "check_replicas: every rank holds another part of each parameter, so there is nothing to compare: no unit has "
+            "the strategy NO_SHARD or a hybrid one. For the buffers pass buffers=True"
+        )
+    compared: dict[int, tuple[Runtime, Named]] = {}  # by the number of the process group
+
+    def compare(runtime: Runtime | None, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if runtime is not None and runtime.world_size > 1:
+            compared.setdefault(runtime.number, (runtime, []))[1].extend(values)
+
+    for unit in units:
+        compare(unit.handle.replicas, _parameters(unit))
+    for unit, fqn, param in added:
+        for runtime in (unit.context.runtime, unit.handle.replicas if unit.config.strategy.is_hybrid else None):
+            compare(runtime, [(fqn, param.data)])
+    if buffers:
+        for unit, values in _buffers(module):
+            compare(unit.context.runtime, values)
+            if unit.config.strategy.is_hybrid:
+                compare(unit.handle.replicas, values)
+    problems = [p for number in sorted(compared) if (p := _compare(*compared[number]))]
+    shards = [u.context.runtime for u in units if u.config.strategy.is_hybrid]
+    differ_elsewhere = on_any_rank(shards, bool(problems))
+    if problems or differ_elsewhere:
+        start = "Start from the same values (fully_shard(..., sync_module_states=True))"
+        cure = f"{start}, and change parameters on all ranks alike"
+        if names := list(dict.fromkeys(fqn for _, fqn, _ in added)):
+            cure += (
+                f". Nobody averages the gradients of {name_list(names, 3)}, registered after fully_shard: add modules and "
+                "parameters before it"
+            )
+        raise RuntimeError(
+            "replicas differ: "
+            + ("; ".join(problems) or "not those of this rank, but of others in its shard group, which tell more")
+            + f". They must be equal, bit for bit. {cure}"
+        )
+
+
+def _keeps_all(unit: Unit) -> bool:
+    return unit.config.strategy is ShardingStrategy.NO_SHARD
+
+
+def _parameters(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
+    for flat in unit.handle.buffers:
+        for info, param in zip(flat.layout.params, flat.params, strict=True):
+            yield info.fqn, param.data
+
+
+def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:
+    """The buffers of each unit and of what is in no other unit below it."""
+    found: list[tuple[Unit, Named]] = []
+    seen: set[int] = set()
+
+    def visit(at: nn.Module, name: str, unit: Unit | None) -> None:
+        unit = unit_of(at) or unit
+        if unit is not None:
+            mine = [(f"{name}{n}", b) for n, b in at._buffers.items() if b is not None and id(b) not in seen]
+            seen.update(id(b) for _, b in mine)
+            found.append((unit, mine))
+        for child_name, child in at.named_children():
+            visit(child, f"{name}{child_name}.", unit)
+
+    visit(module, "", None)
+    return found
+
+
+def _compare(runtime: Runtime, values: Named) -> str:
+    """What differs over the ranks of ``runtime``, in words."""
+    if not values:
+        return ""
+    every = torch.empty(runtime.world_size, len(values), dtype=torch.int64, device=runtime.device)
+    mine = every[runtime.rank]
+    mine.copy_(torch.tensor([_hash(t) for _, t in values]))
+    runtime.exact.all_gather(every.view(-1), mine, _LABEL).wait()
+    ranks = dist.get_process_group_ranks(runtime.group)
+    found = []
+    for (name, _), column in zip(values, every.t().tolist(), strict=True):
+        others = [str(rank) for rank, value in zip(ranks, column, strict=True) if value != column[0]]
+        if others:
+            found.append(f"{name!r} (rank{'s' if len(others) > 1 else ''} {', '.join(others)} against rank {ranks[0]})")
+    shown = "; ".join(found[:8]) + (f"; ... ({len(found) - 8} more)" if len(found) > 8 else "")
+    return f"{len(found)} of {len(values)} values: {shown}" if found else ""
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    memory = (ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
+    return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "big", signed=True)

@@ -1,0 +1,185 @@
+"""How a parameter may be cut between ranks: the choices for ``fully_shard(layout=...)``.
+
+[Note: Padding and its limit]
+All shards of a flat parameter have the same size, so that a collective is one call on one buffer. Where a cut may not fall
+anywhere, room is lost between parameters. What counts as padding here is what a layout takes beyond the ``Elements`` layout
+of the same parameters, as a fraction of that: it is paid in memory of shards and in bytes of every collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flatshard._errors import name_list
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Cut anywhere (the default): the densest. A rank's part of a parameter is 1-D."""
+
+    def block(self, shape: Sequence[int]) -> int:
+        """Elements that stay together."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Aligned:
+    """What the others have in common."""
+
+    def _check(self, max_padding: Any, strict: Any) -> None:
+        if isinstance(max_padding, bool) or not isinstance(max_padding, int | float) or not max_padding >= 0:
+            raise ValueError(
+                f"{self}: max_padding must be a fraction of at least 0 (0.1: a tenth), got {max_padding!r}"
+            )
+        if not isinstance(strict, bool):
+            raise ValueError(f"{self}: strict must be True or False, got {strict!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(_Aligned):
+    """Cut between rows, the slices along dimension 0. A rank's part is ``(rows here, *rest)``, with its dimensions.
+
+    For rules by ``p.ndim``, row-wise quantisation, statistics of rows; of stacked experts ``(E, m, n)`` it keeps each
+    expert's matrix whole. A scalar is cut as by ``Elements``.
+    """
+
+    multiple: int = 1
+    """Cut between groups of this many rows, counted from the first."""
+    max_padding: float = 0.1
+    """[Note: Padding and its limit]. Beyond it, the flat parameter is cut as by ``Elements``, with a warning."""
+    strict: bool = False
+    """Raise in place of that warning."""
+
+    def __post_init__(self) -> None:
+        self._check(self.max_padding, self.strict)
+        _check_count(self, "multiple", self.multiple)
+
+    def block(self, shape: Sequence[int]) -> int:
+        """Elements that stay together."""
+        return self.multiple * math.prod(shape[1:]) if shape else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(_Aligned):
+    """Cut between blocks of ``numel`` elements, counted from the parameter's first in memory order. A rank's part is 1-D.
+
+    For optimizers and formats that quantise in blocks: each block's scale belongs to elements of one rank.
+    """
+
+    numel: int
+    max_padding: float = 0.1
+    """As in :class:`Rows`."""
+    strict: bool = False
+    """As in :class:`Rows`."""
+
+    def __post_init__(self) -> None:
+        self._check(self.max_padding, self.strict)
+        _check_count(self, "numel", self.numel)
+
+    def block(self, shape: Sequence[int]) -> int:
+        """Elements that stay together."""
+        return self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(_Aligned):
+    """Not cut: each parameter lies on one rank in its own shape, and the others' part is empty, ``(0, *rest)``.
+
+    For optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB): they step what a rank owns, without
+    communication. Ranks get about the same number of elements in each unit, and about the same work over all units. Suits
+    units with several times more matrices than ranks (experts), or few ranks.
+    """
+
+    max_padding: float = 0.5
+    """As in :class:`Rows`."""
+    strict: bool = False
+    """As in :class:`Rows`."""
+
+    def __post_init__(self) -> None:
+        self._check(self.max_padding, self.strict)
+
+    def block(self, shape: Sequence[int]) -> int:
+        """Elements that stay together."""
+        return max(1, math.prod(shape))
+
+
+Layout = Elements | Rows | Blocks | Whole
+"""One of the four choices."""
+
+LayoutChoice = Layout | Callable[[str, nn.Parameter], Layout | None] | None
+"""A layout for all parameters, or a callable ``(fqn, parameter) -> layout`` (None: ``Elements``)."""
+
+
+def check_layout(choice: Any) -> None:
+    """``choice`` can be one.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if choice is None or isinstance(choice, Layout) or (callable(choice) and not isinstance(choice, type)):
+        return
+    hint = f": write {choice.__name__}(...)" if isinstance(choice, type) else ""
+    raise TypeError(
+        "layout must be flatshard.layouts.Elements(), Rows(), Blocks(n), Whole(), or a callable (fqn, parameter) that "
+        f"returns one of them, got {choice!r}{hint}"
+    )
+
+
+def layout_for(choice: LayoutChoice, fqn: str, param: nn.Parameter) -> Layout:
+    """What ``choice`` means for one parameter.
+
+    Raises:
+        TypeError: a callable returned something else.
+    """
+    found = choice(fqn, param) if callable(choice) else choice
+    if found is None:
+        return Elements()
+    if not isinstance(found, Layout):
+        raise TypeError(
+            f"layout: the callable returned {found!r} for {fqn!r}; it must return flatshard.layouts.Elements(), Rows(), "
+            "Blocks(n), Whole() or None"
+        )
+    return found
+
+
+def work_of(shape: Sequence[int]) -> int:
+    """About the work of a step on a whole matrix: its shorter side times its elements (Newton-Schulz, inverse roots)."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    return math.prod(shape) * min(shape[-1], math.prod(shape[:-1]))
+
+
+def excess_padding(unit: str, fqns: Sequence[str], layouts: Sequence[Layout], padding: float) -> str | None:
+    """What to say if ``padding`` is over the smallest limit among ``layouts``; None if it is not.
+
+    Raises:
+        ValueError: it is, and one of the layouts is strict.
+    """
+    aligned = [each for each in layouts if not isinstance(each, Elements)]
+    limit = min((each.max_padding for each in aligned), default=math.inf)
+    if padding <= limit:
+        return None
+    kinds = ", ".join(sorted({type(each).__name__ for each in aligned}))
+    cure = (
+        f"allow it by max_padding={math.ceil(padding * 100) / 100:g}, make larger units (several layers each), or choose "
+        "Elements() for some of the parameters by a callable layout"
+    )
+    if any(isinstance(each, Whole) for each in aligned):
+        cure += "; flatshard.optim.WholeParameterOptimizer steps whole matrices in any layout"
+    message = (
+        f"unit {unit or '<root>'!r}: the layout of {name_list(list(fqns), 3)} ({kinds}) would take {padding:.0%} padding, "
+        f"over the limit of {limit:.0%}"
+    )
+    if any(each.strict for each in aligned):
+        raise ValueError(f"{message}: {cure}")
+    return f"{message}, so they are cut anywhere, as by Elements(). To keep the layout, {cure}"
+
+
+def _check_count(layout: Any, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{layout}: {name} must be an int of at least 1")

@@ -1,0 +1,40 @@
+"""The flat parameters themselves, for an optimizer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flatshard._composable.state import units_below
+
+
+def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """One parameter per unit and dtype, for the optimizer in place of ``module.parameters()``: the fewest operations.
+
+    Each is this rank's whole shard: 1-D, ``(shard_numel,)``, with attribute ``fqns``, the names it holds. From this call
+    on it alone receives gradients; ``.grad`` of the single parameters stays None. A parameter that no rank used gets a
+    zero gradient instead of none. What FSDP1 called ``use_orig_params=False``.
+
+    >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
+
+    Raises:
+        ValueError: a flat parameter holds trainable and frozen parameters (one was frozen after sharding), whom an
+            optimizer could not tell apart; or nothing in ``module`` is sharded.
+    """
+    units = units_below(module)
+    if not units:
+        raise ValueError(f"flat_parameters: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    groups = [(b, g) for u in units for b, g in zip(u.handle.buffers, u.handle.grads, strict=True)]
+    for buffers, _ in groups:
+        if len({p.requires_grad for p in buffers.params}) > 1:
+            frozen = [i.fqn for p, i in zip(buffers.params, buffers.layout.params, strict=True) if not p.requires_grad]
+            raise ValueError(
+                f"{frozen} were frozen after fully_shard and share a flat parameter with trainable ones, so an optimizer on "
+                "flat parameters would move them (weight decay). Freeze before fully_shard, or use module.parameters()"
+            )
+    result = []
+    for buffers, grads in groups:
+        if buffers.params[0].requires_grad:
+            flat = grads.use_flat_param()
+            flat.fqns = tuple(info.fqn for info in buffers.layout.params)  # type: ignore[attr-defined]
+            result.append(flat)
+    return result

@@ -1,0 +1,230 @@
+"""Optimizers of sharded parameters, as torch's own helpers see them.
+
+[Note: Optimizer state in the standard helpers]
+``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` takes ``optimizer.state_dict()`` for whole tensors unless
+they are DTensors, and would save one rank's part of each for all of it. So an optimizer that steps sharded parameters gets
+hooks of its own, before its first step with them (which these helpers take, where there was none): what the helper reads are
+sharded values, and what is loaded may be sharded values or whole tensors. To anybody else ``optimizer.state_dict()`` is
+what it always is: this rank's parts, for this rank to load. One that has loaded such a state and not stepped since has no
+hooks yet.
+
+[Note: Optimizers that look at shapes]
+Muon on some rows of a matrix, or Adafactor on a slice, runs without any error, and trains something else. So optimizers of
+known classes are looked at before their first step, and again when they have more parameters or more is sharded, on all
+ranks alike. Others can ask for it: ``check_whole_parameters``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from flatshard._composable.extensions import Extension
+from flatshard._composable.features.left_alone import added_later
+from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.state import all_units
+from flatshard._errors import name_list
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, shard_info
+from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
+
+_looked_at = LookedAt()
+_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watching: list[Any] = []
+
+
+class Optimizers(Extension):
+    """Notices optimizers of sharded parameters as they step."""
+
+    def prepare(self, module: nn.Module) -> None:
+        _looked_at.clear()  # the parameters of one that has stepped may be sharded now
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _looked_at:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if plain := {id(p) for p in params if not isinstance(p, ShardedParameter)}:
+        _warn_about_added(optimizer, plain)
+    if any(isinstance(p, ShardedParameter) for p in params):
+        _check_shapes(optimizer, params)
+        if optimizer not in _hooked:
+            _hooked.add(optimizer)
+            if getattr(optimizer, "steps_whole_parameters", False):
+                optimizer.register_state_dict_post_hook(_refuse_helper)
+            else:
+                optimizer.register_state_dict_post_hook(_as_values)
+                optimizer.register_load_state_dict_pre_hook(_as_parts)
+    _looked_at.add(optimizer)
+
+
+def _warn_about_added(optimizer: Optimizer, plain: set[int]) -> None:
+    """[Note: Added after sharding]. ``plain``: the ids of its parameters that are not sharded."""
+    found: dict[int, str] = {}
+    for unit in sorted(all_units(), key=lambda unit: len(unit.fqn)):  # so that names are those of the outermost
+        if max(unit.context.runtime.world_size, getattr(unit.handle.replicas, "world_size", 1)) > 1:
+            for _, fqn, param in added_later(unit.module):
+                if id(param) in plain:
+                    found.setdefault(id(param), f"{unit.fqn}.{fqn}" if unit.fqn else fqn)
+    if found:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps {name_list(found.values(), 3)}, registered in a sharded module after "
+            "fully_shard: nobody averages their gradients, so every rank trains its own. Add modules and parameters before "
+            "fully_shard, or pass them to it as ignored_states and average their gradients yourself",
+            stacklevel=4,
+        )
+
+
+# By class name, as most come from packages of their own: whether each can step parameters of which it has no element.
+_SHAPE_AWARE = {
+    **dict.fromkeys(("muon", "shampoo", "distributedshampoo", "soap", "lamb", "nvlamb", "fusedlamb", "lars"), True),
+    **dict.fromkeys(("adafactor", "came", "sm3", "kron", "galoreadamw", "apolloadamw"), False),
+}
+
+
+def steps_empty_parts(optimizer: Optimizer) -> bool | None:
+    """Of one that looks at shapes, whether it can step parameters of which it has no element; None: it looks at none."""
+    if getattr(optimizer, "works_on_shards", False):
+        return None
+    return _SHAPE_AWARE.get(type(optimizer).__name__.lower())
+
+
+def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """[Note: Optimizers that look at shapes]"""
+    name, steps_empty = type(optimizer).__name__, steps_empty_parts(optimizer)
+    if steps_empty is None:
+        return
+    check_whole_parameters(params, name)
+    scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
+    if not steps_empty and scattered:
+        raise RuntimeError(
+            f"{name} cannot step parameters of which a rank has no element, such as {scattered[0].fqn!r} on some ranks: "
+            f"use flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
+        )
+
+
+def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
+    """Raise unless each of ``params`` lies on one rank as a whole: for an optimizer that looks at more than single elements.
+
+    The same on all ranks, without communication. flatshard calls it before the first step of optimizers named Muon, Shampoo,
+    SOAP, LAMB, LARS, Adafactor and the like, unless they have an attribute ``works_on_shards = True``.
+
+    Args:
+        params: sharded and plain parameters.
+        optimizer: its name, for the message.
+
+    Raises:
+        RuntimeError: some are cut between ranks, or are 1-D here although whole, or are sharded by tensor parallelism.
+    """
+    infos = [i for p in params if (i := shard_info(p)) is not None]
+    parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
+    if parallel:
+        raise RuntimeError(
+            f"{optimizer} looks at whole parameters, and no rank has all of {name_list(parallel, 3)}, which are sharded by "
+            "tensor parallelism: step them by an optimizer of single elements, such as AdamW"
+        )
+    cut = [i.fqn for i in infos if i.shard_world_size > 1 and (i.owner is None or not (i.by_rows or len(i.shape) < 2))]
+    if cut:
+        raise RuntimeError(
+            f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: stepping each part alone "
+            f"would train something else. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works "
+            "in any layout, or shard with layout=flatshard.layouts.Whole()"
+        )
+
+
+def refuse_to_gather(kind: str, function: str) -> None:
+    """Raise if torch's helper for state of this ``kind`` wants whole tensors, which it gathers of DTensors only."""
+    frame = _helper(f"_get_{kind}_state_dict")
+    if frame is not None and getattr(frame.f_locals.get("info"), "full_state_dict", False):
+        raise RuntimeError(
+            f"StateDictOptions(full_state_dict=True) gathers nothing that flatshard shards: call {function} on all ranks"
+        )
+
+
+def _helper(name: str) -> FrameType | None:
+    """The frame of that function of ``torch.distributed.checkpoint.state_dict``, if it has called us."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (
+            frame.f_code.co_name == name
+            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        ):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _as_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """For the helper: sharded values in the place of this rank's parts."""
+    if _helper("_get_optim_state_dict") is None:
+        return None
+    refuse_to_gather("optim", "flatshard.checkpoint.optim_state_dict(module, optimizer, full=True, rank0_only=...)")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(hasattr(p, "fqns") for p in params):
+        raise RuntimeError(
+            "get_optimizer_state_dict knows no flat parameters (flatshard.flat_parameters): call "
+            "flatshard.checkpoint.optim_state_dict(module, optimizer)"
+        )
+    state = {
+        number: {key: _value(params[number], key, value) for key, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _refuse_helper(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    if _helper("_get_optim_state_dict") is not None:
+        raise NotImplementedError(
+            f"torch's helper wants every parameter's state on every rank, and {type(optimizer).__name__} keeps each on one: "
+            "call flatshard.checkpoint.optim_state_dict(module, optimizer)"
+        )
+
+
+def _value(param: torch.Tensor, key: str, value: Any) -> Any:
+    if not isinstance(param, ShardedParameter) or not isinstance(value, torch.Tensor):
+        return value
+    info = param._flatshard_info
+    if not value.dim() or (info.shard_world_size == 1 and info.parallel is None):
+        return value
+    if value.shape != param.shape:
+        raise NotImplementedError(
+            f"the optimizer's state {key!r} of {info.fqn!r} has shape {tuple(value.shape)}, the parameter has "
+            f"{tuple(param.shape)} here: how it is sharded is known to the optimizer alone. Save optimizer.state_dict() "
+            "by each rank"
+        )
+    return sharded_value(value, info)
+
+
+def _as_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """This rank's parts in the place of sharded values and whole tensors."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if len(params) != len(keys):
+        return None  # the optimizer says so
+    state = dict(state_dict["state"])
+    for key, param in zip(keys, params, strict=True):
+        if isinstance(param, ShardedParameter) and key in state:
+            info = param._flatshard_info
+            state[key] = {name: _part(info, param, name, value) for name, value in state[key].items()}
+    return {**state_dict, "state": state}
+
+
+def _part(info: ShardInfo, param: torch.Tensor, name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not (value.dim() or isinstance(value, ShardedValue)):
+        return value
+    whole = info.shape if info.parallel is None else info.parallel.shape
+    if not isinstance(value, ShardedValue) and tuple(value.shape) != tuple(whole):
+        return value  # a part
+    if problem := check_source(info, value.dtype, value):
+        raise ValueError(f"the optimizer's state {name!r} of {info.fqn!r}: {problem}")
+    return local_source(info, value).clone()

@@ -1,0 +1,147 @@
+"""Whole parameters on the rank that steps them: of a cut parameter, how its parts come there and go back.
+
+[Note: Owners]
+A parameter that lies on one rank is stepped there, in place. One that is cut is given to one of its holders, or to the rank
+with the least work if all of them have too much. For its step that rank gathers the gradient's and the parameter's parts,
+into memory that is freed after, and sends the new parts back. Nothing goes to a rank that does not step it: all ranks
+together send three times the cut parameters' sizes at most, where gathering gradients on every rank would send N - 1 times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from flatshard._comm.collectives import Done, Pending
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.tensors.sharded_parameter import shard_info
+
+
+class Owned:
+    """One sharded parameter, and the rank that steps it."""
+
+    def __init__(self, handle: FlatParamHandle, buffers: FlatBuffers, index: int, work: int, loads: list[int]) -> None:
+        """``loads``: of each rank of the shard group, the work so far; ``work`` is added to the owner's."""
+        self.handle, self.buffers, self.index = handle, buffers, index
+        self.param: nn.Parameter = buffers.params[index]
+        layout = buffers.layout
+        holders = layout.holders(index)
+        self.is_cut = len(holders) > 1
+        self.owner = self._choose(holders, work, loads)
+        loads[self.owner] += work
+        self.is_mine = buffers.is_whole or self.owner == buffers.rank
+        self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
+        self._whole: torch.Tensor | None = None  # of a cut parameter, while it is stepped here
+        self._grad: torch.Tensor | None = None
+
+    @staticmethod
+    def _choose(holders: range, work: int, loads: list[int]) -> int:
+        """[Note: Owners]"""
+        if len(holders) == 1:
+            return holders[0]
+        best = min(holders, key=lambda r: loads[r], default=0)
+        least = min(range(len(loads)), key=lambda r: loads[r])
+        return best if loads[best] <= loads[least] + work else least
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is gathered for a step."""
+        grad = 0 if self.param.grad is None else self.param.grad.element_size()
+        return self.buffers.layout.params[self.index].numel * (self.param.element_size() + grad) if self.is_cut else 0
+
+    def gather(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
+        """Begin: what this rank is to send and to receive is added."""
+        info, rank = self.buffers.layout.params[self.index], self.buffers.rank
+        known = shard_info(self.param)
+        assert known is not None
+        grad = self.param.grad
+        assert grad is not None
+        with torch.no_grad():
+            own = [known.in_memory_order(plain(grad)), known.in_memory_order(self.param.detach())]
+        if not self.is_mine:
+            sent += [(part, self.owner) for part in own if part.numel()]
+            return
+        device = grad.device
+        self._grad = torch.empty(info.numel, dtype=grad.dtype, device=device)
+        self._whole = torch.empty(info.numel, dtype=self.param.dtype, device=device)
+        for holder, part in self._parts:
+            for target, mine in zip((self._grad, self._whole), own, strict=True):
+                piece = target[part.offset : part.offset + part.numel]
+                if holder == rank:
+                    piece.copy_(mine)
+                else:
+                    received.append((piece, holder))
+
+    def show(self, proxy: nn.Parameter) -> None:
+        """Let ``proxy`` be the whole parameter with its gradient, in its shape, for an optimizer to step."""
+        info, grad = self.buffers.layout.params[self.index], self.param.grad
+        assert grad is not None
+        if self.is_cut:
+            assert self._whole is not None
+            assert self._grad is not None
+            value, grad = self._whole, self._grad
+        else:
+            value, grad = self.param.detach(), plain(grad)
+        proxy.data = value if value.shape == info.shape else value.as_strided(info.shape, info.stride)
+        if grad.dtype is not proxy.dtype:
+            proxy.grad_dtype = grad.dtype  # keep_low_precision_grads
+        proxy.grad = grad if grad.shape == info.shape else grad.as_strided(info.shape, info.stride)
+
+    def scatter(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
+        """Send the new values to the holders; ``finish`` when they have come."""
+        if self.is_cut and self.is_mine:
+            assert self._whole is not None
+            self._grad = None
+            for holder, part in self._parts:
+                piece = self._whole[part.offset : part.offset + part.numel]
+                if holder == self.buffers.rank:
+                    self._own().copy_(piece)
+                else:
+                    sent.append((piece, holder))
+        elif self.is_cut and self.param.numel():
+            received.append((self._own(), self.owner))
+
+    def finish(self) -> None:
+        """The step is over. The part has changed, or is empty: versions grow on all ranks alike."""
+        self.drop()
+        increment_version(self.param)
+
+    def drop(self) -> None:
+        """Free what was gathered."""
+        self._whole = self._grad = None
+
+    def _own(self) -> torch.Tensor:
+        part = self.buffers.slices[self.index]
+        return self.buffers.shard[part.start : part.stop]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient as a plain tensor, which knows of no other rank."""
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def move(owned: Sequence[Owned], back: bool = False) -> Pending:
+    """Start gathering cut parameters to their owners, or (``back``) sending them back: one batch of messages."""
+    sent: list[tuple[torch.Tensor, int]] = []
+    received: list[tuple[torch.Tensor, int]] = []
+    if not owned:
+        return Done()
+    handle = owned[0].handle
+    runtime = handle.runtime
+    try:
+        with runtime.reducing():
+            return _start(owned, back, sent, received)
+    except Exception as e:
+        runtime.fail("exchange", handle.fqn, e)
+
+
+def _start(
+    owned: Sequence[Owned], back: bool, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]
+) -> Pending:
+    for each in owned:
+        (each.scatter if back else each.gather)(sent, received)
+    return owned[0].handle.runtime.exchange(sent, received, owned[0].handle.label)

@@ -1,0 +1,323 @@
+"""Any optimizer of whole matrices on sharded parameters: each matrix is stepped by one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard._comm.collectives import Pending
+from flatshard._composable.state import owner_of
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._runtime import Runtime
+from flatshard.checkpoint._optim_options import SavedOptions, copy_options, options_of
+from flatshard.layouts import work_of
+from flatshard.optim._owned import Owned, move
+
+LIMIT_BYTES = 2**28
+
+
+class WholeParameterOptimizer(Optimizer):
+    """Steps whole parameters by an ``optimizer_class`` that looks at more than single elements: Muon, Shampoo, Adafactor.
+
+    Each parameter is stepped by one rank, with the result of one process, bit for bit, given the same gradients. A parameter
+    that lies on one rank (``layout=flatshard.layouts.Whole()``, or by chance) is stepped there in place, without
+    communication. Of one that is cut, the parts of gradient and parameter go to one rank, which steps it and sends them
+    back: in batches of messages while others are stepped. Work is balanced over the ranks, and an
+    optimizer's state is on the owner only.
+
+    Example::
+
+        matrices = [p for p in model.blocks.parameters() if len(flatshard.full_shape(p)) == 2]
+        rest = ...
+        optimizers = [
+            flatshard.optim.WholeParameterOptimizer(matrices, torch.optim.Muon, lr=0.02),
+            torch.optim.AdamW(rest),
+        ]
+
+    Every rank must make it with the same parameters in the same order, and call ``step`` together. ``zero_grad``, learning
+    rate schedulers, ``flatshard.clip_grad_norm_``, ``flatshard.checkpoint.optim_state_dict`` and
+    ``load_optim_state_dict`` work as with any other. A parameter without gradient is skipped, as by the class itself; as
+    flatshard's own, a gradient is None on all ranks or on none. Under ``NO_SHARD``, and in each
+    replica of the hybrid strategies, every rank steps what it would alone.
+
+    Args:
+        params: as of any optimizer: parameters of sharded modules, plain ones besides, or groups.
+        optimizer_class: makes the optimizer. It must treat parameters one by one: one that couples them (LBFGS, Prodigy)
+            would see those of this rank only.
+        limit_bytes: of the whole gradients and parameters that a batch may hold on a rank, where that is more than one
+            parameter. Up to three batches are held at a time: one on its way here, one that is stepped, and one on its
+            way back, without gradients.
+        **defaults: passed on.
+
+    Raises:
+        ValueError: a parameter is a ``flat_parameters()`` one, or is shown whole at the moment; or what ``optimizer_class``
+            raises.
+        NotImplementedError: a parameter is sharded by tensor parallelism too: no rank could have all of it.
+    """
+
+    steps_whole_parameters = True  # `checkpoint/_optim_state_dict.py`
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        limit_bytes: int = LIMIT_BYTES,
+        **defaults: Any,
+    ) -> None:
+        if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
+            raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
+        self.limit_bytes = limit_bytes
+        self._owned: dict[nn.Parameter, Owned | None] = {}  # None: a plain parameter
+        self._proxies: dict[nn.Parameter, nn.Parameter] = {}
+        self._loads: dict[Runtime, list[int]] = {}
+        self._inner: Optimizer | None = None
+        super().__init__(params, defaults)
+        groups = [{**g, "params": [self._proxies[p] for p in g["params"]]} for g in self.param_groups]
+        self._inner = optimizer_class([{k: v for k, v in g.items() if k != "param_names"} for g in groups], **defaults)
+        self.defaults = dict(self._inner.defaults)
+        copy_options(self._inner.param_groups, self.param_groups)
+
+    def __repr__(self) -> str:
+        mine = sum(o is None or o.is_mine for o in self._owned.values())
+        cut = sum(o is not None and o.is_cut for o in self._owned.values())
+        return (
+            f"WholeParameterOptimizer of {type(self._inner).__name__} ({len(self._owned)} parameters, {cut} of them cut; "
+            f"{mine} stepped here)\n{super().__repr__()}"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        super().add_param_group(param_group)
+        made = self.param_groups[-1]
+        new = [p for p in made["params"] if p not in self._owned]
+        try:
+            found = _find_owned(new, self._loads)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._owned.update(found)
+        self._proxies.update((p, _proxy(p, o)) for p, o in found.items())
+        if self._inner is not None:
+            options = dict(options_of(made))
+            self._inner.add_param_group({**options, "params": [self._proxies[p] for p in made["params"]]})
+            copy_options(self._inner.param_groups[-1:], [made])
+
+    def owner(self, param: nn.Parameter) -> int | None:
+        """The rank, of those that ``param`` is sharded over, that steps it; None: every rank does."""
+        owned = self._owned[param]
+        return None if owned is None or owned.buffers.is_whole else owned.owner
+
+    @torch.no_grad()
+    def first_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """What a first step would make of the parameters that are stepped here, on gradients of zero. Nothing is changed, and
+        no communication: for ``optim_state_dict(for_load=True)``.
+        """
+        inner = self._inner
+        assert inner is not None
+        before, found = SavedOptions(inner.param_groups), {}
+        inner.state.clear()
+        grads = [(proxy, proxy.grad) for proxy in self._proxies.values()]  # of plain parameters
+        try:
+            for proxy, _ in grads:
+                proxy.grad = None
+            for param, proxy in self._proxies.items():
+                owned = self._owned[param]
+                if not param.requires_grad or not (owned is None or owned.is_mine):
+                    continue
+                value = proxy.data
+                proxy.data = torch.zeros(proxy.shape, dtype=param.dtype, device=param.device)
+                proxy.grad = torch.zeros_like(proxy.data)
+                inner.step()
+                proxy.data, proxy.grad = value, None
+                before.restore()
+                found[param] = inner.state.pop(proxy, {})
+            return found
+        finally:
+            inner.state.clear()
+            before.restore()
+            for proxy, grad in grads:
+                proxy.grad = grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As in torch. All ranks together.
+
+        Raises:
+            CollectiveError: an exchange failed. Some parameters have been stepped, others not.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inner = self._inner
+        assert inner is not None
+        inner.state.clear()
+        for param, proxy in self._proxies.items():
+            if param in self.state:
+                inner.state[proxy] = self.state[param]
+        copy_options(self.param_groups, inner.param_groups)
+        before = SavedOptions(inner.param_groups)
+        stepped = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        batches = _batches([o for p in stepped if (o := self._owned[p]) is not None and o.is_cut], self.limit_bytes)
+        uncut = [p for p in stepped if (o := self._owned[p]) is None or (o.is_mine and not o.is_cut)]
+        elsewhere = [o for p in stepped if (o := self._owned[p]) is not None and not (o.is_mine or o.is_cut)]
+        plain = [(p, p.grad) for p in stepped if self._owned[p] is None]
+        try:
+            self._step_batches(inner, before, uncut, batches)
+            for each in elsewhere:
+                each.finish()
+        except BaseException:
+            before.restore()
+            raise
+        finally:
+            for param, grad in plain:
+                param.grad = grad
+        copy_options(inner.param_groups, self.param_groups)
+        return loss
+
+    def _step_batches(
+        self, inner: Optimizer, before: SavedOptions, uncut: list[nn.Parameter], batches: list[list[Owned]]
+    ) -> None:
+        """Each batch's exchange runs while the one before is stepped: the first, while the uncut parameters are."""
+        with _UnderWay() as under_way:
+            under_way.gather(batches[:1])
+            self._step_some(inner, before, uncut)  # also if there are none: options may count steps
+            for number, batch in enumerate(batches):
+                under_way.wait_for_gathers()
+                under_way.gather(batches[number + 1 : number + 2])
+                if mine := [o.param for o in batch if o.is_mine]:
+                    self._step_some(inner, before, mine)
+                under_way.wait_for_sends()  # of the batch before: its memory goes
+                under_way.send(batch)
+
+    def _step_some(self, inner: Optimizer, before: SavedOptions, params: Sequence[nn.Parameter]) -> None:
+        before.restore()  # an option that counts steps counts this as the same one
+        for param in params:
+            if (owned := self._owned[param]) is not None:
+                owned.show(self._proxies[param])
+        try:
+            inner.step()
+        finally:
+            for param in params:
+                proxy, owned = self._proxies[param], self._owned[param]
+                proxy.grad = None  # a plain parameter's own, too: later batches are not to step it again
+                if owned is not None:
+                    proxy.data = _placeholder(param)
+                    if not owned.is_cut:
+                        owned.finish()
+        for param in params:
+            if self._proxies[param] in inner.state:
+                self.state[param] = inner.state[self._proxies[param]]
+
+
+class _UnderWay:
+    """Exchanges that have been started. Whatever happens, they end before the block does, and nothing is held after it."""
+
+    def __init__(self) -> None:
+        self._gathers: list[tuple[list[Owned], Pending]] = []
+        self._sends: list[tuple[list[Owned], Pending]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.wait_for_sends()
+            return
+        for batch, pending in [*self._gathers, *self._sends]:
+            with contextlib.suppress(Exception):  # the error is on its way
+                pending.wait()
+            for each in batch:
+                each.drop()
+
+    def gather(self, batches: Sequence[list[Owned]]) -> None:
+        self._gathers += [(batch, move(batch)) for batch in batches]
+
+    def wait_for_gathers(self) -> None:
+        for _, pending in self._gathers:
+            pending.wait()
+        self._gathers.clear()
+
+    def send(self, batch: list[Owned]) -> None:
+        self._sends.append((batch, move(batch, back=True)))
+
+    def wait_for_sends(self) -> None:
+        while self._sends:
+            batch, pending = self._sends[0]
+            pending.wait()
+            for each in batch:
+                each.finish()
+            del self._sends[0]
+
+
+def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]]) -> dict[nn.Parameter, Owned | None]:
+    """Who steps each. Those that lie on one rank first: the work on the others is balanced around them."""
+    found: dict[nn.Parameter, Owned | None] = dict.fromkeys(params)
+    places = []
+    for param in params:
+        info = shard_info(param)
+        if info is None:
+            continue
+        unit = owner_of(param)
+        places_of = (
+            []
+            if unit is None
+            else [(unit.handle, b, i) for b in unit.handle.buffers for i, p in enumerate(b.params) if p is param]
+        )
+        if not places_of or not isinstance(param, ShardedParameter):
+            raise ValueError(
+                f"WholeParameterOptimizer cannot step {info.fqn!r}: give it parameters of a sharded module, outside of its "
+                "forward, unshard() and summon_full_params, and not those of flat_parameters()"
+            )
+        if info.parallel is not None and any(p.is_shard() for p in info.parallel.placements):
+            raise NotImplementedError(
+                f"WholeParameterOptimizer cannot step {info.fqn!r}, which is sharded over a tensor-parallel mesh as well "
+                f"({info.parallel.placements}): no rank could have all of it"
+            )
+        places.append((info.owner is None, param, places_of[0]))
+    for _, param, (handle, buffers, index) in sorted(places, key=lambda each: each[0]):
+        of_ranks = [0] if buffers.is_whole else loads.setdefault(handle.runtime, [0] * buffers.layout.world_size)
+        found[param] = Owned(handle, buffers, index, work_of(full_shape(param)), of_ranks)
+    return found
+
+
+def _proxy(param: nn.Parameter, owned: Owned | None) -> nn.Parameter:
+    """What the inner optimizer holds in place of ``param``: of the whole's shape, without memory between steps."""
+    if owned is None:
+        return param
+    return nn.Parameter(_placeholder(param), param.requires_grad)
+
+
+def _placeholder(param: nn.Parameter) -> torch.Tensor:
+    return torch.empty((), dtype=param.dtype, device=param.device).expand(full_shape(param))
+
+
+def _batches(cut: list[Owned], limit: int) -> list[list[Owned]]:
+    """Of one process group each: in each from every owner as many as fit its memory, but at least one."""
+    batches: list[list[Owned]] = []
+    by_runtime: dict[Runtime, dict[int, list[Owned]]] = {}
+    for each in cut:
+        by_runtime.setdefault(each.handle.runtime, {}).setdefault(each.owner, []).append(each)
+    for by_owner in by_runtime.values():
+        portions = [_portions(own, limit) for own in by_owner.values()]
+        for k in range(max(map(len, portions))):
+            batches.append([o for of_owner in portions if k < len(of_owner) for o in of_owner[k]])
+    return batches
+
+
+def _portions(owned: list[Owned], limit: int) -> list[list[Owned]]:
+    portions: list[list[Owned]] = []
+    held = 0
+    for each in owned:
+        if not portions or held + each.nbytes > limit:
+            portions.append([])
+            held = 0
+        portions[-1].append(each)
+        held += each.nbytes
+    return portions

@@ -1,0 +1,97 @@
+"""Bytes of an optimizer's state, found by asking the optimizer: it takes a step on the meta device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard._handle.tensors.sharded_parameter import full_shape
+from flatshard.optim._hooks import steps_empty_parts
+
+OptimizerChoice = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | int | None
+"""An optimizer on the model's parameters; what makes one of parameters (a class, a ``functools.partial``); bytes of state for
+each element; None: no state."""
+
+
+def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Parameter]) -> dict[nn.Parameter, int]:
+    """Bytes of state for each of ``params``, with what the optimizer keeps in 0-dim tensors.
+
+    Args:
+        params: this rank's parts on the meta device, with gradients, by the parameters that ``choice`` may hold.
+
+    Raises:
+        TypeError: ``choice`` is none of what it may be.
+        ValueError: an optimizer holds parameters that are not the model's; it looks at whole parameters, of which ranks have
+            parts; or it cannot step on the meta device.
+    """
+    parts = list(params.values())
+    if isinstance(choice, int) and not isinstance(choice, bool):
+        if choice < 0:
+            raise ValueError(f"plan: optimizer={choice} bytes for each element")
+        return {part: choice * part.numel() for part in parts}
+    if choice is None or not parts:
+        return {}
+    cut = [part for part in parts if part.shape != full_shape(part)]
+    try:
+        optimizer = _made(choice, params)
+    except Exception as e:
+        if cut and isinstance(e, ValueError) and not str(e).startswith("plan:"):
+            raise ValueError(f"plan: {_name(choice)} takes no parts of parameters ({e}). {_WHOLE}") from e
+        raise
+    steps_empty = steps_empty_parts(optimizer)
+    if steps_empty is not None and any(part.numel() or not steps_empty for part in cut):
+        raise ValueError(f"plan: {type(optimizer).__name__} looks at whole parameters, and a rank has parts. {_WHOLE}")
+    try:
+        optimizer.step()
+    except Exception as e:
+        raise ValueError(
+            f"plan: the size of {type(optimizer).__name__}'s state is found by a step on the meta device, which failed "
+            f"({type(e).__name__}: {e}). If it would not fail on true parameters and gradients of these dtypes, pass "
+            "optimizer=the number of bytes of state for each element"
+        ) from e
+    states = {part: optimizer.state.get(part, {}).values() for part in parts}
+    return {p: sum(t.numel() * t.itemsize for t in s if isinstance(t, torch.Tensor)) for p, s in states.items()}
+
+
+_WHOLE = (
+    "What looks at whole parameters is trained by flatshard.optim.WholeParameterOptimizer, which keeps the state of each on "
+    "one rank: pass optimizer=the number of bytes of state for each element, on average"
+)
+
+
+def _name(choice: Any) -> str:
+    choice = choice.func if isinstance(choice, functools.partial) else choice
+    return getattr(choice, "__name__", None) or type(choice).__name__
+
+
+def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
+    if isinstance(choice, torch.optim.Optimizer):
+        return _like(choice, params)
+    made = choice(list(params.values())) if callable(choice) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "plan: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a list of "
+            f"parameters, a number of bytes for each element, or None, got {choice!r}"
+        )
+    return made
+
+
+def _like(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
+    """One of the class and options of ``given`` over these parts: ``given`` is not stepped."""
+    groups = []
+    for options in given.param_groups:
+        if unknown := [tuple(p.shape) for p in options["params"] if p not in params and p.requires_grad]:
+            raise ValueError(
+                f"plan: the optimizer holds a trainable parameter of shape {unknown[0]} that is not among those the plan "
+                "shards: build it on the parameters of the planned module, without ignored ones"
+            )
+        parts = [params[p] for p in options["params"] if p in params]
+        if parts:
+            groups.append({k: v for k, v in options.items() if k != "param_names"} | {"params": parts})
+    known = inspect.signature(type(given).__init__).parameters
+    return type(given)(groups, **{k: v for k, v in given.defaults.items() if k in known})

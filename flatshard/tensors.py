@@ -1,0 +1,9 @@
+"""What the parameters of a sharded module and their gradients are between steps.
+
+>>> flatshard.tensors.shard_info(model.head.weight).shape
+"""
+
+from flatshard._handle.tensors.sharded_gradient import ShardedGradient
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
+
+__all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "shard_info"]

@@ -1,0 +1,84 @@
+"""A whole step, captured as in a CUDA graph: nothing outside of it is waited for, by streams or by the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import flatshard
+from accelerator.harness import Cases, Env, mean_square, numbers
+from flatshard import MixedPrecision
+from flatshard import ShardingStrategy as S
+
+cases = Cases()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "all_resharded": {"reshard_after_forward": True},
+    "grad_op": {"strategy": S.SHARD_GRAD_OP},
+    "not_sharded": {"strategy": S.NO_SHARD},
+    "no_prefetch": {"backward_prefetch": None, "forward_prefetch": False},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "accumulates": {"micro": 2},
+    "holds": {"micro": 2, "holds": True},
+    "clips": {"clips": True},
+}
+BF16 = {"rtol": 2e-2, "atol": 2e-3}
+
+
+def step(env: Env, micro: int = 1, holds: bool = False, clips: bool = False, **options: Any) -> Any:
+    """As the documentation of ``torch.cuda.graph`` says: warm-up on a side stream, then the capture on another one."""
+    model = env.shard(env.make(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    batch = env.batch(0)
+
+    def run() -> Any:
+        optimizer.zero_grad()
+        for i in range(micro):
+            if holds:
+                flatshard.configure(model, gradient_sync=i == micro - 1)
+            loss = mean_square(model(batch))
+            loss.backward()
+        if clips:
+            flatshard.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        return loss.detach()
+
+    with env.side_stream():
+        for _ in range(4):
+            run()
+    optimizer.zero_grad()
+    with env.capture():
+        loss = run()
+    return loss, numbers(model)
+
+
+cases.add(OPTIONS, **BF16)(step)
+
+
+@cases.add(OPTIONS, ranks=1, fake=False, **BF16)
+def step_alone(env: Env, **options: Any) -> Any:
+    return step(env, **options)
+
+
+@cases.add({"hybrid": {"strategy": S.HYBRID_SHARD}}, ranks=4)
+def step_replicated(env: Env, **options: Any) -> Any:
+    return step(env, device_mesh=env.mesh((2, env.size // 2), "replicate", "shard"), **options)
+
+
+@cases.add({"inner": {"reshard_after_forward": 2}}, ranks=4)
+def step_with_inner_shards(env: Env, **options: Any) -> Any:
+    return step(env, **options)
+
+
+@cases.add({"full": {}, "all_resharded": {"reshard_after_forward": True}})
+def evaluation(env: Env, **options: Any) -> Any:
+    model = env.shard(env.make(), **options)
+    batch = env.batch(0)
+    with torch.no_grad():
+        with env.side_stream():
+            for _ in range(4):
+                model(batch)
+        with env.capture():
+            output = model(batch)
+    return output

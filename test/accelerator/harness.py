@@ -1,0 +1,402 @@
+"""Runs the same training on the simulated accelerator and on CPU, and says what differs.
+
+A case is a function that trains something small and returns numbers::
+
+    cases = Cases()
+
+    @cases.add()
+    def sgd(env):
+        model = env.shard(env.make(Net))
+        return env.train(model)
+
+It runs in the ranks of a pool that have the simulator (see ``conftest.py``): once on CPU, then on the simulated device under
+some of ``POLICIES`` (:func:`policies_of`). :func:`check` wants the same numbers, no race, no wait of the host inside
+``env.steady()``, and the same order of collectives on all ranks, over whichever group they go.
+
+This module does not import the simulator, which would change torch for all other tests: the ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import itertools
+import re
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Mlp
+from pool import Context, Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed import fake_pg
+from torch.utils import _pytree as pytree
+
+import flatshard
+
+POLICIES = ("late_side", "late_main", "random:1")
+"""The orders of kernels that cases are tried in: see ``sim.py``."""
+every_policy = False
+"""``--every-policy``: all of them on real ranks and on the fake group, for each case. See :func:`policies_of`."""
+FAKE_SIZE = 8
+WIDTH = 8
+
+
+def prepare() -> None:
+    """What a rank does first. Its device goes on while it waits for another rank in something else than a kernel."""
+    from accelerator import sim, sim_ccl  # noqa: F401
+
+    sim.sim.start_background()
+
+
+class Block(Mlp):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+
+
+class Net(nn.Module):
+    """Three blocks, and a scale and a head of its own."""
+
+    def __init__(self, make_block: Callable[[], nn.Module] = Block, blocks: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 1.5))
+        self.blocks = nn.ModuleList(make_block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+@dataclasses.dataclass
+class Env:
+    """Where a case runs."""
+
+    device: torch.device
+    group: Any
+    meshes: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    _streams: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.device.type != "cpu"
+
+    def make(self, make_model: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
+        """The same model anywhere."""
+        torch.manual_seed(seed)
+        return make_model().to(self.device)
+
+    def shard(self, model: nn.Module, policy: Any = None, **options: Any) -> nn.Module:
+        if "device_mesh" not in options:
+            options.setdefault("process_group", self.group)
+        return flatshard.fully_shard(model, policy={Block} if policy is None else policy, **options)
+
+    def tensor(self, *shape: int, seed: int = 0) -> Tensor:
+        """Random numbers, the same anywhere. The host does not wait, which would order what comes behind what was."""
+        made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return made.to(self.device, non_blocking=True)
+
+    def batch(self, step: int, rows: int = 2) -> Tensor:
+        """This rank's."""
+        return self.tensor(rows, WIDTH, seed=1000 * step + self.rank)
+
+    def mesh(self, shape: tuple[int, ...], *names: str) -> DeviceMesh:
+        """A device mesh over all ranks, made once."""
+        key = self.device.type, shape, names
+        if key not in self.meshes:
+            self.meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self.meshes[key]
+
+    @contextlib.contextmanager
+    def side_streams(self, count: int) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
+        """Contexts to compute in on other streams, which wait for this one at first, and it for them at last.
+
+        On CPU, just compute.
+        """
+        if not self.is_simulated:
+            yield [contextlib.nullcontext() for _ in range(count)]
+            return
+        device = torch.get_device_module(self.device)
+        while len(self._streams) < count:
+            self._streams.append(device.Stream(self.device))
+        here, sides = device.current_stream(self.device), self._streams[:count]
+        for side in sides:
+            side.wait_stream(here)
+        yield [_OnStream(device, side) for side in sides]
+        for side in sides:
+            here.wait_stream(side)
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Compute on another stream."""
+        with self.side_streams(1) as (side,), side:
+            yield
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """As in a CUDA graph, on a stream that nothing has run on yet. On CPU, just compute."""
+        if not self.is_simulated:
+            yield
+            return
+        from accelerator.sim import sim
+
+        device = torch.get_device_module(self.device)
+        with device.stream(device.Stream()), sim.capture():
+            yield
+        device.synchronize()
+
+    @contextlib.contextmanager
+    def steady(self, wanted: bool = True) -> Iterator[None]:
+        """The host must not wait for the device inside."""
+        if not self.is_simulated or not wanted:
+            yield
+            return
+        from accelerator.machine import lines_of
+        from accelerator.sim import sim
+
+        before = len(sim.host_syncs)
+        yield
+        for why, stack in sim.host_syncs[before:]:
+            self.problems.append("\n    ".join([f"the host waits: {why}", *lines_of(stack)[:8]]))
+
+    def train(
+        self,
+        model: nn.Module,
+        *,
+        steps: int = 2,
+        micro: int = 1,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+        loss: Callable[[Tensor], Tensor] = mean_square,
+        before: Callable[[int, int], object] = lambda step, micro: None,
+        clip: Callable[[], Tensor] | None = None,
+        waits: bool = False,
+        steady_from: int = 1,
+    ) -> dict[str, Any]:
+        """Train for some steps. Returns parameters, gradients, losses and norms.
+
+        ``before(step, micro)`` is called before every forward; the first steps, and all if it ``waits``, may make the host
+        wait.
+        """
+        stepper = optimizer(model.parameters())
+        losses, norms = [], []
+        for step in range(steps):
+            batches = [self.batch(10 * step + i) for i in range(micro)]
+            with self.steady(step >= steady_from and not waits):
+                stepper.zero_grad()
+                for i, batch in enumerate(batches):
+                    before(step, i)
+                    value = loss(model(batch))
+                    value.backward()
+                    losses.append(value.detach())
+                if clip is not None:
+                    norms.append(clip())
+                stepper.step()
+        return {**numbers(model), "losses": losses, "norms": norms}
+
+
+class _OnStream:
+    """A context that can be entered again."""
+
+    def __init__(self, device: Any, stream: Any) -> None:
+        self._device = device
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._entered = self._device.stream(self._stream)
+        self._entered.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.__exit__(*exc)
+
+
+def numbers(model: nn.Module) -> dict[str, Any]:
+    """This rank's parameters, gradients and buffers."""
+    grads = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {**{n: p.detach() for n, p in model.named_parameters()}, **grads, **dict(model.named_buffers())}
+
+
+@dataclasses.dataclass
+class Case:
+    module: str
+    name: str
+    run: Callable[[Env], Any]
+    ranks: int = 2  # 0: on the fake group only
+    fake: bool = True  # also on the fake group
+    watch_host: bool = False
+    benign: str = ""  # a regular expression that races match which do no harm
+    rtol: float = 1e-5
+    atol: float = 1e-6
+
+
+class Cases(dict[str, Case]):
+    """The cases of one test module, by name."""
+
+    def add(self, variants: dict[str, dict[str, Any]] | None = None, **options: Any) -> Callable[[Any], Any]:
+        """Register a case, once for each of ``variants``, whose arguments it gets. ``options``: see :class:`Case`."""
+
+        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+            for variant, arguments in (variants or {"": {}}).items():
+                name = f"{run.__name__}-{variant}" if variant else run.__name__
+                assert name not in self, name
+                self[name] = Case(run.__module__, name, functools.partial(run, **arguments), **options)
+            return run
+
+        return register
+
+    @property
+    def on_ranks(self) -> list[str]:
+        return [name for name, case in self.items() if case.ranks]
+
+    @property
+    def on_the_fake_group(self) -> list[str]:
+        return [name for name, case in self.items() if case.fake]
+
+
+# -- in the ranks ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _fake_group() -> Iterator[Any]:
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=FAKE_SIZE)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(case: Case, env: Env) -> Any:
+    torch.manual_seed(0)
+    result = case.run(env)
+    return pytree.tree_map(lambda t: t.detach().cpu().clone() if isinstance(t, Tensor) else t, result)
+
+
+def simulate(case: Case, env: Env, policy: str) -> tuple[Any, list[Any]]:
+    """Run it on the simulated device. Returns numbers and the order of collectives; ``env.problems`` has the rest."""
+    from accelerator import sim_ccl
+    from accelerator.sim import HostWatch, sim
+
+    sim.reset()
+    sim.policy = policy
+    sim_ccl.order.clear()
+    try:
+        with HostWatch() if case.watch_host else contextlib.nullcontext():
+            result = _run(case, env)
+        sim.drain()
+    except BaseException:
+        sim.abandon()
+        raise
+    races = map(str, sim.races.values())
+    env.problems += [race for race in races if not (case.benign and re.search(case.benign, race, re.DOTALL))]
+    return result, [(size, what) for _, size, what in sim_ccl.order]
+
+
+def compare(got: Any, expected: Any, rtol: float, atol: float) -> list[str]:
+    """What differs, by name."""
+    found, spec = pytree.tree_flatten_with_path(got)
+    wanted, wanted_spec = pytree.tree_flatten_with_path(expected)
+    if spec != wanted_spec:
+        return [f"other results than on CPU: {spec}, expected {wanted_spec}"]
+    problems = []
+    for (path, a), (_, b) in zip(found, wanted, strict=True):
+        try:
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+        except AssertionError as e:
+            detail = next((line for line in str(e).splitlines() if "difference" in line or "got" in line), str(e))
+            problems.append(f"other numbers than on CPU: {pytree.keystr(path)}: {detail}")
+    return problems
+
+
+def run_case(
+    ctx: Context,
+    module: str,
+    name: str,
+    policies: tuple[str, ...],
+    backend: str | None = None,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> list[tuple[str, list[str], list[Any]]]:
+    """The body of all tests: policy, problems and order of collectives of each run on the simulated device.
+
+    ``around`` surrounds each of these runs.
+    """
+    case: Case = importlib.import_module(module).cases[name]
+    answers = []
+    if ctx.group is None:
+        make_group: Any = _fake_group
+    else:
+        group = ctx.group if backend is None else dist.new_group(list(range(ctx.world_size)), backend=backend)
+        make_group = functools.partial(contextlib.nullcontext, group)
+    with make_group() if backend is None else contextlib.nullcontext(ctx.group) as group:
+        expected = _run(case, Env(torch.device("cpu"), group, {} if ctx.group is None else ctx._meshes))
+    for policy in policies:
+        ctx.note(f"{name} under {policy}")
+        with make_group() as group:
+            env = Env(torch.device("simdev", 0), group, {} if ctx.group is None else ctx._meshes)
+            try:
+                with around():
+                    got, order = simulate(case, env, policy)
+            except Exception as e:
+                if ctx.world_size > 1:  # the others may wait
+                    raise
+                answers.append((policy, [f"{type(e).__name__}: {e}\n{traceback.format_exc()}"], []))
+                continue
+            problems = [*env.problems, *compare(got, expected, case.rtol, case.atol)]
+            answers.append((policy, problems, order))
+    return answers
+
+
+# -- in pytest -------------------------------------------------------------------------------------------------------
+
+
+def policies_of(case: Case, on_ranks: bool) -> tuple[str, ...]:
+    """All pairs of case, policy and kind of group, not their product: one policy on real ranks, the others on the fake group.
+
+    Which one depends on the case's name, so each policy meets a third of the cases on real ranks.
+    """
+    if every_policy or not (case.ranks and case.fake):
+        return POLICIES
+    own = POLICIES[zlib.crc32(case.name.encode()) % len(POLICIES)]
+    return (own,) if on_ranks else tuple(policy for policy in POLICIES if policy != own)
+
+
+def check(pool: Pool, case: Case, policies: tuple[str, ...] | None = None, backend: str | None = None) -> None:
+    """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``."""
+    if policies is None:
+        policies = policies_of(case, pool.size > 1)
+    ranks = pool.size if pool.size == 1 or backend is not None else case.ranks  # all of them make a group
+    answers = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
+    problems: dict[str, list[str]] = {}  # where each was seen
+    for of_ranks in zip(*answers, strict=True):
+        policy = of_ranks[0][0]
+        for rank, (_, found, order) in enumerate(of_ranks):
+            for i, (mine, first) in enumerate(itertools.zip_longest(order, of_ranks[0][2])):
+                if mine != first:
+                    found.append(f"collective {i} is {mine} here, {first} on rank 0")
+                    break
+            for problem in found:
+                problems.setdefault(problem, []).append(f"{policy} (rank {rank})")
+    text = "\n".join(f"{', '.join(where)}: {problem}" for problem, where in [*problems.items()][:8])
+    assert not problems, f"{case.name}: {len(problems)} problems, of which\n{text}"

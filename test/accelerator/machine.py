@@ -1,0 +1,671 @@
+"""The simulated accelerator's streams, events and memory, and what watches over them. See ``sim.py``."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+Key = tuple[int, int]
+"""Device and stream."""
+Ranges = list[tuple[int, int]]
+"""Addresses, from and to."""
+Clock = dict[Key, int]
+"""For each stream, how much of what it was given is known to be over."""
+Stack = tuple[tuple[CodeType, int], ...]
+
+# -- Stacks ----------------------------------------------------------------------------------------------------------
+
+_REPOSITORY = str(Path(__file__).parents[2])
+_OWN = ("machine.py", "operators.py", "sim.py", "sim_ccl.py")
+_shown: dict[str, str | None] = {}  # by file; None: the simulator's own, or torch's way to it
+
+
+def _show_file(file: str) -> str | None:
+    if file not in _shown:
+        path = Path(file)
+        own = path.parent == Path(__file__).parent and path.name in _OWN
+        hidden = own or any(part in file for part in ("/torch/_ops", "/torch/library", "/torch/utils/_"))
+        _shown[file] = None if hidden else file.split("/site-packages/")[-1].removeprefix(_REPOSITORY + "/")
+    return _shown[file]
+
+
+def stack_here() -> Stack:
+    """The innermost frames that are not the simulator's own."""
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < 9:
+        if _show_file(frame.f_code.co_filename) is not None:
+            found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def lines_of(stack: Stack) -> list[str]:
+    """The frames as text, the innermost first."""
+    if not stack:
+        return ["(autograd's engine)"]
+    return [f"{_show_file(code.co_filename)}:{line} {code.co_name}" for code, line in stack]
+
+
+def _site(stack: Stack) -> str:
+    """Where it happened: the innermost line of flatshard."""
+    lines = lines_of(stack)
+    return next((line for line in lines if line.startswith("flatshard/")), lines[0])
+
+
+# -- What is recorded ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Access:
+    """One kernel reads or writes some bytes."""
+
+    lo: int
+    hi: int
+    write: bool
+    stream: Any  # its key; ("host", 0) for code on the CPU
+    number: int  # among what the stream was given
+    name: str
+    stack: Stack
+
+
+@dataclass(slots=True)
+class Block:
+    """Memory of the device, or pinned memory of the host."""
+
+    ptr: int
+    size: int
+    home: Any  # the key of the stream that it belongs to, or "host"
+    free: bool = False
+    asked: int = 0  # bytes that were asked for
+    accesses: list[Access] = field(default_factory=list)
+    recorded: set[Key] = field(default_factory=set)  # by record_stream
+    stack: Stack = ()  # of the allocation
+    free_stack: Stack = ()
+
+
+@dataclass
+class Race:
+    """Two accesses to the same bytes, at least one of which writes, that nothing orders."""
+
+    what: str
+    first: Access
+    second: Access
+    block: Block
+    freed: Stack = ()
+
+    def site(self) -> tuple[str, ...]:
+        """Races of one site are counted once."""
+        first, second = self.first, self.second
+        return self.what, first.name, _site(first.stack), second.name, _site(second.stack), _site(self.freed)
+
+    def __str__(self) -> str:
+        def show(a: Access) -> list[str]:
+            head = f"    {a.name} {'writes' if a.write else 'reads'} on stream {a.stream[1]} of device {a.stream[0]}"
+            return [head, *(f"        {line}" for line in lines_of(a.stack))]
+
+        lines = [f"RACE: {self.what} ({self.block.asked} bytes of stream {self.block.home})"]
+        lines += ["  first:", *show(self.first), "  then, not ordered behind it:", *show(self.second)]
+        if self.freed:
+            lines += ["  freed at:", *(f"        {line}" for line in lines_of(self.freed))]
+        return "\n".join(lines)
+
+
+class CaptureError(RuntimeError):
+    """What CUDA would say while a graph is captured."""
+
+
+class Record:
+    """One recording of an event."""
+
+    __slots__ = ("captured", "clock", "done")
+
+    def __init__(self, clock: Clock, captured: bool = False) -> None:
+        self.clock = clock
+        self.done = False
+        self.captured = captured
+
+
+class Task:
+    """One entry of a stream: a kernel, the recording of an event, or a wait for one."""
+
+    __slots__ = ("busy", "finish", "name", "number", "ready", "record", "run", "wait")
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        run: Callable[[], Any] | None = None,
+        record: Record | None = None,
+        wait: Record | None = None,
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
+        self.name = name
+        self.number = number  # among all that was issued
+        self.run = run  # a collective returns (whether it is over, what to do then)
+        self.record = record
+        self.wait = wait
+        self.ready = ready
+        self.busy: Callable[[], bool] | None = None
+        self.finish: Callable[[], Any] | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        if self.busy is not None:
+            return self.busy()
+        return (self.wait is None or self.wait.done) and (self.ready is None or self.ready())
+
+
+class Queue:
+    """A stream."""
+
+    def __init__(self, key: Key, priority: int = 0) -> None:
+        self.key = key
+        self.priority = priority
+        self.tasks: collections.deque[Task] = collections.deque()
+        self.clock: Clock = {}
+        self.issued = 0
+
+    @property
+    def is_side(self) -> bool:
+        return self.key[1] != 0
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for key, value in other.items():
+        if into.get(key, 0) < value:
+            into[key] = value
+
+
+# -- The device ------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """All devices. The shim calls its methods, by their names, for every allocation, stream and event."""
+
+    def __init__(self, shim: ModuleType) -> None:
+        self.shim = shim
+        self.policy = os.environ.get("SIM_POLICY", "late_side")
+        self.races: dict[tuple[str, ...], Race] = {}
+        self.host_syncs: list[tuple[str, Stack]] = []  # what made the host wait
+        self.launched: collections.Counter[str] = collections.Counter()  # kernels by name
+        self.issued: list[str] = []  # what the streams were given, in order, if `log`
+        self.log = False
+        self.checked = True  # whether races are looked for
+        self.allocated = self.peak = 0  # bytes
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._freed_inside: collections.deque[tuple[int, Stack]] = collections.deque()
+        self._queues: dict[Key, Queue] = {(d, 0): Queue((d, 0)) for d in range(2)}
+        self._stream_ids, self._event_ids = itertools.count(1), itertools.count(1)
+        self._events: dict[int, Record] = {}
+        self._host: Clock = {}
+        self._number = 0
+        self._touched = time.monotonic()  # when the host last issued anything
+        self._random: tuple[str, random.Random] = "", random.Random()
+        self._capturing: set[Key] = set()
+        self._blocks: list[Block] = []  # by address
+        self._starts: list[int] = []
+        self._pools: dict[Any, list[Block]] = collections.defaultdict(list)
+        self._just_freed: dict[Any, list[Block]] = collections.defaultdict(list)
+        self._limbo: list[tuple[Block, list[Record]]] = []  # freed, and recorded streams are not over
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Nobody else changes anything meanwhile. Memory that Python frees inside is freed at the end."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                while not self._depth and self._freed_inside:
+                    self._depth += 1
+                    try:
+                        self._free(*self._freed_inside.popleft())
+                    finally:
+                        self._depth -= 1
+
+    # -- streams and events
+
+    def queue(self, key: Key) -> Queue:
+        return self._queues[key]
+
+    def current(self, device: int) -> Key:
+        """The current stream there."""
+        return device, self.shim.stream_on(device)
+
+    def new_stream(self, device: int, priority: int) -> int:
+        number = next(self._stream_ids)
+        self._queues[device, number] = Queue((device, number), priority)
+        return number
+
+    def _advance(self, q: Queue) -> None:
+        """``q`` is about to be given something, which comes after all that the host has waited for."""
+        _merge(q.clock, self._host)
+        q.issued += 1
+        q.clock[q.key] = q.issued
+        self._number += 1
+        self._touched = time.monotonic()
+
+    def _note(self, text: str) -> None:
+        if self.log:
+            self.issued.append(text)
+
+    def record(self, event: int, device: int, stream: int) -> int:
+        """Record ``event`` (0: a new one) on a stream. Returns the event."""
+        with self.inside():
+            q = self._queues[device, stream]
+            self._advance(q)
+            record = Record(dict(q.clock), q.key in self._capturing)
+            q.tasks.append(Task("record", self._number, record=record))
+            event = event or next(self._event_ids)
+            self._events[event] = record
+            self._note(f"e{event} = stream {stream}")
+            return event
+
+    def block(self, event: int, device: int, stream: int) -> None:
+        """Let a stream wait for an event."""
+        with self.inside():
+            record, q = self._events.get(event), self._queues[device, stream]
+            self._note(f"stream {stream} waits for e{event}")
+            if record is not None:
+                self._capture_wait(q, record)
+                _merge(q.clock, record.clock)
+                self._advance(q)
+                q.tasks.append(Task("wait", self._number, wait=record))
+
+    def query_event(self, event: int) -> bool:
+        with self.inside():
+            record = self._events.get(event)
+            if record is not None and record.done:
+                _merge(self._host, record.clock)
+            return record is None or record.done
+
+    def query_stream(self, device: int, stream: int) -> bool:
+        with self.inside():
+            q = self._queues[device, stream]
+            if not q.tasks:
+                _merge(self._host, q.clock)
+            return not q.tasks
+
+    def synchronize_event(self, event: int) -> None:
+        with self.inside():
+            record = self._events.get(event)
+            self.host_syncs.append(("event.synchronize", stack_here()))
+            if record is not None:
+                self.run_until(lambda: record.done)
+                _merge(self._host, record.clock)
+
+    def synchronize_stream(self, device: int, stream: int, why: str = "stream.synchronize") -> None:
+        with self.inside():
+            self.host_syncs.append((why, stack_here()))
+            q = self._queues[device, stream]
+            self.run_until(lambda: not q.tasks)
+            _merge(self._host, q.clock)
+
+    def synchronize_device(self, device: int) -> None:
+        with self.inside():
+            self.host_syncs.append(("device.synchronize", stack_here()))
+            self._wait_for([q for key, q in self._queues.items() if key[0] == device])
+
+    def drain(self) -> None:
+        """Wait for everything. This is no wait of the program's."""
+        with self.inside():
+            self._wait_for(list(self._queues.values()))
+
+    def _wait_for(self, queues: list[Queue]) -> None:
+        self.run_until(lambda: not any(q.tasks for q in queues))
+        for q in queues:
+            _merge(self._host, q.clock)
+
+    # -- what CUDA refuses while a graph is captured: nothing is captured here, but the rules are kept
+
+    def _capture_wait(self, q: Queue, record: Record) -> None:
+        if record.captured and self._capturing and q.key not in self._capturing:
+            if not q.is_side:
+                raise CaptureError(
+                    "cudaErrorStreamCaptureImplicit: the default stream would come to depend on a capturing stream"
+                )
+            self._capturing.add(q.key)
+        elif q.key in self._capturing and not record.captured:
+            raise CaptureError(
+                "cudaErrorStreamCaptureIsolation: a capturing stream would wait for an event of another stream that was "
+                "not recorded in this capture"
+            )
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is issued inside on the current stream would be captured, as by ``torch.cuda.graph``.
+
+        Raises:
+            CaptureError: what CUDA would refuse.
+        """
+        self.drain()
+        key = self.current(self.shim.current()[0])
+        if not self._queues[key].is_side:
+            raise CaptureError("capture needs a stream other than the default one")
+        self._capturing, before = {key}, len(self.host_syncs)
+        given = {other: q.issued for other, q in self._queues.items()}
+        try:
+            yield
+            origin = self._queues[key]
+            for other in self._capturing - {key}:
+                if origin.clock.get(other, 0) < self._queues[other].issued:
+                    raise CaptureError(f"cudaErrorStreamCaptureUnjoined: stream {other} was not joined")
+            if len(self.host_syncs) > before:
+                why, stack = self.host_syncs[before]
+                text = "\n".join(lines_of(stack))
+                raise CaptureError(f"cudaErrorStreamCaptureUnsupported: the host waits: {why}\n{text}")
+            for other, q in self._queues.items():  # a graph would not hold it, and a replay would not do it
+                if other not in self._capturing and q.issued > given.get(other, 0):
+                    raise CaptureError(f"stream {other} was used inside the capture, and is not part of it")
+        finally:
+            self._capturing = set()
+
+    # -- running
+
+    def run_until(self, over: Callable[[], bool]) -> None:
+        """Let the device go on, as the policy says, until ``over``.
+
+        Raises:
+            RuntimeError: the streams wait for each other, or for a collective that other ranks do not come to.
+        """
+        if torch._C._len_torch_dispatch_stack():  # the program's modes are not about kernels
+            with torch.utils._python_dispatch._disable_current_modes():
+                return self.run_until(over)
+        since = time.monotonic()
+        while not over():
+            if self.step():
+                since = time.monotonic()
+            else:
+                heads = {key: q.tasks[0] for key, q in self._queues.items() if q.tasks}
+                if not any(head.busy for head in heads.values()) or time.monotonic() - since > 60:
+                    names = {key: (head.name, head.number) for key, head in heads.items()}
+                    raise RuntimeError(f"the simulated device's streams wait for each other: {names}")
+                time.sleep(0.0001)
+
+    def start_background(self, patience: float = 0.1) -> None:
+        """Let the device go on by itself when the host has given it nothing for a while: it may wait for another rank."""
+
+        def run() -> None:
+            while True:
+                time.sleep(patience / 4)
+                if time.monotonic() - self._touched > patience:
+                    with self.inside():
+                        while self.step():
+                            pass
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def step(self) -> bool:
+        """Run the head of one stream. False: none can."""
+        able = [q for q in self._queues.values() if q.tasks and q.tasks[0].can_go_on]
+        if not able:
+            return False
+        q = self._choose(able)
+        head = q.tasks[0]
+        try:
+            with torch.no_grad():
+                if head.busy is not None:
+                    head.busy = None
+                    if head.finish is not None:
+                        head.finish()
+                elif head.run is not None:
+                    under_way = head.run()
+                    if under_way is not None:  # a collective: (is it over?, what to do then)
+                        head.busy, head.finish = under_way
+                        return True
+        except Exception as e:
+            q.tasks.popleft()
+            e.add_note(f"in the kernel {head.name} of the simulated device")
+            raise
+        if head.record is not None:
+            head.record.done = True
+        q.tasks.popleft()
+        return True
+
+    def _choose(self, able: list[Queue]) -> Queue:
+        policy = self.policy
+        if policy == "program":
+            return min(able, key=lambda q: q.tasks[0].number)
+        if policy == "late_side":
+            return min(able, key=lambda q: (q.is_side, q.tasks[0].number))
+        if policy == "late_main":
+            return min(able, key=lambda q: (not q.is_side, q.tasks[0].number))
+        if policy.startswith("random"):
+            if self._random[0] != policy:
+                self._random = policy, random.Random(policy)
+            return self._random[1].choice(able)
+        raise ValueError(f"no such policy: {policy!r}")
+
+    # -- memory
+
+    def find(self, ptr: int) -> Block | None:
+        """The block that the address lies in."""
+        with self._lock:
+            i = bisect.bisect_right(self._starts, ptr) - 1
+            if i >= 0 and ptr < self._blocks[i].ptr + self._blocks[i].size:
+                return self._blocks[i]
+            return None
+
+    def _new_block(self, nbytes: int, home: Any, stack: Stack) -> Block:
+        size = _round_up(nbytes)
+        block = Block(self.shim.raw(size), size, home, asked=nbytes, stack=stack)
+        i = bisect.bisect_right(self._starts, block.ptr)
+        self._starts.insert(i, block.ptr)
+        self._blocks.insert(i, block)
+        return block
+
+    def _overwrite(self, q: Queue, block: Block, name: str, stack: Stack) -> None:
+        """As if the stream's next tensor lay there, and had been written to."""
+        self._advance(q)
+        access = Access(block.ptr, block.ptr + block.size, True, q.key, q.issued, name, stack)
+        self._check(q, block, access, block.free_stack)
+        block.accesses = [access]
+        ptr, size = block.ptr, block.size
+        q.tasks.append(Task(name, self._number, run=lambda: self.shim.fill(ptr, size, 255)))  # NaN
+
+    def alloc(self, nbytes: int, device: int, stream: int) -> int:
+        with self.inside():
+            key, stack = (device, stream), stack_here()
+            q, size = self._queues[key], _round_up(nbytes)
+            self._leave_limbo()
+            for block in self._just_freed.pop(key, []):
+                self._overwrite(q, block, "the next tensor that is allocated", stack)
+            fits = [b for b in self._pools[key] if size <= b.size <= 2 * size]
+            if fits:
+                block = min(fits, key=lambda b: b.size)
+                self._pools[key].remove(block)
+                block.free, block.free_stack, block.stack, block.asked = False, (), stack, nbytes
+            else:
+                block = self._new_block(nbytes, key, stack)
+                self._overwrite(q, block, "allocation", stack)
+            self.allocated += block.size
+            self.peak = max(self.peak, self.allocated)
+            return block.ptr
+
+    def _leave_limbo(self) -> None:
+        still = []
+        for block, records in self._limbo:
+            if all(r.done for r in records):
+                block.accesses, block.recorded = [], set()
+                self._pools[block.home].append(block)
+            else:
+                still.append((block, records))
+        self._limbo = still
+
+    def free(self, ptr: int) -> None:
+        stack = stack_here()
+        with self._lock:
+            if self._depth:
+                self._freed_inside.append((ptr, stack))
+                return
+        with self.inside():
+            self._free(ptr, stack)
+
+    def _free(self, ptr: int, stack: Stack) -> None:
+        block = self.find(ptr)
+        if block is None or block.free:
+            raise RuntimeError("the simulated device's memory was freed twice")
+        block.free, block.free_stack = True, stack
+        self.allocated -= block.size
+        if not block.recorded:
+            self._pools[block.home].append(block)
+            self._just_freed[block.home].append(block)
+            return
+        records = []
+        for key in block.recorded:
+            q = self._queues[key]
+            self._advance(q)
+            records.append(Record(dict(q.clock)))
+            q.tasks.append(Task("record", self._number, record=records[-1]))
+        self._limbo.append((block, records))
+
+    def record_stream(self, ptr: int, device: int, stream: int) -> None:
+        with self.inside():
+            block = self.find(ptr)
+            if block is not None and block.home != (device, stream):
+                block.recorded.add((device, stream))
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        with self.inside():
+            block = self._new_block(nbytes, "host", stack_here())
+            self.shim.fill(block.ptr, block.size, 255)
+            return block.ptr
+
+    def free_pinned(self, ptr: int) -> None:
+        """It is never used again: CUDA's host allocator waits for the copies from and to it by itself."""
+
+    def is_pinned(self, ptr: int) -> bool:
+        block = self.find(ptr)
+        return block is not None and block.home == "host"
+
+    def device_of(self, ptr: int) -> int:
+        block = self.find(ptr)
+        return 0 if block is None or block.home == "host" else block.home[0]
+
+    def memcpy(self, to: int, source: int, nbytes: int, device: int, stream: int) -> None:
+        reads, writes = [(source, source + nbytes)], [(to, to + nbytes)]
+        self.enqueue((device, stream), "memcpy", lambda: self.shim.move(to, source, nbytes), reads, writes)
+
+    # -- launching
+
+    def enqueue(
+        self,
+        key: Key,
+        name: str,
+        run: Callable[[], Any],
+        reads: Ranges,
+        writes: Ranges,
+        ready: Callable[[], bool] | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """Give a stream a kernel. ``record`` is done when it is over; it does not start before ``ready``."""
+        with self.inside():
+            q, stack = self._queues[key], stack_here()
+            self._advance(q)
+            self.launched[name] += 1
+            self._note(f"stream {key[1]}: {name}")
+            for lo, hi in reads:
+                self.access(q, lo, hi, False, name, stack)
+            for lo, hi in writes:
+                self.access(q, lo, hi, True, name, stack)
+            q.tasks.append(Task(name, self._number, run=run, ready=ready, record=record))
+
+    def access(self, q: Queue, lo: int, hi: int, write: bool, name: str, stack: Stack, peer: bool = False) -> None:
+        """What ``q`` was given last reads or writes these bytes. ``peer``: also those of another device."""
+        if hi <= lo:
+            return
+        access = Access(lo, hi, write, q.key, q.issued, name, stack)
+        block = self.find(lo)
+        if block is None:
+            raise RuntimeError(f"{name} would touch memory that is not allocated on the simulated device: {lo:#x}")
+        if block.free:
+            free = Access(lo, hi, True, q.key, 0, "free", block.free_stack)
+            self._race("use of freed memory", free, access, block, block.free_stack)
+        self._check(q, block, access)
+        if block.home != "host" and block.home[0] != q.key[0] and not peer:
+            self._race("a stream of another device", access, access, block)
+        if write:
+            block.accesses = [a for a in block.accesses if not (lo <= a.lo and a.hi <= hi)]
+        if len(block.accesses) > 200:
+            block.accesses = [a for a in block.accesses if not self._host_waited_for(a)]
+        block.accesses.append(access)
+
+    def _check(self, q: Queue, block: Block, access: Access, freed: Stack = ()) -> None:
+        if not self.checked:
+            return
+        for a in block.accesses:
+            if a.stream != q.key and _conflict(a, access) and q.clock.get(a.stream, 0) < a.number:
+                what = "no order between two streams"
+                if freed:
+                    what = "memory freed while another stream may use it"
+                elif block.home == "host":
+                    what = "host and device"
+                self._race(what, a, access, block, freed)
+
+    def host_access(self, ptr: int, nbytes: int, write: bool, name: str) -> None:
+        """Code on the CPU reads or writes memory now. Of pinned memory the device may be using it."""
+        with self.inside():
+            block = self.find(ptr)
+            if block is None or block.home != "host":
+                return
+            access = Access(ptr, ptr + nbytes, write, ("host", 0), 0, name, stack_here())
+            for a in block.accesses:
+                if _conflict(a, access) and not self._host_waited_for(a):
+                    self._race("the host does not wait for the device", a, access, block)
+
+    def _host_waited_for(self, a: Access) -> bool:
+        return self._host.get(a.stream, 0) >= a.number
+
+    def _race(self, what: str, first: Access, second: Access, block: Block, freed: Stack = ()) -> None:
+        race = Race(what, first, second, block, freed)
+        self.races.setdefault(race.site(), race)
+
+    # -- between two programs
+
+    def reset(self) -> None:
+        """Wait for everything, and forget what was found, and what free memory holds: it might be right by chance."""
+        self.drain()
+        self.races.clear()
+        self.host_syncs.clear()
+        self.launched.clear()
+        self.issued.clear()
+        self._random = "", random.Random()
+        for block in self._blocks:
+            block.accesses.clear()
+            if block.free:
+                self.shim.fill(block.ptr, block.size, 255)
+
+    def abandon(self) -> None:
+        """After an error: drop what was issued and never ran, as of collectives that other ranks never come to."""
+        with self.inside():
+            for q in self._queues.values():
+                for task in q.tasks:
+                    if task.record is not None:
+                        task.record.done = True
+                q.tasks.clear()
+        self.reset()
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
+
+
+def _conflict(a: Access, b: Access) -> bool:
+    return (a.write or b.write) and a.lo < b.hi and b.lo < a.hi

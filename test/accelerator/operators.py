@@ -1,0 +1,300 @@
+"""Operators on the simulated accelerator: what each reads and writes is noted, and the same operator runs later on CPU.
+
+A kernel holds no memory, as a real one does not: it gets addresses, and the allocator may give them to somebody else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from accelerator.machine import Key, Machine, lines_of, stack_here
+
+NAME = "simdev"
+_RANDOM = ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+_IN_FLOAT32 = ("native_layer_norm", "native_layer_norm_backward")
+"""Of 16-bit numbers: the statistics are in float32 then, as on CUDA, which CPU refuses."""
+
+
+def is_sim(value: Any) -> bool:
+    """Whether it is a tensor on the device."""
+    return isinstance(value, torch.Tensor) and value.device.type == NAME
+
+
+def extent(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses that it spans, from and to."""
+    if t.numel() == 0:
+        return 0, 0
+    ptr = t.data_ptr()
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    if ptr == 0 or t.untyped_storage().nbytes() < (t.storage_offset() + last + 1) * t.itemsize:
+        stack = "\n".join(lines_of(stack_here()))
+        raise RuntimeError(f"a kernel would use a tensor of shape {tuple(t.shape)} whose storage is freed\n{stack}")
+    return ptr, ptr + (last + 1) * t.itemsize
+
+
+class Late:
+    """A tensor of the device, or none, as a kernel gets it: an address."""
+
+    def __init__(self, shim: Any, t: torch.Tensor) -> None:
+        self._shim = shim
+        self._where = t.data_ptr(), list(t.shape), list(t.stride()), t.dtype
+        self._conj, self._neg = t.is_conj(), t.is_neg()
+
+    def now(self) -> torch.Tensor:
+        """A CPU tensor on the same bytes."""
+        made = self._shim.from_ptr(*self._where)
+        made = torch._conj(made) if self._conj else made
+        return torch._neg_view(made) if self._neg else made
+
+
+def _now(value: Any) -> Any:
+    return value.now() if isinstance(value, Late) else value
+
+
+def _now_in_float32(value: Any) -> Any:
+    value = _now(value)
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype.itemsize == 2 else value
+
+
+def _to_meta(value: Any) -> Any:
+    if is_sim(value):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device) and value.type == NAME:
+        return torch.device("meta")
+    return value
+
+
+def _map(f: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_map(f, v) for v in value]
+    if isinstance(value, dict):
+        return {k: _map(f, v) for k, v in value.items()}
+    return f(value)
+
+
+def _identity(value: Any) -> Any:
+    """Hashable, and the same for arguments whose results look the same."""
+    if isinstance(value, torch.Tensor):
+        number = value.item() if value.device.type == "cpu" and value.dim() == 0 else None
+        return value.device.type, value.shape, value.stride(), value.dtype, value.is_conj(), number
+    if isinstance(value, list | tuple):
+        return tuple(map(_identity, value))
+    if isinstance(value, dict):
+        return tuple((k, _identity(v)) for k, v in value.items())
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors_in(v)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+class Operators:
+    """What the dispatcher calls for tensors of the device."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._metas: dict[Any, Any] = {}  # results on the meta device, by operator and arguments
+
+    def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
+        everything.fallback(self.call, "PrivateUse1")
+        aten.impl("_copy_from", self.copy, "PrivateUse1")
+        for key in ("Conjugate", "Negative"):  # else torch makes a plain tensor of a conjugated one, by this very copy
+            aten.impl("_copy_from", torch.library.fallthrough_kernel, key)
+        aten.impl("_copy_from_and_resize", self.copy_and_resize, "PrivateUse1")
+        aten.impl("_local_scalar_dense", self.item, "PrivateUse1")
+        aten.impl("record_stream", self.record_stream, "PrivateUse1")
+
+    def late(self, value: Any) -> Any:
+        """An argument as a kernel gets it, which runs later."""
+        if is_sim(value):
+            return Late(self.machine.shim, value)
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            return value.clone()  # a number, which is read when the kernel is launched
+        if isinstance(value, torch.device) and value.type == NAME:
+            return torch.device("cpu")
+        return value
+
+    def stream_of(self, t: torch.Tensor) -> Key:
+        """The current stream of its device."""
+        return self.machine.current(t.device.index)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Any operator that has no implementation of its own for the device."""
+        schema = op._schema
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        written = [a.name for a in schema.arguments if a.name in given and a.alias_info and a.alias_info.is_write]
+        writes = [t for name in written for t in _tensors_in(given[name])]
+        reads = [t for name, value in given.items() if name not in written for t in _tensors_in(value)]
+        if odd := [t.device for t in writes if not is_sim(t)]:
+            raise RuntimeError(f"{op}: it would write to {odd[0]} from the simulated device")
+        sims = [t for t in reads + writes if is_sim(t)]
+        device = sims[0].device if sims else given.get("device") or torch.device(NAME)
+        if len({t.device for t in sims}) > 1:
+            raise RuntimeError(f"{op}: tensors on several devices: { {t.device for t in sims} }")
+        index = self.machine.shim.current()[0] if device.index is None else device.index
+        key, name = self.machine.current(index), schema.name.split("::")[-1]
+        arguments = [*args], kwargs
+
+        if not writes and any(r.alias_info is not None for r in schema.returns):
+            return self._view(op, sims[0], *arguments)
+        if name in _RANDOM:
+            return self._fill(op, key, name, *arguments)
+        is_out = any(a.is_out for a in schema.arguments)
+        outs = None
+        if is_out or not writes:
+            try:
+                outs = self._on_meta(op, *arguments)
+            except (NotImplementedError, RuntimeError):
+                if is_out:
+                    raise
+                return self._wait_and_call(op, key, name, device, *arguments)
+        if is_out:
+            metas = _tensors_in(outs)
+            for target, meta in zip(writes, metas, strict=False):
+                if target.shape != meta.shape:
+                    target.resize_(meta.shape)
+        late_args, late_kwargs = _map(self.late, arguments[0]), _map(self.late, kwargs)
+        read = [extent(t) for t in reads if is_sim(t)]
+        if writes:
+
+            def change() -> None:
+                op(*_map(_now, late_args), **_map(_now, late_kwargs))
+
+            self.machine.enqueue(key, name, change, read, [extent(t) for t in writes])
+            results = [given[name] for name in written]
+            # What an operator returns beside the arguments that it changes is not supported: few do.
+            return None if not schema.returns else results[0] if len(schema.returns) == 1 else tuple(results)
+
+        where = torch.device(NAME, index)
+        made = tree_map(
+            lambda m: (
+                torch.empty_strided(m.shape, m.stride(), dtype=m.dtype, device=where)
+                if isinstance(m, torch.Tensor)
+                else m
+            ),
+            outs,
+        )
+        targets = [self.late(t) for t in _tensors_in([made])]
+
+        ready = _now_in_float32 if name in _IN_FLOAT32 else _now
+
+        def compute() -> None:
+            got = op(*_map(ready, late_args), **_map(ready, late_kwargs))
+            for target, value in zip(targets, _tensors_in([got]), strict=True):
+                target.now().copy_(value)
+
+        self.machine.enqueue(key, name, compute, read, [extent(t) for t in _tensors_in([made])])
+        return made
+
+    def _on_meta(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What the result looks like. Remembered, as working it out takes longer than the kernel."""
+        key = op, _identity(args), _identity(kwargs)
+        if key not in self._metas:
+            self._metas[key] = op(*_map(_to_meta, args), **_map(_to_meta, kwargs))
+        return self._metas[key]
+
+    def _view(self, op: Any, source: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        made = self._on_meta(op, args, kwargs)
+        offset = source.storage_offset()
+        return tree_map(lambda m: torch.as_strided(source, m.shape, m.stride(), offset + m.storage_offset()), made)
+
+    def _fill(self, op: Any, key: Key, name: str, args: Any, kwargs: Any) -> torch.Tensor:
+        """Random numbers are drawn when the program asks for them, so that they are those of a run on CPU."""
+        target = args[0]
+        drawn = torch.empty(target.shape, dtype=target.dtype)
+        op(drawn, *_map(_now, _map(self.late, args[1:])), **kwargs)
+        to = self.late(target)
+        self.machine.enqueue(key, name, functools.partial(_copy, to, drawn), [], [extent(target)])
+        return target
+
+    def _wait_and_call(self, op: Any, key: Key, name: str, device: Any, args: Any, kwargs: Any) -> Any:
+        """The shape of its result is not known before the values are."""
+        for t in _tensors_in(args):
+            if is_sim(t):
+                self.machine.enqueue(key, name, lambda: None, [extent(t)], [])
+        self.machine.synchronize_stream(*key, why=f"{name} (the shape of its result, or a value, is needed)")
+        values = op(*_map(_now, _map(self.late, args)), **_map(_now, _map(self.late, kwargs)))
+        return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, values)
+
+    # -- copies
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """``target.copy_(source)`` where at least one is on the device, as CUDA does it."""
+        if target.numel() == 0:
+            return target
+        if source.numel() != target.numel():
+            source = source.expand(target.shape)
+        if is_sim(source) and is_sim(target):
+            self._copy_within(source, target)
+        elif is_sim(target):
+            self._copy_in(source, target, non_blocking)
+        else:
+            self._copy_out(source, target, non_blocking)
+        return target
+
+    def _copy_within(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        # Between devices it runs on the source's; the other's current stream is waited for before, and waits after.
+        machine, key, other = self.machine, self.stream_of(source), self.stream_of(target)
+        is_peer = source.device != target.device
+        if is_peer:
+            machine.block(machine.record(0, *other), *key)
+        a, b = self.late(source), self.late(target)
+        with machine.inside():
+            machine.enqueue(key, "copy_", functools.partial(_copy, b, a), [extent(source)], [])
+            machine.access(machine.queue(key), *extent(target), True, "copy_", stack_here(), peer=True)
+        if is_peer:
+            machine.block(machine.record(0, *key), *other)
+
+    def _copy_in(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        machine, key, name = self.machine, self.stream_of(target), "copy from host"
+        to = self.late(target)
+        if non_blocking and _is_plain(source, target) and machine.is_pinned(source.data_ptr()):
+            pinned = Late(machine.shim, source)  # what is there when the copy runs
+            machine.enqueue(key, name, functools.partial(_copy, to, pinned), [extent(source)], [extent(target)])
+            return
+        value = source.detach().clone()
+        machine.enqueue(key, name, functools.partial(_copy, to, value), [], [extent(target)])
+        if not non_blocking:
+            machine.synchronize_stream(*key, why=f"blocking copy of {source.numel()} numbers from the host")
+
+    def _copy_out(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        machine, key, name = self.machine, self.stream_of(source), "copy to host"
+        late, ptr = self.late(source), target.data_ptr()
+        if non_blocking and _is_plain(source, target) and machine.is_pinned(ptr):
+            machine.shim.fill(ptr, target.nbytes, 255)  # who reads it too early sees NaN
+            pinned = Late(machine.shim, target)
+            machine.enqueue(key, name, functools.partial(_copy, pinned, late), [extent(source)], [extent(target)])
+            return
+        machine.enqueue(key, name, lambda: None, [extent(source)], [])
+        machine.synchronize_stream(*key, why=f"blocking copy of {source.numel()} numbers to the host")
+        target.copy_(late.now())
+
+    def copy_and_resize(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.resize_(source.shape)
+        return self.copy(source, target)
+
+    def item(self, t: torch.Tensor) -> Any:
+        key = self.stream_of(t)
+        self.machine.enqueue(key, "item", lambda: None, [extent(t)], [])
+        self.machine.synchronize_stream(*key, why="item")
+        return self.late(t).now().item()
+
+    def record_stream(self, t: torch.Tensor, stream: torch.Stream) -> None:
+        if t.untyped_storage().nbytes():
+            self.machine.record_stream(t.untyped_storage().data_ptr(), stream.device_index, stream.stream_id)
+
+
+def _copy(target: Late, source: Any) -> None:
+    target.now().copy_(_now(source))
+
+
+def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a copy moves the bytes as they are, which a copy engine can do."""
+    return source.dtype is target.dtype and source.is_contiguous() and target.is_contiguous()

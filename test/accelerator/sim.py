@@ -1,0 +1,193 @@
+"""``simdev``: a simulated accelerator, whose work is late, out of order and checked. Two devices, on CPU memory.
+
+Importing this module registers it with torch, for good: do it in a process of its own (``harness.py`` has a pool of them).
+Then tensors may be on ``torch.device("simdev")``, ``torch.simdev`` has what ``torch.cuda`` has, and ``sim`` is the machine.
+
+Kernels go into a queue per stream. They run when the host waits for something (``.item()``, a blocking copy,
+``synchronize``), in an order that only streams and events decide. Which of the orders that those allow is up to
+``sim.policy``:
+
+- ``program``: as issued, which most bugs survive;
+- ``late_side``: the default stream first, side streams only where something waits for them;
+- ``late_main``: side streams first;
+- ``random:SEED``: any.
+
+The allocator is the worst that a caching allocator may be. Memory that is freed belongs to the stream that it was allocated
+on, and the next allocation on that stream may take it at once: it is overwritten with NaN then, on that stream. Pinned
+memory is written and read when the copy runs. So a missing wait gives NaN or old numbers. Besides, every access is checked
+with vector clocks, as torch.cuda._sanitizer does: ``sim.races`` has the pairs of accesses to the same bytes that nothing
+orders, with both stacks, whatever the policy. ``sim.host_syncs`` has what made the host wait. ``sim.capture()`` keeps the
+rules of CUDA graphs.
+
+What is computed, an operator computes on CPU, on the same bytes. Limits: there is no time, no occupancy and no real graph;
+the dtypes of results are those of the meta device; host memory is only seen where it is pinned, by copies and by operators
+inside a ``HostWatch``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from accelerator import build
+from accelerator.machine import CaptureError, Machine
+from accelerator.operators import NAME, Operators, is_sim
+
+__all__ = ["NAME", "CaptureError", "HostWatch", "operators", "shim", "sim"]
+
+shim = build.load()
+sim = Machine(shim)
+operators = Operators(sim)
+
+
+class Stream(torch.Stream):
+    """``torch.simdev.Stream``."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
+        if kwargs:
+            return super().__new__(cls, priority=priority, **kwargs)
+        return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    """``torch.simdev.Event``."""
+
+    def __new__(cls, enable_timing: bool = False, **kwargs: Any) -> Any:
+        return super().__new__(cls, device=NAME, enable_timing=enable_timing)
+
+
+class device:
+    """``with torch.simdev.device(i)``."""
+
+    def __init__(self, index: Any) -> None:
+        self.index = index if isinstance(index, int) else torch.device(index).index
+
+    def __enter__(self) -> None:
+        self.before = current_device()
+        if self.index is not None and self.index >= 0:
+            shim.set_device(self.index)
+
+    def __exit__(self, *_: Any) -> None:
+        shim.set_device(self.before)
+
+
+def current_device() -> int:
+    return int(shim.current()[0])
+
+
+def _index(d: Any) -> int:
+    if d is None:
+        return current_device()
+    index = d if isinstance(d, int) else torch.device(d).index
+    return current_device() if index is None else index
+
+
+@contextlib.contextmanager
+def stream(s: Any) -> Iterator[None]:
+    """``with torch.simdev.stream(s)``."""
+    if s is None:
+        yield
+        return
+    device_before = current_device()
+    before = torch.accelerator.current_stream(torch.device(NAME, s.device_index))
+    torch.accelerator.set_stream(s)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        shim.set_device(device_before)
+
+
+def _make_module() -> types.ModuleType:
+    module = types.ModuleType(f"torch.{NAME}")
+    module.__dict__.update(
+        Stream=Stream,
+        Event=Event,
+        stream=stream,
+        device=device,
+        sim=sim,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        _lazy_init=lambda: None,
+        device_count=lambda: 2,
+        current_device=current_device,
+        set_device=lambda d: shim.set_device(_index(d)),
+        current_stream=lambda d=None: torch.accelerator.current_stream(torch.device(NAME, _index(d))),
+        default_stream=lambda d=None: Stream(stream_id=0, device_index=_index(d), device_type=20),
+        set_stream=torch.accelerator.set_stream,
+        synchronize=lambda d=None: sim.synchronize_device(_index(d)),
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda d=None: torch.get_rng_state(),
+        set_rng_state=lambda state, d=None: torch.set_rng_state(state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        memory_allocated=lambda d=None: sim.allocated,
+        max_memory_allocated=lambda d=None: sim.peak,
+        reset_peak_memory_stats=lambda d=None: setattr(sim, "peak", sim.allocated),
+        empty_cache=lambda: None,
+    )
+    return module
+
+
+def _allow_setting_data() -> None:
+    """``p.data = ...`` between the device and the CPU: torch allows it for CUDA and refuses it for others."""
+    importlib.import_module("torch._dynamo")  # it looks at what is replaced here
+    data, compatible = torch._C.TensorBase.data, torch._has_compatible_shallow_copy_type
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        if is_sim(self) == is_sim(value):
+            data.__set__(self, value)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                shim.set_data(self, value)
+
+    torch.Tensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = lambda a, b: is_sim(a) or is_sim(b) or compatible(a, b)
+
+
+_libraries: list[torch.library.Library] = []  # what they register ends with them
+
+
+def _install() -> None:
+    shim.install(sim)
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = _make_module()
+    torch._register_device_module(NAME, module)
+    sys.modules[f"torch.{NAME}"] = module
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    _libraries[:] = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    operators.register(*_libraries)
+    _allow_setting_data()
+    atexit.register(lambda: setattr(sim, "checked", False))
+
+
+_install()
+
+
+class HostWatch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Reports, among the races, code on the CPU that reads what the device has not written yet, or the other way round."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        if schema.name not in ("aten::_copy_from", "aten::_to_copy", "aten::copy_") and not func.is_view:
+            for argument, value in zip(schema.arguments, args, strict=False):
+                for t in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                        self._look_at(t, argument.alias_info is not None and argument.alias_info.is_write, schema.name)
+        elif schema.name == "aten::copy_" and args[0].device.type == args[1].device.type:
+            self._look_at(args[0], True, schema.name)
+            self._look_at(args[1], False, schema.name)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _look_at(t: torch.Tensor, write: bool, name: str) -> None:
+        if t.device.type == "cpu" and t.numel():
+            sim.host_access(t.data_ptr(), t.numel() * t.itemsize, write, name)

@@ -1,0 +1,308 @@
+"""The simulator sees what it is there for: every wait and every lifetime of the runtime, taken out, shows.
+
+Each mutant takes one thing out of flatshard for as long as one case runs, which is right without (the other test modules of
+this directory). It must then show a race, other numbers or an error of the capture, under at least one policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Context, Pool
+from torch import Tensor
+
+import flatshard
+from accelerator import capture, training
+from accelerator.harness import POLICIES, Case, Cases, Env, mean_square, numbers, run_case
+from flatshard import CPUOffload
+from flatshard._composable.backward import Backward
+from flatshard._composable.context import Context as UnitContext
+from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.handle import FlatParamHandle
+from flatshard._runtime import Holding, Runtime, StreamEvent, Streams
+from flatshard.comm import DefaultCollectives
+
+cases = Cases()
+Mutation = contextlib.AbstractContextManager[Any]
+
+
+# -- how things are taken out ----------------------------------------------------------------------------------------
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def without(owner: Any, name: str) -> Mutation:
+    """The method does nothing."""
+    return mock.patch.object(owner, name, nothing)
+
+
+def instead(owner: Any, name: str, new: Callable[..., Any]) -> Mutation:
+    """``new(original, *args)`` in the method's place."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return new(original, *args, **kwargs)
+
+    return mock.patch.object(owner, name, changed)
+
+
+def within(owner: Any, name: str, mutation: Callable[[], Mutation]) -> Mutation:
+    """Something is taken out while the method runs, and at no other time."""
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with mutation():
+            return original(*args, **kwargs)
+
+    return instead(owner, name, call)
+
+
+def enter_without_waiting(side: str) -> Mutation:
+    @contextlib.contextmanager
+    def running_on(original: Any, self: Streams, stream: Any) -> Iterator[None]:
+        with self._module.stream(stream) if stream == getattr(self, side) else original(self, stream):
+            yield
+
+    return instead(Streams, "running_on", running_on)
+
+
+def do_not_wait_for_the_backend() -> Mutation:
+    from accelerator.sim_ccl import Work
+
+    return within(Runtime, "issued", lambda: without(Work, "wait"))
+
+
+def complete_on_the_reduce_stream(original: Any, self: FlatGradients, runtime: Runtime, *args: Any) -> None:
+    with runtime.reducing():
+        original(self, runtime, *args)
+
+
+def free_the_input_at_once(original: Any, self: FlatGradients, runtime: Runtime) -> None:
+    original(self, runtime)
+    self.free_reduced()
+
+
+def keep_nothing(original: Any, self: Holding, pending: Any, tensors: Any) -> None:
+    original(self, pending, ())
+
+
+# -- cases that only matter here -------------------------------------------------------------------------------------
+
+
+class Asynchronous(DefaultCollectives):
+    """Collectives on the backend's own stream."""
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        return dist.all_gather_into_tensor(output, shard, group=self.group, async_op=True)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        return dist.reduce_scatter_tensor(output, input, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+
+
+def _asynchronous(group: Any, device: torch.device) -> Any:
+    return Asynchronous(group) if device.type != "cpu" else flatshard.comm.builtin_collectives(group, device)
+
+
+@cases.add(fake=False)
+def asynchronous(env: Env) -> Any:
+    return env.train(env.shard(env.make(), collectives=_asynchronous))
+
+
+@cases.add(watch_host=True)
+def unshards_offloaded(env: Env) -> Any:
+    """Whole parameters under offload are read from shards that change at once."""
+    model = env.shard(env.make(), cpu_offload=CPUOffload(True))
+    seen = []
+    for step in range(2):
+        flatshard.unshard(model, recurse=True)
+        with torch.no_grad():
+            seen += [p.clone() for p in model.parameters()]
+        flatshard.reshard(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(step + 1)
+    return seen
+
+
+@cases.add(watch_host=True)
+def holds_offloaded(env: Env) -> Any:
+    """A backward that brings no gradients to the host, and a change of the shards right after it."""
+    model = env.shard(env.make(), cpu_offload=CPUOffload(True), reshard_after_forward=True)
+    for step in range(2):
+        with flatshard.no_sync(model):
+            mean_square(model(env.batch(step))).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+    mean_square(model(env.batch(2))).backward()
+    return numbers(model)
+
+
+@cases.add(watch_host=True)
+def summons_offloaded(env: Env) -> Any:
+    model = env.shard(env.make(), cpu_offload=CPUOffload(True))
+    seen = []
+    for step in range(2):
+        with flatshard.summon_full_params(model, writeback=False), torch.no_grad():
+            seen += [p.clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(step + 1)
+    return seen
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Mutant:
+    takes_out: str
+    mutate: Callable[[], Mutation]
+    case: Case
+    ranks: int = 1  # 1: on the fake group
+
+
+def _training(name: str) -> Case:
+    return training.cases[name]
+
+
+MUTANTS = {
+    # waits
+    "gathered_parameters": Mutant(
+        "computing waits for the all-gather",
+        lambda: within(FlatParamHandle, "wait", lambda: without(StreamEvent, "wait")),
+        _training("sharded-full"),
+    ),
+    "reduced_gradients": Mutant(
+        "whoever reads .grad waits for the reduction",
+        lambda: within(FlatParamHandle, "_wait_for_reductions", lambda: without(StreamEvent, "wait")),
+        _training("sharded-full"),
+    ),
+    "before_gather": Mutant(
+        "an all-gather waits for what changed the shards",
+        lambda: enter_without_waiting("gather"),
+        _training("sharded-full"),
+    ),
+    "before_reduce": Mutant(
+        "a reduction waits for its input",
+        lambda: enter_without_waiting("reduce"),
+        _training("sharded-full"),
+    ),
+    "before_free": Mutant(
+        "the next all-gather into a unit's memory waits for those who computed with it, also on another stream",
+        lambda: without(Runtime, "before_free"),
+        _training("independent_streams"),
+    ),
+    "backend_streams": Mutant(
+        "the side stream waits for the streams of the backend",
+        do_not_wait_for_the_backend,
+        cases["asynchronous"],
+        ranks=2,
+    ),
+    "static_input": Mutant(
+        "a static buffer that is taken on another stream is waited for",
+        lambda: without(Runtime, "wait_for_stream"),
+        _training("independent_trainings-static_buffers"),
+    ),
+    # waits of the host
+    "host_reads_gradients": Mutant(
+        "the host waits for the gradients that are copied to it",
+        lambda: mock.patch("flatshard._handle.reduction.wait_on_host", nothing),
+        _training("offload-pinned"),
+    ),
+    "host_changes_shards_after_forward": Mutant(
+        "the host waits until a forward has read the shards",
+        lambda: within(UnitContext, "end_pass", lambda: without(Runtime, "wait_for_host_reads")),
+        _training("offload_evaluates-load"),
+    ),
+    "host_changes_shards_after_backward": Mutant(
+        "the host waits until a backward has read the shards",
+        lambda: within(Backward, "_finish", lambda: without(Runtime, "wait_for_host_reads")),
+        cases["holds_offloaded"],
+    ),
+    "host_changes_shards_after_unshard": Mutant(
+        "the host waits until unshard has read the shards",
+        lambda: without(Runtime, "wait_for_host_reads"),
+        cases["unshards_offloaded"],
+    ),
+    "host_changes_shards_after_summon": Mutant(
+        "the host waits until summon_full_params has read the shards",
+        lambda: without(Runtime, "wait_for_host_reads"),
+        cases["summons_offloaded"],
+    ),
+    "host_reads_noted": Mutant(
+        "a copy from the host is noted",
+        lambda: without(Runtime, "reads_host"),
+        _training("offload_evaluates-step"),
+    ),
+    "synchronize": Mutant(
+        "waiting on the host waits",
+        lambda: without(StreamEvent, "wait_on_host"),
+        _training("offload_evaluates-write"),
+    ),
+    # lifetimes
+    "input_copied_on_the_reduce_stream": Mutant(
+        "gradients live until they have been copied into the reduction's input",
+        lambda: instead(FlatGradients, "complete_input", complete_on_the_reduce_stream),
+        _training("sharded-full"),
+    ),
+    "input_freed_early": Mutant(
+        "a reduction's input lives until the reduction has been waited for",
+        lambda: instead(FlatGradients, "reduce", free_the_input_at_once),
+        _training("sharded-full"),
+    ),
+    "inner_shards": Mutant(
+        "an inner shard lives until the all-gather that reads it has been waited for",
+        lambda: instead(Holding, "__init__", keep_nothing),
+        _training("inner_shards-two"),
+    ),
+    # captures
+    "join_after_forward": Mutant(
+        "side streams join the current one after a forward",
+        lambda: within(UnitContext, "end_pass", lambda: without(Runtime, "join")),
+        capture.cases["evaluation-all_resharded"],
+    ),
+    "join_after_backward": Mutant(
+        "side streams join the current one after a backward",
+        lambda: within(Backward, "_finish", lambda: without(Runtime, "join")),
+        capture.cases["step-full"],
+    ),
+    "gradient_nodes": Mutant(
+        "autograd accumulates gradients on the stream of the forward",
+        lambda: without(FlatParamHandle, "follow_stream"),
+        capture.cases["step-full"],
+    ),
+}
+
+
+def run_mutant(ctx: Context, name: str) -> list[str]:
+    """What is seen of it, by policy."""
+    mutant = MUTANTS[name]
+    seen = []
+    for policy in (*POLICIES, "random:2", "random:3"):
+        try:
+            ((_, problems, _),) = run_case(ctx, mutant.case.module, mutant.case.name, (policy,), around=mutant.mutate)
+        except Exception as e:  # the capture's, say
+            problems = [f"{type(e).__name__}: {e}"]
+        seen += [f"{policy}: {p}" for p in problems]
+        if seen and ctx.world_size == 1:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant(request: pytest.FixtureRequest, name: str) -> None:
+    mutant = MUTANTS[name]
+    pool: Pool = request.getfixturevalue("simulated_process" if mutant.ranks == 1 else "simulated_pool")
+    seen = pool.run(run_mutant, name, world_size=mutant.ranks, timeout=60)
+    assert any(seen), f"nothing shows that this is gone: {mutant.takes_out}"

@@ -1,0 +1,137 @@
+"""``plan`` for an accelerator: the collectives and the peak of a real step on the simulated one, with its streams."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+
+import flatshard
+from accelerator.harness import Block, Cases, Env, check, numbers, sgd
+from flatshard import MixedPrecision, ShardingStrategy
+
+S = ShardingStrategy
+BF16 = MixedPrecision(torch.bfloat16, torch.float32)
+cases = Cases()
+
+
+class Wide(nn.Module):
+    """Blocks whose memory is more than what an allocator rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64) for _ in range(4))
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def held(sim: Any) -> int:
+    """Bytes of tensors on the device, as they were asked for."""
+    return sum(block.asked for block in sim._blocks if not block.free and block.home != "host")
+
+
+@contextlib.contextmanager
+def counted_bytes(sim: Any) -> Iterator[list[int]]:
+    """``held`` after each allocation inside."""
+    counts: list[int] = []
+    allocate = sim.alloc
+
+    def alloc(nbytes: int, device: int, stream: int) -> int:
+        ptr = allocate(nbytes, device, stream)
+        counts.append(held(sim))
+        return ptr
+
+    sim.alloc = alloc
+    try:
+        yield counts
+    finally:
+        del sim.alloc
+
+
+def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
+    """(kind, bytes of the whole, ranks) of each collective."""
+    found = []
+    for _, ranks, what in order:
+        kind, numel, dtype = re.fullmatch(r"(\w+)\((\d+) x (\w+)\)", what).groups()
+        nbytes = int(numel) * getattr(torch, dtype).itemsize
+        found.append((kind.replace("_", "-"), nbytes * ranks if kind == "reduce_scatter" else nbytes, ranks))
+    return found
+
+
+@cases.add(
+    {
+        "full_shard": {},
+        "grad_op": {"strategy": S.SHARD_GRAD_OP},
+        "not_sharded": {"strategy": S.NO_SHARD},
+        "hybrid": {"strategy": S.HYBRID_SHARD},
+        "mixed": {"mixed_precision": BF16},
+        "inner": {"reshard_after_forward": 2},
+        "static": {"static_buffers": True},
+        "offloaded": {"cpu_offload": True},
+        "offloaded_mixed": {"cpu_offload": True, "mixed_precision": BF16},
+        "microbatches": {"micro": 2, "holds": True},
+    },
+    ranks=4,
+    fake=False,
+)
+def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any:
+    hybrid = options.get("strategy") is S.HYBRID_SHARD
+    planned = flatshard.plan(
+        Wide(),
+        policy=Block,
+        world_size=(2, 2) if hybrid else 4,
+        example_inputs=torch.ones(16, 64),
+        microbatches=micro,
+        no_sync=holds,
+        device=env.device.type,
+        compare=False,
+        **options,
+    )
+    if hybrid:
+        options["device_mesh"] = env.mesh((2, 2), "replicate", "shard")
+    model = env.shard(env.make(Wide), **options)
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        for number in range(micro):
+            with flatshard.no_sync(model) if holds and number < micro - 1 else contextlib.nullcontext():
+                model(env.tensor(16, 64)).sum().backward()
+
+    for _ in range(2):
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not env.is_simulated:
+        step()
+        return numbers(model)
+    from accelerator.sim import sim
+    from accelerator.sim_ccl import order
+
+    sim.drain()
+    del order[:]
+    with counted_bytes(sim) as counts:
+        before = held(sim)
+        step()
+        peak = max(counts) - before
+    expected = [(c.kind, c.nbytes, c.ranks) for c in planned.collectives]
+    if issued(order) != expected:
+        env.problems.append(f"issued {issued(order)}, planned {expected}")
+    of_step = planned.total_peak.nbytes - planned.between_steps.total
+    if peak != of_step:
+        env.problems.append(f"the step took {peak} bytes, planned {of_step}: {planned.total_peak}")
+    return numbers(model)
+
+
+@pytest.mark.parametrize("name", cases.on_ranks)
+def test_ranks(simulated_pool: Pool, name: str) -> None:
+    check(simulated_pool, cases[name])

@@ -1,0 +1,283 @@
+"""The simulator itself: what it lets be late, what it reports, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Context, Pool, RankFailure
+from torch import Tensor
+
+from accelerator.harness import POLICIES
+
+SIZE = 256  # a block of the allocator, so that the next tensor of this size takes the last one's memory
+
+
+def _new(value: float = 1.0) -> Tensor:
+    return torch.full((SIZE,), value, device="simdev")
+
+
+def _missing_wait(device: Any, side: Any) -> Tensor:
+    a = _new()
+    with device.stream(side):
+        return a * 2
+
+
+def _right_wait(device: Any, side: Any) -> Tensor:
+    a = _new()
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        b = a * 2
+    device.current_stream().wait_stream(side)
+    return b
+
+
+def _event_too_early(device: Any, side: Any) -> Tensor:
+    event = device.current_stream().record_event()
+    a = _new()
+    side.wait_event(event)
+    with device.stream(side):
+        return a * 2
+
+
+def _freed_too_early(device: Any, side: Any) -> Tensor:
+    a = _new()
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        b = a * 2
+    del a
+    _new(7.0)
+    device.current_stream().wait_stream(side)
+    return b
+
+
+def _recorded_stream(device: Any, side: Any) -> Tensor:
+    a = _new()
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        b = a * 2
+    a.record_stream(side)
+    del a
+    _new(7.0)
+    device.current_stream().wait_stream(side)
+    return b
+
+
+def _freed_after_wait(device: Any, side: Any) -> Tensor:
+    a = _new()
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        b = a * 2
+    device.current_stream().wait_stream(side)
+    del a
+    _new(7.0)
+    return b
+
+
+def _written_while_read(device: Any, side: Any) -> Tensor:
+    a = _new()
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        b = a * 2
+    a.fill_(7.0)
+    device.current_stream().wait_stream(side)
+    return b
+
+
+def _pinned_read_early(device: Any, side: Any) -> Tensor:
+    host = torch.empty(SIZE, pin_memory=True)
+    host.copy_(_new(2.0), non_blocking=True)
+    return host + 0
+
+
+def _pinned_read_in_time(device: Any, side: Any) -> Tensor:
+    host = torch.empty(SIZE, pin_memory=True)
+    host.copy_(_new(2.0), non_blocking=True)
+    device.current_stream().record_event().synchronize()
+    return host + 0
+
+
+def _pinned_changed_early(device: Any, side: Any) -> Tensor:
+    host = torch.full((SIZE,), 2.0).pin_memory()
+    b = host.to("simdev", non_blocking=True)
+    host.fill_(7.0)
+    return b
+
+
+PROGRAMS: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
+    "missing_wait": (_missing_wait, "no order between two streams"),
+    "event_too_early": (_event_too_early, "no order between two streams"),
+    "written_while_read": (_written_while_read, "no order between two streams"),
+    "freed_too_early": (_freed_too_early, "memory freed while another stream may use it"),
+    "pinned_read_early": (_pinned_read_early, "the host does not wait for the device"),
+    "pinned_changed_early": (_pinned_changed_early, "the host does not wait for the device"),
+    "right_wait": (_right_wait, ""),
+    "recorded_stream": (_recorded_stream, ""),
+    "freed_after_wait": (_freed_after_wait, ""),
+    "pinned_read_in_time": (_pinned_read_in_time, ""),
+}
+
+
+def run_program(ctx: Context, name: str) -> tuple[set[str], set[bool]]:
+    """The kinds of races that were reported, and whether the numbers were right, under all policies."""
+    from accelerator.sim import HostWatch, sim
+
+    device = torch.get_device_module("simdev")
+    kinds, right = set(), set()
+    for policy in POLICIES:
+        sim.reset()
+        sim.policy = policy
+        with HostWatch():
+            b = PROGRAMS[name][0](device, device.Stream())
+        kinds |= {race.what for race in sim.races.values()}
+        device.synchronize()
+        right.add(bool((b.cpu() == 2.0).all()))
+    return kinds, right
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_races(simulated_process: Pool, name: str) -> None:
+    ((kinds, right),) = simulated_process.run(run_program, name, world_size=1)
+    expected = PROGRAMS[name][1]
+    assert kinds == ({expected} if expected else set())
+    assert right == {True} if not expected else False in right, "a race shows in the numbers under some policy"
+
+
+# -- captures --------------------------------------------------------------------------------------------------------
+
+
+def _in_capture(body: Callable[[Any, Any, Tensor], Any]) -> str:
+    """The error of what is run inside a capture, or nothing."""
+    from accelerator.sim import CaptureError, sim
+
+    device = torch.get_device_module("simdev")
+    sim.reset()
+    a = _new()
+    error = ""
+    with device.stream(device.Stream()):
+        try:
+            with sim.capture():
+                body(device, device.Stream(), a)
+        except CaptureError as e:
+            error = str(e).split(":")[0]
+    return error
+
+
+def _fork_and_join(device: Any, side: Any, a: Tensor) -> None:
+    here = device.current_stream()
+    side.wait_stream(here)
+    with device.stream(side):
+        a * 2
+    here.wait_stream(side)
+
+
+def _fork(device: Any, side: Any, a: Tensor) -> None:
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        a * 2
+
+
+def _wait_for_the_past(device: Any, side: Any, a: Tensor) -> None:
+    device.current_stream().wait_stream(side)
+
+
+def _let_the_default_stream_wait(device: Any, side: Any, a: Tensor) -> None:
+    device.default_stream().wait_stream(device.current_stream())
+
+
+def _read_on_the_host(device: Any, side: Any, a: Tensor) -> None:
+    a.sum().item()
+
+
+CAPTURES = {
+    "fork_and_join": (_fork_and_join, ""),
+    "fork": (_fork, "cudaErrorStreamCaptureUnjoined"),
+    "wait_for_the_past": (_wait_for_the_past, "cudaErrorStreamCaptureIsolation"),
+    "default_stream": (_let_the_default_stream_wait, "cudaErrorStreamCaptureImplicit"),
+    "host": (_read_on_the_host, "cudaErrorStreamCaptureUnsupported"),
+}
+
+
+def run_capture(ctx: Context, name: str) -> str:
+    return _in_capture(CAPTURES[name][0])
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+def test_captures(simulated_process: Pool, name: str) -> None:
+    assert simulated_process.run(run_capture, name, world_size=1) == [CAPTURES[name][1]]
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+
+def run_collectives(ctx: Context) -> None:
+    """With the numbers of gloo, under all policies, with ranks that come at different times."""
+    from accelerator.sim import sim
+
+    device, n, rank = torch.get_device_module("simdev"), ctx.world_size, ctx.rank
+    for policy in POLICIES:
+        sim.reset()
+        sim.policy = policy
+        mine = torch.arange(4.0) + 10 * rank
+        on_device = mine.to("simdev", non_blocking=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            gathered = torch.empty(4 * n, dtype=dtype, device="simdev")
+            work = dist.all_gather_into_tensor(gathered, on_device.to(dtype), group=ctx.group, async_op=True)
+            total = on_device.clone()
+            dist.all_reduce(total, op=dist.ReduceOp.AVG, group=ctx.group)
+            part = torch.empty(4 // n if 4 % n == 0 else 1, device="simdev")
+            source = on_device if 4 % n == 0 else on_device[:n].contiguous()
+            dist.reduce_scatter_tensor(part, source, group=ctx.group)
+            work.wait()
+            expected = torch.cat([torch.arange(4.0) + 10 * r for r in range(n)])
+            assert torch.equal(gathered.cpu(), expected.to(dtype))
+            assert torch.equal(total.cpu(), expected.view(n, 4).mean(0))
+            assert torch.equal(part.cpu(), expected.view(n, 4).sum(0)[rank * part.numel() :][: part.numel()])
+        sent, came = _new(float(rank)), _new()
+        operations = [dist.P2POp(dist.isend, sent, (rank + 1) % n, ctx.group)]
+        operations.append(dist.P2POp(dist.irecv, came, (rank - 1) % n, ctx.group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert (came.cpu() == (rank - 1) % n).all()
+        on_cpu = torch.ones(2)
+        dist.all_reduce(on_cpu, group=ctx.group)
+        assert on_cpu.tolist() == [n, n]
+        device.synchronize()
+        assert not sim.races
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_collectives(simulated_pool: Pool, world_size: int) -> None:
+    simulated_pool.run(run_collectives, world_size=world_size)
+
+
+def run_mismatch(ctx: Context) -> None:
+    from accelerator.sim import sim
+
+    try:
+        dist.all_reduce(torch.ones(2 + ctx.rank, device="simdev"), group=ctx.group)
+        sim.drain()
+    finally:
+        sim.abandon()
+
+
+def test_mismatch(simulated_pool: Pool) -> None:
+    """NCCL would hang, or mix the data."""
+    with pytest.raises(RankFailure, match=r"all_reduce\(2 x float32\), rank 1 in all_reduce\(3 x float32\)"):
+        simulated_pool.run(run_mismatch, world_size=2)
+
+
+def run_refused(ctx: Context) -> None:
+    for wrong, match in (
+        (torch.ones(2, dtype=torch.complex64, device="simdev"), "Unconvertible NCCL type"),
+        (torch.ones(4, 4, device="simdev").t(), "must be contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            ctx.group.allreduce([wrong])
+
+
+def test_refused(simulated_pool: Pool) -> None:
+    simulated_pool.run(run_refused, world_size=2)

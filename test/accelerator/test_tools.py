@@ -1,0 +1,432 @@
+"""What goes around training, on the simulated accelerator: whole parameters, norms, hooks, collectives, checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from no_communication import NoCommunication
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+from accelerator.harness import WIDTH, Block, Cases, Env, Net, check, mean_square, numbers, sgd
+from flatshard import MixedPrecision, register_forward_method
+from flatshard import ShardingStrategy as S
+from flatshard.comm import DefaultCollectives
+
+cases = Cases()
+BF16 = {"rtol": 2e-2, "atol": 2e-3}
+
+
+def _step(env: Env, model: nn.Module, step: int = 0) -> Tensor:
+    loss = mean_square(model(env.batch(step)))
+    loss.backward()
+    return loss.detach()
+
+
+# -- whole parameters ------------------------------------------------------------------------------------------------
+
+
+@cases.add(
+    {
+        "writes": {},
+        "keeps": {"writeback": False},
+        "rank0": {"rank0_only": True, "writeback": False},
+        "on_cpu": {"offload_to_cpu": True},
+        "on_cpu_keeps": {"offload_to_cpu": True, "writeback": False},
+        "with_grads": {"with_grads": True},
+        "mixed": {"dtype": torch.bfloat16},
+        "not_sharded": {"strategy": S.NO_SHARD},
+    },
+    **BF16,
+)
+def summoned(env: Env, dtype: Any = None, strategy: S = S.FULL_SHARD, **options: Any) -> Any:
+    model = env.shard(env.make(), strategy=strategy, mixed_precision=MixedPrecision(dtype, torch.float32))
+    optimizer = sgd(model.parameters())
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        _step(env, model, step)
+        with flatshard.summon_full_params(model, **options), torch.no_grad():
+            for p in model.parameters():
+                seen.append(p.detach().clone())
+                if options.get("with_grads") and p.grad is not None:
+                    seen.append(p.grad.clone())
+                    p.grad.mul_(2)
+                p.mul_(0.9)
+        optimizer.step()
+    return seen, numbers(model)
+
+
+@cases.add({"sync": {}, "async": {"async_op": True}})
+def unsharded_by_hand(env: Env, **options: Any) -> Any:
+    model = env.shard(env.make())
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        batch = env.batch(step)
+        with env.steady(step == 2):
+            optimizer.zero_grad()
+            handles = [flatshard.unshard(block, **options) for block in model.blocks]
+            if step == 1:
+                for handle in handles:
+                    if handle is not None:
+                        handle.wait()
+            mean_square(model(batch)).backward()
+            flatshard.reshard(model)
+            optimizer.step()
+    return numbers(model)
+
+
+@cases.add()
+def kept_unsharded(env: Env) -> Any:
+    model = env.shard(env.make())
+    optimizer = sgd(model.parameters())
+    outputs = []
+    for step in range(3):
+        batches = [env.batch(10 * step + i) for i in range(3)]
+        with env.steady(step == 2):
+            with torch.no_grad(), flatshard.keep_unsharded(model):
+                outputs += [model(b) for b in batches]
+            optimizer.zero_grad()
+            _step(env, model, step) if step < 2 else mean_square(model(batches[0])).backward()
+            optimizer.step()
+    return outputs, numbers(model)
+
+
+class Encoder(Net):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.scale
+
+
+@cases.add()
+def forward_method(env: Env) -> Any:
+    model = env.shard(env.make(Encoder))
+    register_forward_method(model, "encode")
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_square(model.encode(env.batch(step))).backward()
+        optimizer.step()
+    return numbers(model)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@cases.add(
+    {"ours": {}, "torchs": {"ours": False}, "infinity": {"p": float("inf")}, "bf16": {"dtype": torch.bfloat16}}, **BF16
+)
+def clipped(env: Env, ours: bool = True, p: float = 2.0, dtype: Any = None) -> Any:
+    model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32))
+
+    def clip() -> Tensor:
+        if ours:
+            return flatshard.clip_grad_norm_(model, 0.1, p)
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, p)
+
+    return env.train(model, clip=clip)
+
+
+@cases.add(ranks=4)
+def clipped_replicas(env: Env) -> Any:
+    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
+    model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
+    return env.train(model, clip=lambda: flatshard.clip_grad_norm_(model, 0.1))
+
+
+@cases.add()
+def statistics(env: Env) -> Any:
+    model = env.shard(env.make())
+    _step(env, model)
+    found = flatshard.optim.gradient_statistics(model)
+    return {n: [float(s.norm), float(s.max_abs), float(s.mean)] for n, s in found.items()}
+
+
+@cases.add()
+def scaled(env: Env) -> Any:
+    """With GradScaler, which waits for the device."""
+    model = env.shard(env.make())
+    scaler = torch.amp.GradScaler(env.device.type, init_scale=8.0, growth_interval=1)
+    optimizer = sgd(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = mean_square(model(env.batch(step)))
+        scaler.scale(loss * float("inf") if step == 1 else loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return numbers(model), scaler.get_scale()
+
+
+@cases.add()
+def flat(env: Env) -> Any:
+    model = env.shard(env.make())
+    return env.train(model, optimizer=lambda params: sgd(flatshard.flat_parameters(model)))
+
+
+@cases.add()
+def adamw(env: Env) -> Any:
+    model = env.shard(env.make())
+    return env.train(model, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, foreach=True))
+
+
+@cases.add()
+def segments(env: Env) -> Any:
+    model = env.shard(env.make())
+    _step(env, model)
+    params = [*model.parameters()]
+    return [
+        flatshard.optim.segment_reduce([p.grad for p in params], params, op) for op in ("norm", "sum", "mean", "max")
+    ]
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@cases.add({"of_units": {"of_units": True}, "of_parameters": {"of_units": False}})
+def optimizer_in_backward(env: Env, of_units: bool) -> Any:
+    model = env.shard(env.make())
+    if of_units:
+        for module in [model, *model.blocks]:
+            optimizer = sgd(p for p in flatshard.flat_parameters(module))
+
+            def step_unit(_: Any, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            flatshard.optim.register_gradients_reduced_hook(module, step_unit)
+    else:
+        for p in model.parameters():
+            optimizer = sgd([p])
+
+            def step_one(_: Any, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step_one)
+    for step in range(4):
+        batch = env.batch(step)
+        with env.steady(step == 3):
+            mean_square(model(batch)).backward()
+    return numbers(model)
+
+
+@cases.add()
+def gradient_hook(env: Env) -> Any:
+    model = env.make()
+    model.blocks[1].up.weight.register_hook(lambda g: g * 2)
+    model = env.shard(model)
+    model.head.weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return env.train(model)
+
+
+@cases.add(
+    {"bf16": {"hook": flatshard.comm.bf16_compress_hook}, "fp16": {"hook": flatshard.comm.fp16_compress_hook}}, **BF16
+)
+def comm_hook(env: Env, hook: Any) -> Any:
+    from flatshard._composable.state import unit_of
+
+    model = env.shard(env.make())
+    flatshard.comm.register_comm_hook(model, flatshard.comm.CommHookState(unit_of(model).context.runtime), hook)
+    return env.train(model)
+
+
+def _default_hook(state: Any, grad: Tensor, output: Tensor) -> None:
+    """A reduction in the manner of FSDP1's hooks: at once, on the current stream."""
+    dist.reduce_scatter_tensor(output, grad, group=state)
+    output.div_(state.size())
+
+
+@cases.add(fake=False)
+def own_comm_hook(env: Env) -> Any:
+    model = env.shard(env.make())
+    flatshard.comm.register_comm_hook(model, env.group, _default_hook)
+    return env.train(model)
+
+
+@cases.add(
+    {
+        "quantized": {"collectives": flatshard.comm.QuantizedCollectives()},
+        "quantized_gathers": {"collectives": flatshard.comm.QuantizedCollectives(reduce=False)},
+        "none": {"collectives": NoCommunication()},
+        "quantized_inner": {"collectives": flatshard.comm.QuantizedCollectives(), "reshard_after_forward": 2},
+    },
+    rtol=0.1,
+    atol=0.03,
+)
+def collectives(env: Env, **options: Any) -> Any:
+    return env.train(env.shard(env.make(), **options))
+
+
+def _wide(group: Any, device: torch.device) -> Any:
+    return (
+        flatshard.comm.builtin_collectives(group, device)
+        if device.type == "cpu"
+        else DefaultCollectives(group, widens=True)
+    )
+
+
+MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@cases.add({"fp32": {}, "bf16": {"mixed_precision": MIXED}}, fake=False, ranks=3)
+def widened(env: Env, **options: Any) -> Any:
+    """Gradients sent as they were computed, and averages over a number of ranks that is no power of two: as over gloo."""
+    model = env.shard(env.make(), collectives=_wide, **options)
+    found = env.train(model)
+    if env.is_simulated:
+        from accelerator import sim_ccl
+
+        sent = any(what.startswith("all_to_all") for _, _, what in sim_ccl.order)
+        if sent is not bool(options):
+            env.problems.append(f"gradients are {'' if sent else 'not '}sent by an all-to-all")
+    return found
+
+
+@cases.add({"three": {}, "replicated": {"strategy": S.NO_SHARD}}, fake=False, ranks=3)
+def averaged(env: Env, **options: Any) -> Any:
+    return env.train(env.shard(env.make(), **options))
+
+
+class Wide(nn.Module):
+    """Parameters that are most of what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(48) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@cases.add(ranks=0)
+def memory_of_static_buffers(env: Env) -> Any:
+    """As much at the peak as without them. Sizes of the simulated allocator's blocks make some percent of difference."""
+    if not env.is_simulated:
+        return None
+    from accelerator.sim import sim
+
+    peaks = []
+    for static in (False, True):
+        model = env.shard(env.make(Wide), static_buffers=static)
+        optimizer = sgd(model.parameters())
+        before = sim.allocated
+        for step in range(3):
+            sim.peak = sim.allocated
+            mean_square(model(env.tensor(2, 48, seed=step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sim.drain()
+        peaks.append(sim.peak - before)
+        del model, optimizer
+    if peaks[1] > 1.05 * peaks[0]:
+        env.problems.append(f"the peak is {peaks[1]} bytes with static buffers, {peaks[0]} without")
+    return None
+
+
+@cases.add(
+    {
+        "elements": {"layout": None},
+        "rows": {"layout": flatshard.layouts.Rows()},
+        "whole": {"layout": flatshard.layouts.Whole()},
+    }
+)
+def whole_optimizer(env: Env, layout: Any) -> Any:
+    model = env.shard(env.make(), layout=layout)
+    matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) == 2]
+    vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
+    optimizers = [flatshard.optim.WholeParameterOptimizer(matrices, torch.optim.Adafactor, lr=0.01), sgd(vectors)]
+    for step in range(3):
+        model.zero_grad()
+        _step(env, model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    return numbers(model)
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+@cases.add({"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "replicated": {"strategy": S.NO_SHARD}}, **BF16)
+def state(env: Env, dtype: Any = None, **options: Any) -> Any:
+    model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    results = []
+    for step in range(2):
+        optimizer.zero_grad()
+        _step(env, model, step)
+        optimizer.step()
+        results.append(flatshard.checkpoint.full_state_dict(model, offload_to_cpu=step == 0))
+        results.append({n: t.clone() for n, t in flatshard.checkpoint.iter_full_params(model, bucket_bytes=1000)})
+        results.append([flat["shard"].clone() for flat in flatshard.checkpoint.local_state_dict(model)["flats"]])
+        whole = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+        results.append(whole["state"])
+        flatshard.checkpoint.load_optim_state_dict(
+            model, optimizer, flatshard.checkpoint.optim_state_dict(model, optimizer)
+        )
+        model.load_state_dict(model.state_dict())
+        flatshard.debug.check_replicas(model, buffers=True)
+    return results, numbers(model)
+
+
+@cases.add({"waits": {"wait": True}, "background": {"wait": False}}, fake=False)
+def checkpoint(env: Env, wait: bool) -> Any:
+    model = env.shard(env.make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    _step(env, model)
+    optimizer.step()
+    where: list[Any] = [tempfile.mkdtemp() if env.rank == 0 else None]
+    dist.broadcast_object_list(where, src=0, group=env.group, device=torch.device("cpu"))
+    try:
+        saved = flatshard.save_checkpoint(
+            f"{where[0]}/job", {"model": model, "optimizer": optimizer}, process_group=env.group, wait=wait
+        )
+        _step(env, model, 1)  # goes on at once
+        optimizer.step()
+        saved.result()
+        trained = numbers(model)
+        flatshard.load_checkpoint(f"{where[0]}/job", {"model": model, "optimizer": optimizer}, process_group=env.group)
+        return trained, numbers(model), env.train(model, optimizer=lambda _: optimizer)
+    finally:
+        if env.rank == 0:
+            shutil.rmtree(where[0])
+
+
+# -- with tensor parallelism -----------------------------------------------------------------------------------------
+
+
+@cases.add(ranks=4, fake=False)
+def tensor_parallel(env: Env) -> Any:
+    mesh = env.mesh((2, 2), "dp", "tp")
+    model = env.make(lambda: nn.Sequential(Block(WIDTH), Block(WIDTH)))
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = env.shard(model, device_mesh=mesh["dp"])
+    optimizer = sgd(model.parameters())
+    norms = []
+    for step in range(3):
+        x = env.tensor(2, WIDTH, seed=10 * step + mesh["dp"].get_local_rank())
+        optimizer.zero_grad()
+        mean_square(model(x)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+    return norms, numbers(model)
+
+
+@pytest.mark.parametrize("name", cases.on_ranks)
+def test_ranks(simulated_pool: Pool, name: str) -> None:
+    check(simulated_pool, cases[name])
+
+
+@pytest.mark.parametrize("name", cases.on_the_fake_group)
+def test_fake_group(simulated_process: Pool, name: str) -> None:
+    check(simulated_process, cases[name])

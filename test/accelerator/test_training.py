@@ -1,0 +1,25 @@
+"""Strategies, precision, accumulation, prefetch, offload, order of computation: the cases of ``training.py``."""
+
+from __future__ import annotations
+
+import pytest
+from pool import Pool
+
+from accelerator.harness import check
+from accelerator.training import cases
+
+
+@pytest.mark.parametrize("name", cases.on_ranks)
+def test_ranks(simulated_pool: Pool, name: str) -> None:
+    check(simulated_pool, cases[name])
+
+
+@pytest.mark.parametrize("name", cases.on_the_fake_group)
+def test_fake_group(simulated_process: Pool, name: str) -> None:
+    check(simulated_process, cases[name])
+
+
+@pytest.mark.parametrize("name", [name for name in cases if name.startswith("many_steps")])
+def test_without_gloo(simulated_pool: Pool, name: str) -> None:
+    """A group that has the device's backend only: what ranks tell each other goes through the device as well."""
+    check(simulated_pool, cases[name], backend="simccl")

@@ -1,0 +1,537 @@
+"""Training on the simulated accelerator: strategies, precision, accumulation, prefetch, offload, order of computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from accelerator.harness import Block, Cases, Env, Net, mean_square, numbers, sgd
+from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision
+from flatshard import ShardingStrategy as S
+
+cases = Cases()
+BF16 = {"rtol": 2e-2, "atol": 2e-3}
+
+
+# -- strategies, policies, precision ---------------------------------------------------------------------------------
+
+
+@cases.add(
+    {
+        "full": {"strategy": S.FULL_SHARD},
+        "grad_op": {"strategy": S.SHARD_GRAD_OP},
+        "none": {"strategy": S.NO_SHARD},
+        "one_unit": {"policy": {Net}},
+        "each_linear": {"policy": {nn.Linear}},
+        "all_resharded": {"reshard_after_forward": True},
+        "none_resharded": {"reshard_after_forward": False},
+        "size_policy": {"policy": flatshard.policies.size_based_auto_wrap_policy},
+        "no_prefetch": {"backward_prefetch": None, "forward_prefetch": False},
+        "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        "prefetch_limit": {"prefetch_limit_bytes": 1500},
+        "static_buffers": {"static_buffers": True},
+        "rows": {"layout": flatshard.layouts.Rows()},
+        "blocks": {"layout": flatshard.layouts.Blocks(4)},
+        "whole": {"layout": flatshard.layouts.Whole(), "policy": {Net}},
+    }
+)
+def sharded(env: Env, **options: Any) -> Any:
+    return env.train(env.shard(env.make(), **options))
+
+
+@cases.add(
+    {
+        "hybrid": {"strategy": S.HYBRID_SHARD},
+        "hybrid_zero2": {"strategy": S.HYBRID_SHARD_ZERO2},
+        "hybrid_accumulates": {"strategy": S.HYBRID_SHARD, "micro": 2},
+        "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
+        "hybrid_bf16": {"strategy": S.HYBRID_SHARD, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    },
+    ranks=4,
+    **BF16,
+)
+def replicated(env: Env, micro: int = 1, all_reduce: bool = True, **options: Any) -> Any:
+    shape = (2, env.size // 2)
+    model = env.shard(env.make(), device_mesh=env.mesh(shape, "replicate", "shard"), **options)
+
+    def before(step: int, i: int) -> None:
+        if not all_reduce:
+            flatshard.configure(model, all_reduce=i == micro - 1)
+
+    return env.train(model, micro=micro, before=before)
+
+
+@cases.add({"two": {"value": 2}, "two_bf16": {"value": 2, "dtype": torch.bfloat16}}, ranks=4, **BF16)
+def inner_shards(env: Env, value: int, dtype: Any = None) -> Any:
+    precision = MixedPrecision(dtype, torch.float32) if dtype else None
+    model = env.shard(env.make(), reshard_after_forward=value, mixed_precision=precision)
+    results = env.train(model)
+    flatshard.configure(model, reshard_after_forward=True)
+    return results, env.train(model, steps=2)
+
+
+@cases.add(
+    {
+        "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "bf16_sums": {"mixed_precision": MixedPrecision(torch.bfloat16)},
+        "bf16_gradients": {"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
+        "keep_cast_shard": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)},
+        "fp64_sums": {"mixed_precision": MixedPrecision(None, torch.float64)},
+        "not_sharded": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "strategy": S.NO_SHARD},
+        "accumulates": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "micro": 2},
+    },
+    **BF16,
+)
+def precision(env: Env, micro: int = 1, **options: Any) -> Any:
+    model = env.shard(env.make(), **options)
+    keeps = options["mixed_precision"].keep_low_precision_grads
+    make = (lambda params: torch.optim.SGD(params, lr=0.0)) if keeps else sgd  # which cannot add them
+    if not keeps:
+        return env.train(model, micro=micro, optimizer=make)
+    for step in range(3):
+        with env.steady(False):
+            model.zero_grad()
+            mean_square(model(env.batch(step))).backward()
+    return {n: p.grad.float() for n, p in model.named_parameters()}
+
+
+@cases.add(**BF16)
+def full_precision_in_eval(env: Env) -> Any:
+    model = env.shard(env.make(), mixed_precision=MixedPrecision(torch.bfloat16, full_precision_in_eval=True))
+    outputs = []
+    for step in range(2):
+        mean_square(model(env.batch(step))).backward()
+        model.eval()
+        with torch.no_grad():
+            outputs.append(model(env.batch(step)))
+        model.train()
+    return outputs, numbers(model)
+
+
+# -- accumulation ----------------------------------------------------------------------------------------------------
+
+
+@cases.add(
+    {
+        "each_reduced": {},
+        "no_sync": {"holds": True},
+        "no_sync_grad_op": {"holds": True, "strategy": S.SHARD_GRAD_OP},
+        "no_sync_bf16": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "no_sync_not_sharded": {"holds": True, "strategy": S.NO_SHARD},
+    },
+    **BF16,
+)
+def accumulation(env: Env, holds: bool = False, **options: Any) -> Any:
+    model = env.shard(env.make(), **options)
+    before = (lambda step, i: flatshard.configure(model, gradient_sync=i == 2)) if holds else lambda step, i: None
+    return env.train(model, micro=3, before=before)
+
+
+@cases.add()
+def divide_factor(env: Env) -> Any:
+    model = env.shard(env.make())
+    flatshard.configure(model, divide_factor=3.0)
+    return env.train(model)
+
+
+@cases.add()
+def reduced_at_the_end(env: Env) -> Any:
+    model = env.shard(env.make())
+    for step in range(3):
+        batches = [env.batch(10 * step + i) for i in range(2)]
+        with env.steady(step == 2):
+            model.zero_grad()
+            with flatshard.no_sync(model):
+                for batch in batches:
+                    mean_square(model(batch)).backward()
+            flatshard.reduce_gradients(model)
+    return numbers(model)
+
+
+# -- offload ---------------------------------------------------------------------------------------------------------
+
+
+@cases.add(
+    {
+        "pinned": {"cpu_offload": CPUOffload(True)},
+        "not_pinned": {"cpu_offload": CPUOffload(True, pin_memory=False)},
+        "accumulates": {"cpu_offload": CPUOffload(True), "micro": 2},
+        "holds": {"cpu_offload": CPUOffload(True), "micro": 2, "holds": True},
+        "bf16": {"cpu_offload": CPUOffload(True), "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "keep_cast_shard": {
+            "cpu_offload": CPUOffload(True),
+            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True),
+        },
+        "not_sharded": {"cpu_offload": CPUOffload(True), "strategy": S.NO_SHARD},
+        "clips": {"cpu_offload": CPUOffload(True), "clips": True},
+    },
+    watch_host=True,
+    **BF16,
+)
+def offload(env: Env, micro: int = 1, holds: bool = False, clips: bool = False, **options: Any) -> Any:
+    model = env.shard(env.make(), **options)
+    before = (lambda step, i: flatshard.configure(model, gradient_sync=i == 1)) if holds else lambda step, i: None
+    clip = (lambda: flatshard.clip_grad_norm_(model, 0.1)) if clips else None
+    return env.train(model, micro=micro, before=before, clip=clip, waits=True)
+
+
+@cases.add({"pinned": {"pin": True}, "not_pinned": {"pin": False}}, ranks=1, fake=False, watch_host=True)
+def offload_alone(env: Env, pin: bool) -> Any:
+    return env.train(env.shard(env.make(), cpu_offload=CPUOffload(True, pin_memory=pin)), waits=True)
+
+
+@cases.add({"load": {"then": "load"}, "step": {"then": "step"}, "write": {"then": "write"}}, watch_host=True)
+def offload_evaluates(env: Env, then: str) -> Any:
+    """What follows an evaluation at once must not change what that computes with."""
+    model = env.shard(env.make(), cpu_offload=CPUOffload(True))
+    mean_square(model(env.batch(0))).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {n: torch.ones_like(t) for n, t in flatshard.checkpoint.full_state_dict(model).items()}
+    outputs = []
+    for step in range(2):
+        batch = env.batch(step)
+        with torch.no_grad():
+            outputs.append(model(batch))
+        if then == "load":
+            model.load_state_dict(state)
+        elif then == "step":
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+    return outputs, numbers(model)
+
+
+@cases.add(ranks=1, fake=False)
+def alone(env: Env) -> Any:
+    return env.train(env.shard(env.make()))
+
+
+# -- the order of computation ----------------------------------------------------------------------------------------
+
+
+class Wandering(Net):
+    """Each step runs its blocks in another order, some twice, some not at all."""
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return self.head(x * self.scale)
+
+
+@cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}, "grad_op": {"strategy": S.SHARD_GRAD_OP}})
+def wandering(env: Env, **options: Any) -> Any:
+    """Repeated and skipped units. An order that was not expected makes no host wait."""
+    model = env.shard(env.make(Wandering), **options)
+    optimizer = sgd(model.parameters())
+    for step, order in enumerate([(0, 1, 2), (2, 1, 0), (0, 0, 1), (1,), (0, 1, 2)]):
+        optimizer.zero_grad()
+        mean_square(model(env.batch(step), order)).backward()
+        optimizer.step()
+    return numbers(model)
+
+
+@cases.add()
+def chosen_prefetch(env: Env) -> Any:
+    model = env.shard(env.make())
+    first, second, third = model.blocks
+    flatshard.configure(first, forward_prefetch=[second, third])
+    flatshard.configure(third, backward_prefetch=[second, first])
+    return env.train(model)
+
+
+class Skipping(Net):
+    def forward(self, x: Tensor, mine: bool = True) -> Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1](x) if mine else flatshard.skip(self.blocks[1], x)
+        return self.head(self.blocks[2](x) * self.scale)
+
+
+@cases.add()
+def skipped(env: Env) -> Any:
+    model = env.shard(env.make(Skipping))
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_square(model(env.batch(step), (env.rank + step) % 2 == 0)).backward()
+        optimizer.step()
+    return numbers(model)
+
+
+class Checkpointed(nn.Module):
+    """Around, or inside of, a block."""
+
+    def __init__(self, reentrant: bool, inside: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant, self.inside = Block(), reentrant, inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            b = self.block
+            return x + checkpoint(lambda y: b.down(torch.tanh(b.up(y))), x, use_reentrant=self.reentrant)
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@cases.add(
+    {
+        "reentrant": {"reentrant": True},
+        "not_reentrant": {"reentrant": False},
+        "inside_reentrant": {"reentrant": True, "inside": True},
+        "inside_not_reentrant": {"reentrant": False, "inside": True},
+    }
+)
+def checkpointed(env: Env, reentrant: bool, inside: bool = False) -> Any:
+    """The checkpoints keep the state of random numbers, for which torch asks the device, so the host may wait."""
+    model = env.make(lambda: Net(lambda: Checkpointed(reentrant, inside)))
+    model = env.shard(model, policy={Checkpointed if inside else Block})
+    model.scale.requires_grad_()
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_square(model(env.batch(step).requires_grad_())).backward()
+        optimizer.step()
+    return numbers(model)
+
+
+@cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}})
+def several_backwards(env: Env, **options: Any) -> Any:
+    model = env.shard(env.make(), **options)
+    for step in range(3):
+        batches = [env.batch(10 * step + i) for i in range(2)]
+        with env.steady(step == 2):
+            model.zero_grad()
+            first, second = (mean_square(model(b)) for b in batches)
+            second.backward()
+            first.backward()
+    return numbers(model)
+
+
+@cases.add()
+def retained_graph(env: Env) -> Any:
+    model = env.shard(env.make())
+    for step in range(3):
+        batch = env.batch(step)
+        with env.steady(step == 2):
+            model.zero_grad()
+            loss = mean_square(model(batch))
+            loss.backward(retain_graph=True)
+            loss.backward()
+    return numbers(model)
+
+
+@cases.add()
+def gradient_penalty(env: Env) -> Any:
+    model = env.shard(env.make())
+    for step in range(2):
+        x = env.batch(step).requires_grad_()
+        model.zero_grad()
+        loss = mean_square(model(x))
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.square().sum()).backward()
+    return numbers(model)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError("on purpose")
+
+
+class Raising(Net):
+    def forward(self, x: Tensor, where: str = "") -> Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1](_Raises.apply(x) if where == "backward" else x)
+        if where == "forward":
+            raise ValueError("on purpose")
+        return self.head(self.blocks[2](x) * self.scale)
+
+
+@cases.add(
+    {
+        "forward": {"where": "forward"},
+        "backward": {"where": "backward"},
+        "forward_recover": {"where": "forward", "recovers": True},
+        "backward_recover": {"where": "backward", "recovers": True},
+    }
+)
+def exception(env: Env, where: str, recovers: bool = False) -> Any:
+    model = env.shard(env.make(Raising))
+    optimizer = sgd(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        if step % 2:
+            with pytest.raises(ValueError, match="on purpose"):
+                mean_square(model(env.batch(step), where)).backward()
+            if recovers:
+                flatshard.recover(model)
+            model.zero_grad()
+        mean_square(model(env.batch(step))).backward()
+        optimizer.step()
+    return numbers(model)
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+@cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}, "not_sharded": {"strategy": S.NO_SHARD}})
+def side_stream(env: Env, **options: Any) -> Any:
+    """The user runs forward, or forward and backward, on a stream of the user's own."""
+    model = env.shard(env.make(), **options)
+    optimizer = sgd(model.parameters())
+    batches = [env.batch(step) for step in range(4)]
+    for step, batch in enumerate(batches):
+        with env.steady(step == 3):
+            optimizer.zero_grad()
+            with env.side_stream():
+                loss = mean_square(model(batch))
+                if step % 2:
+                    loss.backward()
+            if not step % 2:
+                loss.backward()
+            optimizer.step()
+    return numbers(model)
+
+
+class Forked(nn.Module):
+    """Two blocks on two streams, and a third after both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = Block(), Block(), Block()
+        self.env: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.env.side_streams(2) as (first, second):
+            with first:
+                a = self.left(x)
+            with second:
+                b = self.right(x)
+        return self.last(a + b)
+
+
+@cases.add(
+    {
+        "default": {},
+        "all_resharded": {"reshard_after_forward": True},
+        "no_prefetch": {"forward_prefetch": False},
+        "static_buffers": {"static_buffers": True},
+    }
+)
+def forked_streams(env: Env, **options: Any) -> Any:
+    """Units that are freed on two streams, of which none waits for the other."""
+    model = env.make(Forked)
+    model.env = env
+    model = env.shard(model, **options)
+    optimizer = sgd(model.parameters())
+    results = []
+    batches = [env.batch(step) for step in range(3)]
+    for batch in batches:
+        with torch.no_grad():
+            results.append(model(batch))
+        loss = mean_square(model(batch))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return results, numbers(model)
+
+
+@cases.add()
+def independent_streams(env: Env) -> Any:
+    """Evaluations at once, on two streams that do not wait for each other."""
+    model = env.shard(env.make(), reshard_after_forward=True)
+    batches = [env.batch(step) for step in range(4)]
+    outputs = []
+    with torch.no_grad(), env.side_streams(2) as sides:
+        for i, batch in enumerate(batches):
+            with sides[i % 2]:
+                outputs.append(model(batch))
+    return outputs
+
+
+@cases.add({"default": {}, "static_buffers": {"static_buffers": True}})
+def independent_trainings(env: Env, **options: Any) -> Any:
+    """Two models, each on a stream of its own."""
+    models = [env.shard(env.make(lambda: nn.Sequential(Block(), Block()), seed=i), **options) for i in range(2)]
+    batches = [env.batch(step) for step in range(3)]
+    with env.side_streams(2) as sides:
+        for batch in batches:
+            for model, side in zip(models, sides, strict=True):
+                with side:
+                    mean_square(model(batch)).backward()
+    return [numbers(model) for model in models]
+
+
+# -- parameters that are changed inside a forward --------------------------------------------------------------------
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that follows it: as in MoCo and BYOL."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.student = nn.Sequential(Block(), Block())
+        self.teacher = nn.Sequential(Block(), Block()).requires_grad_(False)
+        self.how = how
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if self.how == "data":
+                mine.data = 0.5 * mine.data + 0.5 * theirs.data
+            elif self.how == "copy":
+                mine.copy_(theirs)
+            elif self.how == "lerp":
+                mine.lerp_(theirs, 0.5)
+            else:
+                mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.student(x)
+        self.follow()
+        with torch.no_grad():
+            target = self.teacher(x)
+        return y - target
+
+
+# What was gathered ahead is gathered again when the shard has changed, so what a gather read too late is not used.
+GATHERED_AHEAD = (
+    r"first:\n    (all_gather|copy_) reads .*flatshard/_handle/buffers.py:\d+ gather\n.*/training.py:\d+ follow"
+)
+
+
+@cases.add({how: {"how": how} for how in ("data", "copy", "lerp")}, benign=GATHERED_AHEAD)
+def momentum_encoder(env: Env, how: str) -> Any:
+    """With the default prefetch: on CPU without, as that is what it must equal."""
+    options = {} if env.is_simulated else {"forward_prefetch": False}
+    return env.train(env.shard(env.make(lambda: Momentum(how)), **options), steps=4)
+
+
+@cases.add({"frozen": {"frozen": True}, "trained": {"frozen": False}})
+def changed_inside_its_forward(env: Env, frozen: bool) -> Any:
+    """A module that changes its own weights, which stay changed."""
+
+    class Clamping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.2, 0.2)
+            return super().forward(x)
+
+    model = env.make(lambda: nn.Sequential(Clamping(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    model[0].requires_grad_(not frozen)
+    return env.train(env.shard(model, policy={nn.Linear, Clamping}))
+
+
+@cases.add({"full": {}, "inner_shards": {"reshard_after_forward": 2}, "micro": {"micro": 2}}, ranks=4, fake=False)
+def many_steps(env: Env, micro: int = 1, **options: Any) -> Any:
+    """Until the order of collectives is no longer compared, which over the device makes the host wait."""
+    return env.train(env.shard(env.make(), **options), micro=micro, steps=6, steady_from=5)

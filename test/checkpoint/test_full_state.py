@@ -1,0 +1,228 @@
+"""Whole tensors on one rank or all, a stream of them, and each rank's shards as they are."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from saving import MemoryWatch, check_equal, make, shard
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+
+
+CHECK = 1024  # bytes by which ranks compare their order at first
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert type(found[name]) is Tensor
+        assert (found[name].dtype, found[name].stride()) == (value.dtype, value.stride()), name
+        assert torch.equal(found[name], value), name
+
+
+def export(ctx) -> None:
+    source = make().state_dict()
+    for strategy in STRATEGIES:
+        for policy in (None, {nn.Linear}):
+            model = shard(ctx, make(), strategy, policy)
+            state = flatshard.checkpoint.full_state_dict(model)
+            same(state, source)
+            assert state["head.weight"] is state["down.weight"]
+            addresses = {t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
+            assert not addresses & {t.data_ptr() for t in state.values() if t.numel()}
+            same(
+                flatshard.checkpoint.full_state_dict(model, offload_to_cpu=False, rank0_only=True),
+                source if ctx.rank == 0 else {},
+            )
+            cast = flatshard.checkpoint.full_state_dict(model, dtype=torch.float64)
+            same(cast, {n: v.double() if v.is_floating_point() else v for n, v in source.items()})
+            make(1).load_state_dict(state)
+            same(
+                flatshard.checkpoint.full_state_dict(model.up) if policy else state,
+                model_part(source, "up.") if policy else source,
+            )
+    with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"full_state_dict: .*Call it outside"):
+        flatshard.checkpoint.full_state_dict(model)
+    with pytest.raises(ValueError, match=r"floating-point dtype or None, got torch.int8"):
+        flatshard.checkpoint.full_state_dict(model, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"full_state_dict: nothing in this Linear is sharded"):
+        flatshard.checkpoint.full_state_dict(nn.Linear(2, 2))
+
+
+def model_part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_full_state_dict(pool, world_size):
+    pool.run(export, world_size=world_size)
+
+
+def measure(ctx) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
+    for rank0_only in (False, True):
+        with MemoryWatch() as watch:
+            state = flatshard.checkpoint.full_state_dict(model, rank0_only=rank0_only)
+        size = sum(v.nbytes for v in state.values())
+        assert size <= watch.peak <= size + unit + CHECK
+        assert watch.peak > unit / 2  # it sees the gathered one
+    with MemoryWatch() as watch:
+        for _ in flatshard.checkpoint.iter_full_params(model, bucket_bytes=1):
+            pass
+    assert watch.peak <= unit + 2 * 64 * 64 * 4 + CHECK  # and two parameters: the caller's last, and the next
+    with MemoryWatch() as watch:
+        for _ in flatshard.checkpoint.iter_full_params(model, bucket_bytes=3 * unit):
+            pass
+    assert 3 * unit <= watch.peak <= 3 * unit + 2 * 64 * 64 * 4 + CHECK
+
+
+def test_peak_memory_of_exports(pool):
+    """At most one unit over the result; a stream holds one bucket."""
+    pool.run(measure, world_size=2)
+
+
+def stream(ctx) -> None:
+    source = make()
+    whole = {n: p.detach() for n, p in source.named_parameters()}
+    for strategy in STRATEGIES:
+        model = shard(ctx, make(), strategy, {nn.Linear})
+        for bucket_bytes in (1, 10**9):
+            found = dict(flatshard.checkpoint.iter_full_params(model, bucket_bytes=bucket_bytes))
+            same({n: found[n] for n in whole}, whole)
+            assert len(found) == len(whole)
+        names = ["head.weight", "ignored", "down.weight", "up.bias"]
+        found = list(flatshard.checkpoint.iter_full_params(model, names=names, dtype=torch.bfloat16))
+        assert sorted(n for n, _ in found) == sorted(names)
+        for name, value in found:
+            assert torch.equal(value, source.get_parameter(name).bfloat16())
+        trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert {n for n, _ in flatshard.checkpoint.iter_full_params(model, names=trainable.__contains__)} == trainable
+    with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
+        flatshard.checkpoint.iter_full_params(model, names=["nothing"])
+    with pytest.raises(ValueError, match="bucket_bytes must be a positive number of bytes, got 0"):
+        flatshard.checkpoint.iter_full_params(model, bucket_bytes=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_iter_full_params(pool, world_size):
+    pool.run(stream, world_size=world_size)
+
+
+def restart(ctx) -> None:
+    source = make(1).state_dict()
+    for strategy in STRATEGIES:
+        model = shard(ctx, make(1), strategy, {nn.Linear})
+        model(torch.ones(3, 5))  # left unsharded
+        source = {**source, **{n: b.clone() for n, b in model.named_buffers() if n in source}}
+        state = flatshard.checkpoint.local_state_dict(model)
+        file = io.BytesIO()
+        torch.save(state, file)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        flatshard.checkpoint.load_local_state_dict(model, loaded)
+        check_equal(model, source)
+        other = shard(ctx, make(), strategy)
+        with pytest.raises(ValueError, match=r"load_local_state_dict: .* flat parameters? .*Save by torch.distributed"):
+            flatshard.checkpoint.load_local_state_dict(other, loaded)
+        loaded["flats"][0]["fqns"][0] = "x"
+        with pytest.raises(ValueError, match=r"another layout \(fqns: \['x'"):
+            flatshard.checkpoint.load_local_state_dict(model, loaded)
+        del loaded["rest"]["steps"]
+        loaded["flats"][0]["fqns"][0] = state["flats"][0]["fqns"][0]
+        with pytest.raises(ValueError, match="'steps' differ in name, shape or kind"):
+            flatshard.checkpoint.load_local_state_dict(model, loaded)
+        check_equal(model, source)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_local_state_dict(pool, world_size):
+    pool.run(restart, world_size=world_size)
+
+
+class Mlp(nn.Module):
+    """7 does not divide by two: uneven shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(self.up(x)))
+
+
+def parallel(ctx, path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(0)
+    plain = Mlp()
+    source = plain.state_dict()
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+
+    def build(seed: int, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
+        torch.manual_seed(seed)
+        model = Mlp()
+        parallelize_module(
+            model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        )
+        return fully_shard(model, device_mesh=mesh["dp"], strategy=strategy)
+
+    for number, strategy in enumerate(STRATEGIES):
+        model = build(0, strategy)
+        same(flatshard.checkpoint.full_state_dict(model), source)
+        assert bool(flatshard.checkpoint.full_state_dict(model, rank0_only=True)) == (ctx.rank == 0)
+        dcp.save(model.state_dict(), checkpoint_id=f"{path}/{number}")
+        other = build(1)
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=f"{path}/{number}")
+        same(flatshard.checkpoint.full_state_dict(other), source)
+        other = build(2)
+        other.load_state_dict(source)
+        same(flatshard.checkpoint.full_state_dict(other), source)
+        model.load_state_dict(build(2, strategy).state_dict())
+        model.load_state_dict(source)
+        same(flatshard.checkpoint.full_state_dict(model), source)
+        torch.manual_seed(3)
+        whole = fully_shard(Mlp(), process_group=ctx.group)  # no tensor parallelism, other ranks
+        state = whole.state_dict()
+        dcp.load(state, checkpoint_id=f"{path}/{number}")
+        same(flatshard.checkpoint.full_state_dict(whole), source)
+        dcp.save(whole.state_dict(), checkpoint_id=f"{path}/whole{number}")
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=f"{path}/whole{number}")
+        same(flatshard.checkpoint.full_state_dict(other), source)
+
+
+def test_tensor_parallelism(pool, tmp_path):
+    pool.run(parallel, str(tmp_path), world_size=4)
+
+
+def replicate(ctx, path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    source = make().state_dict()
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    model = make()
+    fully_shard(model, strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, ignored_states=[model.ignored])
+    same(flatshard.checkpoint.full_state_dict(model), source)
+    assert bool(flatshard.checkpoint.full_state_dict(model, rank0_only=True)) == (ctx.rank == 0)
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    other = shard(ctx, make(1))
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    same(flatshard.checkpoint.full_state_dict(other), source)
+
+
+def test_replicas(pool, tmp_path):
+    pool.run(replicate, str(tmp_path / "saved"), world_size=4)

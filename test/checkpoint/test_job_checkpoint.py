@@ -1,0 +1,455 @@
+"""save_checkpoint and load_checkpoint: a whole job, resumed by any number of ranks; what goes wrong does so on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from saving import CommunicationWatch, MemoryWatch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_checkpoint
+from flatshard.checkpoint._files import METADATA
+
+WIDTH = 7
+SHORT = datetime.timedelta(seconds=2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))  # 0-dim
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.frozen = nn.Parameter(torch.randn(3, 5).to(torch.bfloat16), requires_grad=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.head(self.blocks(x) * self.scale)
+
+
+class Job:
+    """A model with what trains it."""
+
+    def __init__(self, group: Any, sharded: bool = True, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.group = group
+        self.model: nn.Module = Net().double()
+        self.model.frozen.data = self.model.frozen.data.bfloat16()
+        if sharded:
+            fully_shard(self.model, policy={nn.Linear}, process_group=group, **options)
+        params = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0}], lr=0.01
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.step = 0
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.step)).double()
+            self.model(x).square().mean().backward()  # the same rows on all ranks
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self.step}
+
+    def save(self, path: Path, **options: Any) -> Any:
+        return save_checkpoint(path, self.state(), process_group=self.group, **options)
+
+    def load(self, path: Path, **options: Any) -> None:
+        self.step = load_checkpoint(path, self.state(), process_group=self.group, **options)["step"]
+
+    def values(self) -> dict[str, Tensor]:
+        """Everything in whole."""
+        if not flatshard._composable.state.units_below(self.model):
+            model, state = self.model.state_dict(), self.optimizer.state_dict()["state"]
+            names = [n for n, _ in self.model.named_parameters()]
+            return copy.deepcopy({**model, **{f"{names[i]}.{k}": v for i, s in state.items() for k, v in s.items()}})
+        state = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer, full=True)["state"]
+        model = flatshard.checkpoint.full_state_dict(self.model)
+        return {**model, **{f"{n}.{k}": v for n, s in state.items() for k, v in s.items()}}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], exactly: bool = True) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype is value.dtype, name
+        if exactly:
+            assert torch.equal(got[name], value), (name, got[name], value)
+        else:
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saved and resumed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save(ctx, path: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    job = Job(ctx.group, **options)
+    job.train(3)
+    job.save(Path(path))
+    at_3 = job.values()
+    job.train(2)
+    return {**at_3, **{f"then {n}": v for n, v in job.values().items()}}
+
+
+def resume(ctx, path: str, expected: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """By another number of ranks, sharded otherwise: the same values, and the same two steps."""
+    job = Job(ctx.group, seed=1, **options)
+    places = {n: p.data_ptr() for n, p in job.model.named_parameters()}
+    job.load(Path(path))
+    assert {n: p.data_ptr() for n, p in job.model.named_parameters()} == places
+    assert job.step == 3
+    assert job.scheduler.last_epoch == 3
+    assert_same(job.values(), {n: v for n, v in expected.items() if not n.startswith("then ")})
+    job.train(2)
+    then = {n.removeprefix("then "): v for n, v in expected.items() if n.startswith("then ")}
+    assert_same(job.values(), then, exactly=False)
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "full": {},
+    "grad op": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "no shard": {"strategy": ShardingStrategy.NO_SHARD},
+    "plain": {"sharded": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("full", 4), ("full", 3)),
+        (("full", 3), ("plain", 1)),
+        (("plain", 1), ("full", 4)),
+        (("grad op", 2), ("full", 4)),
+        (("full", 2), ("no shard", 3)),
+        (("no shard", 3), ("grad op", 2)),
+    ],
+    ids=str,
+)
+def test_resumed_by_another_number_of_ranks(pool, tmp_path, before, after):
+    path = str(tmp_path / "checkpoint")
+    expected = pool.run(save, path, HOW[before[0]], world_size=before[1])[0]
+    pool.run(resume, path, expected, HOW[after[0]], world_size=after[1])
+
+
+def overlap(ctx, path: str) -> dict[str, Tensor]:
+    """Saves in the background, of which each is the state at its call."""
+    job = Job(ctx.group)
+    job.train(2)
+    lines: list[str] = []
+    first = job.save(Path(path) / "2", wait=False, progress=lines.append)
+    job.train(1)
+    expected = job.values()
+    second = job.save(Path(path) / "3", wait=False)
+    job.train(3)
+    first.result(), second.result()
+    assert re.fullmatch(r"saving: .* MiB on this rank in .* s, '.*/2'", lines[-1])
+    job.load(Path(path) / "3")
+    assert job.step == 3
+    assert_same(job.values(), expected)
+    return expected
+
+
+def test_training_goes_on_while_saving(pool, tmp_path):
+    expected = pool.run(overlap, str(tmp_path), world_size=3)[0]
+    assert any(name.endswith("exp_avg") for name in expected)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+
+
+class Progress:
+    """What a script keeps besides: known by its two methods, as torch's ``Stateful``."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"tokens": 0, "shards": [1, 2], "rng": torch.zeros(3, dtype=torch.uint8)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.seen)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = dict(state)
+
+
+def keep_anything(ctx, path: str) -> None:
+    class Job(Progress):  # as torchtitan has it
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": model.state_dict(), **super().state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            model.load_state_dict(state.pop("model"))
+            super().load_state_dict(state)
+
+    torch.manual_seed(0)
+    model = fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group)
+    expected = {n: v.clone() for n, v in flatshard.checkpoint.full_state_dict(model).items()}
+    for name in ("ours", "torch"):
+        job = Job()
+        job.seen["tokens"] = 7
+        state = {"job": job, "values": {"lr": 0.1, "names": ["a", "b"], "table": torch.arange(4)}, "step": 3}
+        at = Path(path) / name
+        if name == "ours":
+            save_checkpoint(at, state, process_group=ctx.group)
+        else:
+            dcp.save(dict(state), checkpoint_id=at, process_group=ctx.group)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        job.seen = Progress().seen
+        empty: dict[str, Any] = {"lr": 0.0, "names": [], "table": torch.zeros(4, dtype=torch.int64)}
+        found: dict[str, Any] = {"job": job, "values": empty, "step": 0}
+        if name == "ours":
+            found = load_checkpoint(at, found, process_group=ctx.group)
+        else:
+            dcp.load(found, checkpoint_id=at, process_group=ctx.group)
+        assert (found["step"], found["values"]["lr"], found["values"]["names"]) == (3, 0.1, ["a", "b"])
+        assert torch.equal(found["values"]["table"], torch.arange(4))
+        assert job.seen["tokens"] == 7
+        assert_same(flatshard.checkpoint.full_state_dict(model), expected)
+
+
+def test_stateful_objects_and_plain_values(pool, tmp_path):
+    pool.run(keep_anything, str(tmp_path), world_size=2)
+
+
+class Deep(nn.Sequential):
+    """Blocks of one size, and a root that is small."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(40, 40) for _ in range(8)])
+
+
+def start_on_meta(ctx, path: str) -> None:
+    """The shards, as much again for what is read, and one unit: never the model."""
+    with torch.device("meta"):
+        model = Deep()
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    unit, slack = 40 * 41 * 4, 8 * 512  # alignment, messages of the order check
+    with MemoryWatch() as watch:
+        fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+        load_checkpoint(path, {"model": model}, process_group=ctx.group)
+    assert watch.peak <= 2 * whole / ctx.world_size + 2 * unit + slack, (
+        watch.peak,
+        whole,
+        unit,
+    )  # two: made, and sharded
+    assert watch.peak < whole
+    torch.manual_seed(0)
+    expected = Deep().state_dict()
+    for name, value in flatshard.checkpoint.full_state_dict(model).items():
+        assert torch.equal(value, expected[name])
+
+
+def save_deep(ctx, path: str) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group)
+    with CommunicationWatch() as watch:
+        save_checkpoint(path, {"model": model}, process_group=ctx.group)
+    assert watch.seen == []  # nor any other
+
+
+def test_from_the_meta_device(pool, tmp_path):
+    pool.run(save_deep, str(tmp_path / "x"), world_size=2)
+    pool.run(start_on_meta, str(tmp_path / "x"), world_size=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong: on all ranks, and nothing is changed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unchanged(job: Job):
+    before = job.values()
+    yield
+    assert_same(job.values(), before)
+    job.train(1)
+
+
+def expect(pattern: str) -> Any:
+    return pytest.raises(flatshard.checkpoint.MeetingError, match=pattern)
+
+
+def fail_to_save(ctx, path: str) -> None:
+    at = Path(path) / "checkpoint"
+    job = Job(ctx.group)
+    job.train(1)
+    job.save(at)
+    saved = job.values()
+    with unchanged(job), expect(r"save_checkpoint.*FileExistsError: .*checkpoint' exists: .*overwrite=True"):
+        job.save(at)
+    (other := Path(path) / "other").mkdir(exist_ok=True)
+    with expect(r"exists and is no checkpoint"):
+        job.save(other, overwrite=True)
+    with unchanged(job), expect(r"optimizer 'optimizer' steps parameters of no module"):
+        save_checkpoint(at, {"optimizer": job.optimizer}, process_group=ctx.group)
+    with expect(r"a name with a dot"):
+        save_checkpoint(at, {"a.b": 1}, process_group=ctx.group)
+    # The disk is full on one rank.
+    write = flatshard.checkpoint._files.Writer.write_data
+    if ctx.rank == 1:
+        flatshard.checkpoint._files.Writer.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+    try:
+        with unchanged(job), expect(r"rank 1: OSError: .*No space left"):
+            job.save(at, overwrite=True)
+        with expect(r"rank 1: OSError: .*No space left"):
+            job.save(at, overwrite=True, wait=False).result()
+    finally:
+        flatshard.checkpoint._files.Writer.write_data = write
+    job.load(at)
+    assert_same(job.values(), saved)
+    dist.barrier(ctx.group)
+    assert sorted(p.name for p in Path(path).iterdir()) == ["checkpoint", "other"]  # nothing is left of the attempts
+    job.train(1)
+    job.save(at, overwrite=True)
+    saved = job.values()
+    job.train(1)
+    job.load(at)
+    assert_same(job.values(), saved)
+    dist.barrier(ctx.group)
+    assert sorted(p.name for p in Path(path).iterdir()) == ["checkpoint", "other"]
+
+
+def test_failed_saves(pool, tmp_path):
+    pool.run(fail_to_save, str(tmp_path), world_size=3)
+
+
+def lose_elements(ctx, path: str) -> None:
+    """A bug that loses a rank's part is not saved."""
+    job = Job(ctx.group)
+    state = job.model.state_dict()
+    if ctx.rank == 1:
+        state = {n: v for n, v in state.items() if n != "blocks.0.0.weight"}
+    with expect(r"elements that the ranks would write, and of the tensor: 'model.blocks.0.0.weight' \(\d+ of 49\)"):
+        save_checkpoint(Path(path) / "x", {"model": state}, process_group=ctx.group)
+    dist.barrier(ctx.group)
+    assert list(Path(path).iterdir()) == []  # nothing is left of the attempt
+
+
+def stay(ctx, path: str, sharded: bool) -> None:
+    """What a checkpoint lacks stays as it is, an optimizer's state included."""
+    job = Job(ctx.group, sharded)
+    job.train(2)
+    save_checkpoint(path, {"model": job.model}, process_group=ctx.group)
+    saved = job.values()
+    with torch.no_grad():
+        for param in job.model.parameters():
+            param.zero_()
+    state = {"model": job.model, "optimizer": job.optimizer, "step": 5}
+    with expect(r"not in the checkpoint: .*'optimizer"):
+        load_checkpoint(path, state, process_group=ctx.group)
+    assert load_checkpoint(path, state, strict=False, process_group=ctx.group)["step"] == 5
+    assert any(name.endswith("exp_avg") for name in saved)
+    assert_same(job.values(), saved)
+    job.train(1)
+
+
+@pytest.mark.parametrize(("sharded", "world_size"), [(True, 3), (False, 1)])
+def test_what_is_not_in_a_checkpoint_stays(pool, tmp_path, sharded, world_size):
+    pool.run(stay, str(tmp_path / "x"), sharded, world_size=world_size)
+
+
+def test_every_element_is_accounted_for(pool, tmp_path):
+    pool.run(lose_elements, str(tmp_path), world_size=2)
+
+
+def come_not(ctx, path: str) -> None:
+    job = Job(ctx.group)
+    began = time.monotonic()
+    if ctx.rank == 1:
+        time.sleep(3)
+        with expect(r"'?rank 1'? did not come within 2 s\. All ranks must"):
+            job.save(Path(path) / "x", timeout=SHORT)
+    else:
+        with expect(r"'?rank 1'? did not come within 2 s"):
+            job.save(Path(path) / "x", timeout=SHORT)
+        assert time.monotonic() - began < 10
+    job.save(Path(path) / "x")  # and then they do
+    with expect(r"came for different things. Rank 0: .*/x0.*rank 1: .*/x1"):
+        job.save(Path(path) / f"x{ctx.rank}")
+    job.train(1)
+
+
+def test_missing_ranks_are_named(pool, tmp_path):
+    pool.run(come_not, str(tmp_path), world_size=3)
+
+
+def damage(ctx, path: str) -> None:
+    at = Path(path)
+    job = Job(ctx.group, seed=1)
+    job.train(1)
+
+    def refused(change: Callable[[], None], pattern: str, **state: Any) -> None:
+        dist.barrier(ctx.group)
+        if ctx.rank == 0:
+            change()
+        dist.barrier(ctx.group)
+        with unchanged(job), expect(pattern):
+            load_checkpoint(at, {**job.state(), **state}, process_group=ctx.group)
+
+    def nothing() -> None: ...
+
+    metadata = (at / METADATA).read_bytes()
+    largest = max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    data = largest.read_bytes()
+    refused(nothing, r"not in the checkpoint: 'extra'", extra=torch.ones(2))
+    other = Net().double()
+    other.head = nn.Linear(WIDTH + 1, 4).double()
+    other.added = nn.Linear(2, 2)
+    fully_shard(other, process_group=ctx.group)
+    with expect(
+        r"not in the checkpoint: 'model.added.weight', 'model.added.bias'.*'model.head.weight' has shape \(3, 7\) in the "
+        r"checkpoint, \(4, 8\) here"
+    ):
+        load_checkpoint(at, {"model": other}, process_group=ctx.group)
+    refused(lambda: os.truncate(largest, len(data) // 2), r"files of the checkpoint are incomplete: .*distcp' \(\d+ of")
+    refused(largest.unlink, r"files of the checkpoint are incomplete: .*distcp' \(missing\)")
+    refused(lambda: largest.write_bytes(data), r"not in the checkpoint", extra=1)
+    refused(lambda: (at / METADATA).write_bytes(metadata[:100]), r"UnpicklingError|EOFError")
+    evil = pickle.dumps(Evil())
+    refused(lambda: (at / METADATA).write_bytes(evil), r"the checkpoint's metadata names posix\.system")
+    refused((at / METADATA).unlink, r"is no checkpoint: it has no \.metadata, so a save that did not end")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+def test_damaged_checkpoints(pool, tmp_path):
+    pool.run(save, str(tmp_path / "x"), {}, world_size=3)
+    pool.run(damage, str(tmp_path / "x"), world_size=2)
+
+
+def run_example(ctx, directory: str) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    example = text.partition("<!-- example: checkpoint -->\n```python\n")[2].partition("```")[0]
+    assert "save_checkpoint" in example
+    found: dict[str, Any] = {}
+    with contextlib.chdir(directory):
+        exec(compile(example, "README.md", "exec"), found)
+    assert found["step"] == 1
+
+
+def test_the_example_of_the_readme(pool, tmp_path):
+    pool.run(run_example, str(tmp_path), world_size=4)
+    assert (tmp_path / "run" / "step-1" / METADATA).exists()

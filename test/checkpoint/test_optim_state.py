@@ -1,0 +1,422 @@
+"""An optimizer's state by name: against the plain optimizer's own, from it, and through checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saving import CommunicationWatch, Model, make, same, shard
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+from flatshard import ShardingStrategy
+from flatshard.checkpoint import ShardedValue
+
+FULL, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+Optimizer = torch.optim.Optimizer
+
+
+def one_group(model: Model) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def two_groups(model: Model) -> Optimizer:
+    decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) > 1]
+    rest = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
+    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 1e-3}], amsgrad=True)
+
+
+def momentum(model: Model) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+KINDS = [one_group, two_groups, momentum]
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    torch.manual_seed(5)
+    for _ in range(steps):
+        model(torch.randn(3, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """A plain optimizer's state."""
+    ids = {id(p): n for n, p in model.named_parameters()}
+    order = [ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return flatshard.checkpoint.rekey(optimizer.state_dict(), order)
+
+
+def drop_empty(optimizer: Optimizer) -> None:
+    """As some optimizers do, which make no state for nothing."""
+    for param in [p for p in optimizer.state if not p.numel()]:
+        del optimizer.state[param]
+
+
+def both_ways(ctx, kind: Callable[[Model], Optimizer]) -> None:
+    plain = make()
+    reference = kind(plain)
+    train(plain, reference)
+    expected = by_name(plain, reference)
+    numbered = copy.deepcopy(reference.state_dict())
+    for strategy in (FULL, NO_SHARD):
+        for policy in (None, {nn.Linear}):
+            ctx.note(f"{strategy.name}, policy {policy}")
+            model = shard(ctx, make(), strategy, policy)
+            optimizer = kind(model)
+            with CommunicationWatch() as watch:
+                flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected)
+                state = flatshard.checkpoint.optim_state_dict(model, optimizer)
+            assert watch.seen == []
+            sharded = ctx.world_size > 1 and strategy is FULL
+            values = [v for s in state["state"].values() for v in s.values() if isinstance(v, Tensor)]
+            assert any(isinstance(v, ShardedValue) for v in values) == sharded
+            same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+            drop_empty(optimizer)
+            same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+            only = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=True)
+            same(only, expected) if ctx.rank == 0 else None
+            assert bool(only) == (ctx.rank == 0)
+            other = kind(model)
+            flatshard.checkpoint.load_optim_state_dict(model, other, copy.deepcopy(state))
+            same(flatshard.checkpoint.optim_state_dict(model, other, full=True), expected)
+            other = kind(model)
+            flatshard.checkpoint.load_optim_state_dict(model, other, numbered)
+            same(flatshard.checkpoint.optim_state_dict(model, other, full=True), expected)
+            other.load_state_dict(flatshard.checkpoint.optim_state_dict_to_load(model, optimizer, expected))
+            same(flatshard.checkpoint.optim_state_dict(model, other, full=True), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_a_plain_optimizer_and_back(pool, kind, world_size):
+    pool.run(both_ways, kind, world_size=world_size)
+
+
+def resume(ctx, kind: Callable[[Model], Optimizer], path: str) -> None:
+    """Four steps are two, a checkpoint, another layout, and two more, of which a plain model gets the same as well."""
+    straight = shard(ctx, make(), policy={nn.Linear})
+    optimizer = kind(straight)
+    train(straight, optimizer)
+    saved = {"model": straight.state_dict(), "optim": flatshard.checkpoint.optim_state_dict(straight, optimizer)}
+    with CommunicationWatch() as watch:
+        dcp.save(saved, checkpoint_id=path, process_group=ctx.group)
+    assert watch.data == []
+    model = shard(ctx, make(1), ShardingStrategy.SHARD_GRAD_OP)
+    resumed = kind(model)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    every = flatshard.checkpoint.optim_state_dict(model, resumed, for_load=True)["state"]
+    assert every.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    template = flatshard.checkpoint.optim_state_dict(model, resumed, for_load=keys)
+    assert template["state"].keys() == saved["optim"]["state"].keys() == every.keys() - {"empty"}
+    assert not resumed.state
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
+    loaded = {"model": model.state_dict(), "optim": template}
+    dcp.load(loaded, checkpoint_id=path, process_group=ctx.group)
+    model.load_state_dict(loaded["model"])
+    flatshard.checkpoint.load_optim_state_dict(model, resumed, loaded["optim"])
+    expected = flatshard.checkpoint.optim_state_dict(straight, optimizer, full=True)
+    same(flatshard.checkpoint.optim_state_dict(model, resumed, full=True), expected)
+    plain = make(2)
+    plain_optimizer = kind(plain)
+    loaded = {
+        "model": plain.state_dict(),
+        "optim": copy.deepcopy(flatshard.checkpoint.optim_state_dict(straight, optimizer, full=True)),
+    }
+    for values in (loaded["model"], *loaded["optim"]["state"].values()):
+        for value in values.values():
+            value.zero_()
+    dcp.load(loaded, checkpoint_id=path, process_group=ctx.group)
+    same(loaded["optim"], expected)
+    whole = flatshard.checkpoint.full_state_dict(straight)
+    assert all(torch.equal(whole[n], v) for n, v in loaded["model"].items())
+    plain_optimizer.load_state_dict(
+        flatshard.checkpoint.rekey(
+            loaded["optim"], [n for g in loaded["optim"]["param_groups"] for n in g["params"]], "ids"
+        )
+    )
+    for each, its_optimizer in ((straight, optimizer), (model, resumed)):
+        train(each, its_optimizer)
+    whole = flatshard.checkpoint.full_state_dict(straight)
+    for name, value in flatshard.checkpoint.full_state_dict(model).items():
+        torch.testing.assert_close(value, whole[name])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resuming_through_a_checkpoint(pool, kind, world_size, tmp_path):
+    pool.run(resume, kind, str(tmp_path), world_size=world_size)
+
+
+def flat(ctx) -> None:
+    """An optimizer over flat parameters loads and saves what one over single parameters does."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+    start = copy.deepcopy(plain)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train(plain, reference)
+    expected = by_name(plain, reference)
+    for strategy in (FULL, NO_SHARD):
+        model = flatshard.fully_shard(
+            copy.deepcopy(start), policy={nn.Linear}, strategy=strategy, process_group=ctx.group
+        )
+        optimizer = torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)
+        for state in (expected, reference.state_dict()):
+            flatshard.checkpoint.load_optim_state_dict(model, optimizer, state)
+            same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+        again = torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)
+        flatshard.checkpoint.load_optim_state_dict(
+            model, again, flatshard.checkpoint.optim_state_dict(model, optimizer)
+        )
+        same(flatshard.checkpoint.optim_state_dict(model, again, full=True), expected)
+        template = flatshard.checkpoint.optim_state_dict(
+            model, torch.optim.AdamW(flatshard.flat_parameters(model)), for_load=True
+        )
+        assert template["state"].keys() == expected["state"].keys()
+        single = copy.deepcopy(model)
+        other = torch.optim.AdamW(single.parameters())
+        flatshard.checkpoint.load_optim_state_dict(single, other, flatshard.checkpoint.optim_state_dict(model, again))
+        same(flatshard.checkpoint.optim_state_dict(single, other, full=True), expected)
+    bad = copy.deepcopy(expected)
+    bad["state"]["0.bias"]["step"] += 1
+    with pytest.raises(ValueError, match=r"one flat parameter here, saved with different 'step': '0.weight', '0.bias'"):
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, bad)
+    bad = copy.deepcopy(expected)
+    bad["param_groups"] = [
+        {**bad["param_groups"][0], "params": ["0.bias"], "lr": 3.0},
+        {**bad["param_groups"][0], "params": [n for n in bad["param_groups"][0]["params"] if n != "0.bias"]},
+    ]
+    with pytest.raises(ValueError, match=r"saved with other options than the first of it: '0.bias'"):
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, bad)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_flat_parameters(pool, world_size):
+    pool.run(flat, world_size=world_size)
+
+
+def several(ctx) -> None:
+    def halves(model: Model) -> list[Optimizer]:
+        params = list(model.parameters())
+        return [torch.optim.AdamW(params[:4]), torch.optim.SGD(params[4:], lr=0.1, momentum=0.5)]
+
+    model = shard(ctx, make(), policy={nn.Linear})
+    optimizers = halves(model)
+    for optimizer in optimizers:
+        train(model, optimizer)
+    state = flatshard.checkpoint.optim_state_dict(model, optimizers)
+    whole = flatshard.checkpoint.optim_state_dict(model, optimizers, full=True)
+    assert len(state["param_groups"]) == 2
+    for given in (state, whole):
+        others = halves(model)
+        flatshard.checkpoint.load_optim_state_dict(model, others, given)
+        same(flatshard.checkpoint.optim_state_dict(model, others, full=True), whole)
+    others = halves(model)
+    with pytest.raises(ValueError, match=r"unexpected: .*'conv.bias'"):
+        flatshard.checkpoint.load_optim_state_dict(model, others[0], state)
+    flatshard.checkpoint.load_optim_state_dict(model, others[0], state, strict=False)
+    assert len(others[0].state) == 4 - 1  # one was never used
+
+
+def test_several_optimizers(pool):
+    pool.run(several, world_size=2)
+
+
+class Factored(torch.optim.SGD):
+    """Keeps a row of its own for each matrix."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["rows"] = torch.ones(3, 2)
+
+
+def refuse(ctx) -> None:
+    model = shard(ctx, make())
+    optimizer = one_group(model)
+    train(model, optimizer)
+    good = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    before = copy.deepcopy(good)
+
+    def wrong(pattern: str, change: Callable[[dict], Any]) -> None:
+        bad = copy.deepcopy(good)
+        change(bad)
+        with pytest.raises(ValueError, match=pattern):
+            flatshard.checkpoint.load_optim_state_dict(model, optimizer, bad)
+        same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), before)
+
+    def drop(state: dict) -> None:
+        state["param_groups"][0]["params"].remove("scale")
+        state["param_groups"][0]["params"].remove("up.bias")
+
+    wrong(r"nothing has been changed:\n\tmissing: 'scale', 'up.bias'$", drop)
+    wrong("unexpected: 'nobody'", lambda s: s["state"].update(nobody={}))
+    wrong(
+        r"up.weight: exp_avg: size mismatch.*\(3, 3\)",
+        lambda s: s["state"]["up.weight"].update(exp_avg=torch.ones(3, 3)),
+    )
+    wrong(r"ignored: exp_avg: shape \(7,\)", lambda s: s["state"]["ignored"].update(exp_avg=torch.ones(7)))
+    wrong("with 'state' and 'param_groups'", lambda s: s.pop("state"))
+    with pytest.raises(ValueError, match=r"steps a parameter of shape \(2, 2\) that this Model has not"):
+        flatshard.checkpoint.optim_state_dict(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2))], lr=1))
+    plain = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)
+    with pytest.raises(ValueError, match="the state numbers 1 parameters"):
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, plain.state_dict())
+    with pytest.raises(ValueError, match="needs full=True"):
+        flatshard.checkpoint.optim_state_dict(model, optimizer, rank0_only=True)
+    with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="Call it outside"):
+        flatshard.checkpoint.optim_state_dict(model, optimizer)
+    factored = Factored(model.parameters(), lr=0.1)
+    train(model, factored, 1)
+    with pytest.raises(NotImplementedError, match=r"state 'rows' of '.*' has shape \(3, 2\)"):
+        flatshard.checkpoint.optim_state_dict(model, factored)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_does_not_fit_raises_and_changes_nothing(pool, world_size):
+    pool.run(refuse, world_size=world_size)
+
+
+def test_rekey():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    named = flatshard.checkpoint.rekey(state, ["weight", "bias"])
+    assert list(named["state"]) == named["param_groups"][0]["params"] == ["weight", "bias"]
+    assert flatshard.checkpoint.rekey(named, ["weight", "bias"], "ids") == state
+    with pytest.raises(ValueError, match="rekey: '1' are not among the 1 names given"):
+        flatshard.checkpoint.rekey(state, ["weight"])
+    with pytest.raises(ValueError, match="to must be 'names' or 'ids', got 'x'"):
+        flatshard.checkpoint.rekey(state, [], "x")
+
+
+def parallel(ctx, path: str) -> None:
+    """With tensor parallelism, uneven: states are cut as DTensors and then as shards."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train(plain, reference)
+    expected = by_name(plain, reference)
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+        return flatshard.fully_shard(model, device_mesh=mesh["dp"])
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected)
+    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+    assert bool(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=True)) == (ctx.rank == 0)
+    dcp.save(flatshard.checkpoint.optim_state_dict(model, optimizer), checkpoint_id=path)
+    whole = flatshard.fully_shard(copy.deepcopy(plain), process_group=ctx.group)
+    for other in (build(), whole):
+        fresh = torch.optim.AdamW(other.parameters())
+        state = flatshard.checkpoint.optim_state_dict(other, fresh, for_load=True)
+        dcp.load(state, checkpoint_id=path)
+        flatshard.checkpoint.load_optim_state_dict(other, fresh, state)
+        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+
+
+def test_tensor_parallelism(pool, tmp_path):
+    pool.run(parallel, str(tmp_path), world_size=4)
+
+
+def differing(ctx) -> None:
+    """A part that an optimizer lacks is an error on all ranks, not zeros, whether its unit has other parameters or none."""
+    for policy, dropped in ((None, {"up.weight"}), ({nn.Linear}, {"up.weight", "up.bias"})):
+        ctx.note(f"policy {policy}")
+        model = shard(ctx, make(), policy=policy)
+        here = [p for n, p in model.named_parameters() if ctx.rank != 1 or n not in dropped]
+        optimizer = torch.optim.AdamW(here, lr=1e-2)
+        train(model, optimizer)
+        for rank0_only in (False, True):
+            with pytest.raises(
+                ValueError, match=r"'up.weight' is stepped on rank 0, and not by the optimizer of rank 1"
+            ):
+                flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=rank0_only)
+    model = shard(ctx, make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    if ctx.rank == 2:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"has 'exp_avg' of '[a-z.]+' in torch.float32, rank 2 has none"):
+        flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+
+
+def test_where_optimizers_of_ranks_differ_all_ranks_raise(pool):
+    pool.run(differing, world_size=3)
+
+
+def differing_elsewhere(ctx) -> None:
+    """Replicas of what is missing raise, too."""
+    model = fully_sharded_hybrid(ctx)
+    here = [p for n, p in model.named_parameters() if ctx.rank != 1 or n != "weight"]
+    optimizer = torch.optim.AdamW(here)
+    train(model, optimizer)
+    told = "'weight' is stepped on rank 0" if ctx.rank < 2 else "but on others, which tell more"
+    with pytest.raises(ValueError, match=told):
+        flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+
+
+def fully_sharded_hybrid(ctx) -> nn.Module:
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    return flatshard.fully_shard(nn.Linear(5, 7), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def test_where_optimizers_of_replicas_differ(pool):
+    pool.run(differing_elsewhere, world_size=4)
+
+
+def wrapped(ctx, path: str) -> None:
+    """Names are those of the state dict, which has none of checkpoint_wrapper's, whoever is wrapped: in all ways to load."""
+
+    def build(wraps: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 5), nn.Tanh()), nn.LayerNorm(5))
+        model.tied = model[2]
+        if wraps:
+            model[1] = checkpoint_wrapper(model[1])
+            model[2] = checkpoint_wrapper(model[2])
+        return model
+
+    plain = build(False)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train(plain, reference)
+    expected = by_name(plain, reference)
+    plain_wrapped = build(True)
+    for stepped in (list(plain_wrapped.parameters()), plain_wrapped.named_parameters()):
+        theirs = torch.optim.AdamW(stepped, lr=1e-2)
+        train(plain_wrapped, theirs)
+    numbered = theirs.state_dict()  # with their names
+    for flat in (False, True):
+        model = flatshard.fully_shard(build(True), policy={nn.Linear}, process_group=ctx.group)
+        optimizer = torch.optim.AdamW(flatshard.flat_parameters(model) if flat else model.parameters(), lr=1e-2)
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected)
+        state = flatshard.checkpoint.optim_state_dict(model, optimizer)
+        assert state["state"].keys() == expected["state"].keys() <= model.state_dict().keys()
+        same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+        template = flatshard.checkpoint.optim_state_dict(model, torch.optim.AdamW(model.parameters()), for_load=True)
+        assert flat or template["state"].keys() == expected["state"].keys()
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, numbered)
+    flatshard.save_checkpoint(path, {"model": plain_wrapped, "optim": theirs}, process_group=ctx.group)
+    model = flatshard.fully_shard(build(False), process_group=ctx.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    flatshard.load_checkpoint(path, {"model": model, "optim": optimizer}, process_group=ctx.group)
+
+
+def test_names_under_checkpoint_wrapper(pool, tmp_path):
+    pool.run(wrapped, str(tmp_path / "checkpoint"))

@@ -1,0 +1,120 @@
+"""A model that checkpoints its activations in any way and place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from flatshard import MixedPrecision, ShardingStrategy
+
+WIDTH = 6
+
+
+FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
+
+
+def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+CALLS: dict[str, Call] = {
+    "none": lambda module, x: module(x),
+    "reentrant": lambda module, x: checkpoint(module, x, use_reentrant=True),
+    "non-reentrant": lambda module, x: checkpoint(module, x, use_reentrant=False),
+    "selective": lambda module, x: checkpoint(
+        module, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_products)
+    ),
+    "no early stop": lambda module, x: without_early_stop(module, x),
+}
+"""How a module is called."""
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "wrapper": lambda module: checkpoint_wrapper(module),
+    "composable": lambda module: composable_checkpoint(module),
+}
+"""How a module is made to checkpoint itself."""
+
+
+KINDS = [*CALLS, *WRAPS]
+
+
+PLACES = ["inside", "around", "across", "nested"]
+
+
+def without_early_stop(module: nn.Module, x: Tensor) -> Tensor:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(module, x, use_reentrant=False)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Block(nn.Module):
+    """A unit."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = Inner()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.call(self.inner, self.norm(x))
+
+
+class Net(nn.Module):
+    """``place``: where ``kind`` of a checkpoint is, in relation to units (``Block``)."""
+
+    def __init__(self, kind: str, place: str) -> None:
+        super().__init__()
+        plain = CALLS["none"]
+        call = CALLS.get(kind, plain)
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*[Block(call if place in ("inside", "nested") else plain) for _ in range(4)])
+        self.halves = [self.blocks[:2], self.blocks[2:]]  # not registered: their names stay those of the blocks
+        self.head = nn.Linear(WIDTH, 3)
+        self.place, self.call = place, call
+        if kind in WRAPS:
+            for block in self.blocks:
+                if place in ("inside", "nested"):
+                    block.inner = WRAPS[kind](block.inner)
+            if place == "across":
+                self.halves = [WRAPS[kind](half) for half in self.halves]
+            elif place != "inside":
+                self.around = [WRAPS[kind](block) for block in self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        if self.place == "across":
+            for half in self.halves:
+                x = self.call(half, x)
+        else:
+            for block in self.around if hasattr(self, "around") else self.blocks:
+                x = block(x) if self.place == "inside" else self.call(block, x)
+        return self.head(x)
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,0 +1,30 @@
+"""What must be left of a step, however it ended: nothing."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flatshard._composable.state import Unit, units_below
+from flatshard._handle.lifetime import GradState
+from flatshard._handle.slots import SHARDED
+
+
+def units(model: nn.Module) -> list[Unit]:
+    return units_below(model)
+
+
+def check_clean(model: nn.Module) -> None:
+    """Nothing is left of any step: no memory, no record, no registration."""
+    for unit in units(model):
+        handle, backward = unit.handle, unit.context.backward
+        assert handle.is_sharded, unit
+        assert handle.lifetime.grads is GradState.NONE, unit
+        assert handle.slots.shows is SHARDED, unit
+        for buffers, grads in zip(handle.buffers, handle.grads, strict=True):
+            assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0, unit
+            assert grads._input.untyped_storage().nbytes() == 0, unit
+            assert not grads.any_filled, unit
+        assert (unit.claims, unit.handle.arrivals.pending, unit.record) == ([], 0, None), unit
+        assert unit.context.is_idle
+        assert backward._reducing is None
+        assert [*backward._open, *backward._ready, *backward._tasks, *backward._records, *backward._idle] == []

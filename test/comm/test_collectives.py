@@ -1,0 +1,391 @@
+"""What carries the bytes: other collectives in the place of the built-in ones, quantised ones, none at all.
+
+The oracle for collectives that claim to be exact is the run without them; for quantised ones, a bound on the error that
+follows from the format.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block
+from no_communication import NoCommunication
+from parity import check_parity, full_params
+from recording import (
+    FULL,
+    GRAD_OP,
+    NO_SHARD,
+    Net,
+    Recording,
+    collectives_of,
+    fake_world,
+    make_input,
+    same_everywhere,
+    sent_bytes,
+)
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
+from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.collectives import Works
+from flatshard._composable.state import unit_of, units_below
+from flatshard.comm import DefaultCollectives, QuantizedCollectives
+
+
+class OtherRecording(Recording):
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replacing them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parity_with_others(ctx, strategy: ShardingStrategy) -> list[str]:
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={Block}, process_group=group, strategy=strategy, collectives=Recording)
+        collectives_of(model).calls.clear()
+
+    run = check_parity(ctx, Net, make_input, steps=2, shard=shard)
+    return collectives_of(run.sharded).calls
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_other_collectives_do_all_the_work_of_a_step(pool, world_size):
+    calls = pool.run(parity_with_others, FULL, world_size=world_size)[0]
+    per_step = 1 + 2 * 2  # the root once, every block in forward and in backward
+    summoned = len(calls) - 2 * per_step - 2 * 3  # check_parity looks at whole parameters and gradients
+    assert calls.count("reduce_scatter") == 2 * 3
+    assert calls.count("all_gather") == 2 * per_step + summoned
+    assert "all_reduce" not in calls
+    assert set(pool.run(parity_with_others, NO_SHARD, world_size=world_size)[0]) == {"all_reduce"}
+
+
+def shared_runtime(ctx) -> None:
+    made = []
+
+    def factory(group: dist.ProcessGroup, device: torch.device) -> Recording:
+        made.append((group, device))
+        return Recording(group, device)
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        return isinstance(module, Block) and ({"collectives": OtherRecording} if module is model.blocks[1] else True)
+
+    model = Net()
+    fully_shard(model, policy=CustomPolicy(choose), process_group=ctx.group, collectives=factory)
+    assert made == [(ctx.group, torch.device("cpu"))]
+    root, first, second = units_below(model)
+    assert type(root.handle.runtime.collectives) is Recording
+    assert root.handle.runtime.collectives is first.handle.runtime.collectives
+    assert type(second.handle.runtime.collectives) is OtherRecording
+    assert root.context is first.context is second.context
+    assert root.handle.runtime.streams is second.handle.runtime.streams
+    model(make_input(0, 2)).sum().backward()
+    assert second.handle.runtime.collectives.calls == ["all_gather", "all_gather", "reduce_scatter"]
+
+    # The same factory makes no second one, another does; without one the built-in collectives are used.
+    again, third, plain = Net(), Net(), Net()
+    fully_shard(again, process_group=ctx.group, collectives=factory)
+    assert len(made) == 1
+    assert collectives_of(again) is collectives_of(model)
+    fully_shard(third, process_group=ctx.group, collectives=functools.partial(Recording))
+    assert collectives_of(third) is not collectives_of(model)
+    fully_shard(plain, process_group=ctx.group)
+    assert type(collectives_of(plain)) is GlooCollectives
+    assert unit_of(plain).context is root.context
+    assert type(collectives_of(copy.deepcopy(again))) is Recording
+
+
+def test_units_with_different_collectives_share_everything_else(pool):
+    pool.run(shared_runtime)
+
+
+class NoExact(Recording):
+    exact = None
+
+
+class NoReduce(Recording):
+    all_reduce = None
+
+
+class OddArguments(Recording):
+    def all_gather(self, output: Tensor) -> Any: ...
+
+
+@dataclasses.dataclass
+class Unhashable:
+    group: Any = None
+
+    def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Recording:
+        raise AssertionError("must not be called")
+
+
+def fails(group: dist.ProcessGroup, device: torch.device) -> Recording:
+    raise ZeroDivisionError("no such network")
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        (3, TypeError, r"collectives=3 is not a callable \(group, device\) -> Collectives"),
+        (Unhashable(), TypeError, "must be hashable.*frozen dataclass"),
+        (lambda group, device: Recording, TypeError, "made the class Recording in place of an instance"),
+        (lambda group, device: None, TypeError, r"made a NoneType, which has no all_gather\(output, shard\)"),
+        (NoReduce, TypeError, r"NoReduce made a NoReduce, which has no all_reduce\(tensor\)"),
+        (OddArguments, TypeError, r"whose all_gather cannot be called with \(output, shard\)"),
+        (NoExact, TypeError, "with exact=None: it must be True or False"),
+        (fails, ZeroDivisionError, "no such network"),
+        (lambda group: None, TypeError, "positional argument"),
+    ],
+)
+@pytest.mark.parametrize("by", ["argument", "policy"])
+def test_what_cannot_be_used_raises_before_anything_is_changed(factory, error, message, by):
+    with fake_world(4):
+        model = Net()
+        before = {n: (type(p), p.shape) for n, p in model.named_parameters()}
+        if by == "argument":
+            options = {"policy": {Block}, "collectives": factory}
+        else:
+            options = {"policy": CustomPolicy(lambda m: isinstance(m, Block) and {"collectives": factory})}
+        with pytest.raises(error, match=message):
+            fully_shard(model, **options)
+        assert {n: (type(p), p.shape) for n, p in model.named_parameters()} == before
+        fully_shard(model, policy={Block})  # nothing is left that could be in the way
+        with pytest.raises(TypeError, match="are collectives, made for one process group: pass what makes them"):
+            fully_shard(Net(), collectives=Recording(dist.group.WORLD, torch.device("cpu")))
+
+
+def test_an_option_that_would_do_nothing_raises():
+    with pytest.raises(ValueError, match="quantises nothing"):
+        QuantizedCollectives(all_gather=False, reduce=False)
+    with pytest.raises(ValueError, match="block must be a positive number of elements, got 0"):
+        QuantizedCollectives(block=0)
+    with pytest.raises(ValueError, match="leaves out nothing"):
+        NoCommunication(all_gather=False, reduce=False)
+    with fake_world(4):
+        for factory in (QuantizedCollectives(reduce=False), NoCommunication(reduce=False)):
+            with pytest.raises(ValueError, match="would do nothing for a unit under NO_SHARD"):
+                fully_shard(Net(), strategy=NO_SHARD, collectives=factory)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives that approximate
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Coarse(Recording):
+    """An all-gather that rounds to 1/8."""
+
+    exact = False
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        pending = super().all_gather(output, shard)
+        return Works([pending], lambda: output.mul_(8).round_().div_(8))
+
+
+def approximate_gathers(ctx) -> None:
+    for strategy in (FULL, GRAD_OP):
+        torch.manual_seed(0)
+        model = Net()
+        values = {n: p.detach().clone() for n, p in model.named_parameters()}
+        rounded = {n: (v * 8).round() / 8 for n, v in values.items()}
+        fully_shard(model, policy={Block}, process_group=ctx.group, strategy=strategy, collectives=Coarse)
+        seen = {}
+
+        def look(module: nn.Module, *_: Any, seen: dict[str, Tensor] = seen) -> None:
+            seen["weight"] = module.weight.detach().clone()
+
+        hook = model.blocks[0].linear.register_forward_pre_hook(look)
+        model(make_input(0, 2)).sum().backward()
+        assert torch.equal(seen["weight"], rounded["blocks.0.linear.weight"])  # what forward computes with
+        hook.remove()
+        for _ in range(2):  # to look at parameters does not round them, though they are written back
+            with summon_full_params(model, with_grads=True):
+                for name, p in model.named_parameters():
+                    assert torch.equal(p, values[name])
+                    assert p.grad is not None
+        with summon_full_params(model, offload_to_cpu=True):
+            assert torch.equal(model.head.weight, values["head.weight"])
+        flatshard.unshard(model)
+        assert torch.equal(model.front.weight, rounded["front.weight"])  # ahead of a forward: what forward would see
+        flatshard.reshard(model)
+        with summon_full_params(model), torch.no_grad():
+            model.front.weight.mul_(2)
+        assert torch.equal(full_params(model)["front.weight"], values["front.weight"] * 2)
+
+
+class Clamped(nn.Module):
+    """Changes one element of its own weight in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 37))
+        self.inside: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[7] = 0.3
+            if self.inside is not None:
+                self.inside(self)
+        return x * self.weight.sum()
+
+
+def changes_in_forward(ctx) -> None:
+    def summon(offload: bool, module: nn.Module) -> None:
+        with summon_full_params(module, offload_to_cpu=offload):
+            module.weight[11] = 0.7
+
+    expected = torch.linspace(-1, 1, 37)
+    expected[7] = 0.3
+    for inside in (None, functools.partial(summon, False), functools.partial(summon, True)):
+        model = Clamped()
+        fully_shard(model, process_group=ctx.group, collectives=Coarse)
+        if inside is not None:
+            expected[11] = 0.7
+        model.inside = inside
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(2))
+            # Changed elements as they were changed; the others have not been rounded.
+            assert torch.equal(full_params(model)["weight"], expected)
+
+
+class Toggled(nn.Module):
+    """A unit whose forward sets one element of its weight, called twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Clamped()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor, *values: float) -> Tensor:
+        for value in values:
+            self.inner.inside = functools.partial(self._set, value)
+            x = self.inner(x)
+        return x + self.bias.sum()
+
+    @staticmethod
+    def _set(value: float, module: Clamped) -> None:
+        module.weight[11] = value
+
+
+def changed_and_changed_back(ctx) -> None:
+    """What a forward sets to the very value that the gather had rounded it to is a change, too."""
+    expected = torch.linspace(-1, 1, 37)
+    rounded = ((expected[11] * 8).round() / 8).item()
+    expected[7], expected[11] = 0.3, rounded
+    model = Toggled()
+    fully_shard(model, policy={Clamped}, process_group=ctx.group, strategy=GRAD_OP, collectives=Coarse)
+    model(torch.ones(2), 0.7, rounded)  # with gradients: whole from the first call to the second
+    assert torch.equal(full_params(model)["inner.weight"], expected)
+
+
+def test_approximate_gathers_never_reach_the_shards(pool):
+    pool.run(approximate_gathers, world_size=2)
+    pool.run(changes_in_forward, world_size=3)
+    pool.run(changed_and_changed_back)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# None at all
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def without_communication(ctx, choice: dict[str, bool], strategy: ShardingStrategy) -> tuple[int, int]:
+    class Fresh(NoCommunication):  # equal to none that another test used: it warns once for each group
+        pass
+
+    torch.manual_seed(ctx.rank)  # different values: `sync_module_states` must communicate still
+    model = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard(
+            model,
+            policy={Block},
+            process_group=ctx.group,
+            strategy=strategy,
+            sync_module_states=True,
+            collectives=Fresh(**choice),
+        )
+        fully_shard(Net(), process_group=ctx.group, strategy=strategy, collectives=Fresh(**choice))
+    assert [w.category for w in caught] == [RuntimeWarning]  # once
+    assert "GARBAGE: use it for timing only" in str(caught[0].message)
+    whole = full_params(model)
+    assert same_everywhere(ctx.group, whole["head.weight"].view(-1))
+    with sent_bytes() as forward:
+        loss = model(make_input(0, 2)).sum()
+    with sent_bytes() as backward:
+        loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    after = full_params(model)
+    assert all(torch.equal(after[name], value) for name, value in whole.items())
+    return len(forward), len(backward)
+
+
+def test_no_communication(pool):
+    run = functools.partial(pool.run, without_communication, world_size=3)
+    peers = 2
+    assert run({}, FULL) == [(0, 0)] * 3
+    assert run({"reduce": False}, FULL) == [(0, 3 * peers)] * 3
+    assert run({"all_gather": False}, FULL) == [(3 * peers, 2 * peers)] * 3
+    assert run({}, NO_SHARD) == [(0, 0)] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second communicator for reductions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def second_group(ctx) -> None:
+    second = dist.new_group()
+    used: dict[str, set[Any]] = {"_all_gather": set(), "_reduce_scatter": set()}
+
+    def record(collectives: Any, name: str) -> None:
+        real = getattr(collectives, name)
+
+        def call(*args: Any, group: Any, **kwargs: Any) -> Any:
+            used[name].add(group)
+            return real(*args, group=group, **kwargs)
+
+        setattr(collectives, name, call)
+
+    def factory(group: dist.ProcessGroup, device: torch.device) -> DefaultCollectives:
+        collectives = DefaultCollectives(group, second)
+        for name in used:
+            record(collectives, name)
+        return collectives
+
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={Block}, process_group=group, collectives=factory)
+
+    check_parity(ctx, Net, make_input, steps=2, shard=shard)
+    assert used == {"_all_gather": {ctx.group}, "_reduce_scatter": {second}}
+
+    with pytest.raises(ValueError, match=r"must be a second group of the ranks .*, got the same group"):
+        DefaultCollectives(ctx.group, ctx.group)
+    others = dist.new_group([0, 1])
+    if ctx.rank < 2:
+        with pytest.raises(ValueError, match=r"must be a second group .* got one of the ranks \[0, 1\]"):
+            DefaultCollectives(ctx.group, others)
+    # Held weakly: it ends when it is destroyed, and what uses it then says so.
+    third = dist.new_group()
+    collectives = DefaultCollectives(ctx.group, third)
+    dist.barrier(ctx.group)  # other ranks may still be connecting
+    dist.destroy_process_group(third)
+    del third
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"the process group .* has been destroyed"):
+        collectives.all_reduce(torch.ones(1))
+
+
+def test_reductions_may_have_a_group_of_their_own(pool):
+    pool.run(second_group, world_size=4)  # all ranks of the world make it

@@ -1,0 +1,373 @@
+"""Ranks that do different things end with an error within seconds, which names the units and the cure; slow ones don't.
+
+Each case has a process group of its own, of no use afterwards, over real gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import logging
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pool as pool_module
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, skip
+from flatshard._comm.backends import GlooCollectives
+
+SECONDS = 20
+"""That an error may take on a busy machine. The group's timeout is longer."""
+
+
+class Net(nn.Module):
+    """Units of one shape, run in any order: without tags their data would be mixed silently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, order: str = "0123") -> Tensor:
+        for index in order:
+            x = torch.tanh(self.blocks[int(index)](x))
+        return x
+
+
+def make(ctx, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, order_check: str = "off") -> tuple[Any, Any]:
+    """A sharded model, and its process group."""
+    _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, order_check
+    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    torch.manual_seed(0)
+    return fully_shard(Net(), policy={nn.Linear}, process_group=group, strategy=strategy), group
+
+
+def train(model: nn.Module, order: str = "0123") -> None:
+    model(torch.ones(2, 4), order).sum().backward()
+
+
+class Ends(Exception):
+    """A body has come to its end: the groups are to be made anew."""
+
+
+def run(ctx, body: Any) -> None:
+    """``body`` with the configuration that it changes put back."""
+    before, start = (_config.WATCH_SECONDS, _config.ORDER_CHECK), time.monotonic()
+    try:
+        body(ctx)
+    finally:
+        _config.WATCH_SECONDS, _config.ORDER_CHECK = before
+        assert time.monotonic() - start < SECONDS
+    raise Ends
+
+
+@pytest.fixture
+def errors(pool, monkeypatch) -> Iterator[Any]:
+    monkeypatch.setattr(pool_module, "GRACE", float(SECONDS))
+
+    def run_body(body: Any, world_size: int = 2) -> list[tuple[str, str]]:
+        """Every rank's error: its type and its message."""
+        with pytest.raises(RankFailure) as e:
+            pool.run(run, body, world_size=world_size, timeout=40)
+        failures = sorted(e.value.failures, key=lambda f: f.rank)
+        assert [f.kind for f in failures] == ["raised"] * world_size, str(e.value)
+        return [(f.type_name, f.message) for f in failures]
+
+    return run_body
+
+
+def all_out_of_step(found: list[tuple[str, str]], *patterns: str) -> None:
+    for type_name, message in found:
+        assert type_name == "OutOfStepError", message
+        for pattern in patterns:
+            assert re.search(pattern, message, re.DOTALL), message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order check
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def swap_at_first(ctx) -> None:
+    model, _ = make(ctx, order_check="first")
+    train(model, "0213" if ctx.rank == 1 else "0123")
+
+
+def test_another_order_in_the_first_pass(errors):
+    all_out_of_step(
+        errors(swap_at_first, world_size=3),
+        r"ranks run different units.*\(in pass 1 of this process\)",
+        r"ranks 0, 2: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.1'\n",
+        r"rank 1: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.2'\n",
+        r"have it call flatshard\.skip",
+    )
+
+
+def leave_out_without_gathers(ctx) -> None:
+    model, _ = make(ctx, ShardingStrategy.NO_SHARD, order_check="first")
+    train(model, "013" if ctx.rank == 1 else "0123")
+
+
+def test_another_order_of_reductions_in_the_first_pass(errors):
+    all_out_of_step(errors(leave_out_without_gathers), r"all-reduce of 'blocks\.2'", r"all-reduce of 'blocks\.1'")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The watch, and what keeps data apart, in passes that nobody checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def swap_later(ctx) -> None:
+    model, _ = make(ctx)
+    for _ in range(2):
+        train(model)
+    train(model, "2130" if ctx.rank == 1 else "0123")
+
+
+def test_another_order_later(errors):
+    all_out_of_step(
+        errors(swap_later, world_size=3),
+        r"ranks wait for each other, as they run different units",
+        r"rank [02] waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
+        r"rank 1 waits for the all-gather of 'blocks\.[123]'",
+        r"have it call flatshard\.skip",
+    )
+
+
+def interrupt_after_another(ctx) -> None:
+    """Rank 0 has ended its own waits and left; rank 2 waits for rank 1, which does nothing."""
+    group = dist.new_group(list(range(3)), timeout=datetime.timedelta(seconds=60))
+    dist.barrier(group)  # all are connected
+    collectives = GlooCollectives(group)
+    if ctx.rank == 0:
+        collectives.interrupt()
+    if ctx.rank == 2:
+        with pytest.raises(RuntimeError):  # until the connection to rank 0 is closed
+            group.recv([torch.empty(1)], 0, 1).wait()
+        waited = group.recv([torch.empty(1)], 1, 1)
+        collectives.interrupt()
+        with pytest.raises(RuntimeError):
+            waited.wait()
+
+
+def test_interrupt_when_a_connection_is_closed_already(errors):
+    assert [type_name for type_name, _ in errors(interrupt_after_another, world_size=3)] == ["Ends"] * 3
+
+
+def leave_out_later(ctx) -> None:
+    model, _ = make(ctx)
+    train(model)
+    train(model, "013" if ctx.rank == 1 else "0123")
+
+
+def test_a_unit_left_out_later(errors):
+    all_out_of_step(errors(leave_out_later), r"'blocks\.2'", r"\(in (pass|backward) 2 of this process\)")
+
+
+def mix_all_reduces(ctx) -> None:
+    model, _ = make(ctx, ShardingStrategy.NO_SHARD)
+    train(model)
+    before = [p.grad.clone() for p in model.parameters()]
+    try:
+        train(model, "013" if ctx.rank == 1 else "0123")
+    except OutOfStepError:
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.blocks[2].parameters(), before[4:6], strict=True))
+        raise
+
+
+def test_all_reduces_of_different_units_are_not_mixed(errors):
+    all_out_of_step(
+        errors(mix_all_reduces),
+        r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'",
+    )
+
+
+def leave_early(ctx, how: str) -> None:
+    model, group = make(ctx)
+    with torch.no_grad():
+        model(torch.ones(2, 4), "012")  # in this order the next is gathered ahead, and no more
+        if ctx.rank == 1 and how == "exception":
+            model.blocks[2].register_forward_pre_hook(lambda *_: [][0])
+        try:
+            model(torch.ones(2, 4), "012" if ctx.rank == 1 and how == "end" else "0123")
+        except IndexError:
+            how = "barrier"
+    dist.barrier(group)  # where rank 1 waits, for nothing that we know of
+
+
+def end_early(ctx) -> None:
+    leave_early(ctx, "end")
+
+
+def raise_early(ctx) -> None:
+    leave_early(ctx, "exception")
+
+
+@pytest.mark.parametrize("body", [end_early, raise_early])
+def test_a_rank_that_has_left_the_forward(errors, body):
+    first, second = errors(body)
+    all_out_of_step([first], r"rank 0 waits for the all-gather of 'blocks\.3'", r"rank 1 has left the forward")
+    assert second[0] == "RuntimeError"  # of the barrier
+
+
+def generate_unevenly(ctx) -> None:
+    model, _ = make(ctx)
+    train(model)
+    with torch.no_grad():
+        for _ in range(3 + ctx.rank):
+            model(torch.ones(2, 4))
+    train(model)  # a rank's fourth forward gathers what another's training does, and only then do they differ
+
+
+def test_generation_of_uneven_length(errors):
+    all_out_of_step(errors(generate_unevenly), r"\(in (pass|backward) \d of this process\)", r"'blocks\.\d'")
+
+
+class Tower(Net):
+    """Its forward is one activation checkpoint: in backward its units are gathered in the order of forward."""
+
+    def forward(self, x: Tensor, order: str = "0123") -> Tensor:
+        return checkpoint(super().forward, x, order, use_reentrant=False)
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.tower = nn.Linear(4, 4), Tower()
+
+    def forward(self, x: Tensor, skipped: bool) -> Tensor:
+        x = self.front(x)
+        return skip(self.tower, x) if skipped else self.tower(x)
+
+
+def skip_a_checkpoint(ctx) -> None:
+    """What ``skip`` cannot follow."""
+    make(ctx)
+    _config.ORDER_CHECK = "first"
+    model = Root()
+    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    fully_shard(model, policy={nn.Linear}, process_group=group)
+    model(torch.ones(2, 4), ctx.rank == 1).sum().backward()
+
+
+def test_what_skip_cannot_follow(errors):
+    all_out_of_step(errors(skip_a_checkpoint), r"'tower\.blocks\.0' for backward", r"'tower\.blocks\.3' for backward")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_another(ctx, how: str, order_check: str) -> None:
+    _, group = make(ctx, order_check=order_check)
+    odd = ctx.rank == 1
+    model = nn.Sequential(nn.Linear(4, 5 if odd and how == "size" else 4), nn.Tanh())
+    name = "other" if odd and how == "module" else "last"
+    model.add_module(name, nn.Linear(model[0].out_features, 1, bias=not (odd and how == "bias")))
+    if odd and how == "parameter":
+        model.last.register_parameter("w", model.last.weight)
+        del model.last.weight
+        type(model.last).weight = property(lambda self: self.w)
+    if odd and how == "dtype":
+        model.bfloat16()
+    try:
+        fully_shard(model, policy={nn.Linear}, process_group=group)
+        model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).sum().backward()
+    finally:
+        vars(nn.Linear).get("weight") and delattr(nn.Linear, "weight")
+
+
+OTHERS = {
+    "size": r"unit '0' is not the same on all ranks: rank 0 has '0\.weight' of shape \(4, 4\) where rank 1 has '0\.weight' "
+    r"of shape \(5, 4\)",
+    "module": r"units have different names: rank 0 has 'last' where rank 1 has 'other'",
+    "bias": r"unit 'last' is not the same .* it has 2 parameters on rank 0, and 1 on rank 1; only rank 0 has 'last\.bias'",
+    "parameter": r"rank 0 has 'last\.weight' of shape \(1, 4\) where rank 1 has 'last\.bias' of shape \(1,\)",
+    "dtype": r"unit .0. is not .* as \d+ elements of torch.float32 a rank on rank 0, and as \d+ elements of torch.bf",
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_another_model_by_the_order_check(errors, how):
+    body = functools.partial(build_another, how=how, order_check="first")
+    all_out_of_step(errors(body), OTHERS[how], r"Build the same model on all ranks")
+
+
+@pytest.mark.parametrize("how", ["size", "module"])
+def test_another_model_by_the_watch(errors, how):
+    body = functools.partial(build_another, how=how, order_check="off")
+    all_out_of_step(
+        errors(body), r"ranks wait for each other, as .*" + OTHERS[how], r"Build the same model on all ranks"
+    )
+
+
+def run_another(ctx) -> None:
+    """Two models whose units have the same names: nothing differs between ranks but which one they run."""
+    make(ctx)
+    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    models = [fully_shard(nn.Linear(4, size), process_group=group) for size in (4, 5)]
+    models[ctx.rank](torch.ones(2, 4))
+
+
+def test_another_of_two_models(errors):
+    all_out_of_step(errors(run_another), r"ranks wait for each other, as they run different units")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slow ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def be_slow(ctx) -> None:
+    model, _ = make(ctx)
+    train(model)
+    if ctx.rank == 1:
+        time.sleep(3)
+        model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(2))
+    model.zero_grad()
+    with capture_warnings() as warnings:
+        train(model)
+    if ctx.rank == 0:
+        assert re.search(
+            r"rank 0 has waited \d+ s for the .*, which rank 1 has not come to: it is slow, or", warnings[0]
+        )
+
+
+@contextlib.contextmanager
+def capture_warnings() -> Iterator[list[str]]:
+    """What flatshard logs inside."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flatshard").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("flatshard").removeHandler(handler)
+
+
+def run_alone(ctx) -> None:
+    """Rank 0 runs on its own what it keeps, for longer than the others wait."""
+    model, _ = make(ctx)
+    train(model)
+    with keep_unsharded(model):
+        for _ in range(4 if ctx.rank == 0 else 1):
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+    if ctx.rank == 0:
+        time.sleep(3)
+    train(model)
+
+
+@pytest.mark.parametrize("body", [be_slow, run_alone])
+def test_slow_is_no_error(errors, body):
+    assert [type_name for type_name, _ in errors(body)] == ["Ends", "Ends"]

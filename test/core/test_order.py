@@ -1,0 +1,512 @@
+"""The order of gathers, frees and reductions, as text: a change of it shows as a diff of lines that a human can read.
+
+Events come from ``flatshard._trace.record_events``. Every rank must see the same collectives in the same order, or they
+would be matched with the wrong ones, so :func:`same_everywhere` checks that in every test.
+
+Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/test_order.py``, and read the diff.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from event_lines import as_text, same_everywhere, sharded, train
+from expecttest import assert_expected_inline
+from models import Block, Net
+from parity import full_params
+from torch import Tensor, nn
+
+from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, summon_full_params
+from flatshard._composable.state import units_below
+from flatshard._trace import record_events
+
+
+class Stage(nn.Module):
+    """A unit with parameters of its own and units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.first = Block()
+        self.second = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.before(x)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strategies and prefetching
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def two_steps(ctx, options: dict[str, Any], make: Callable[[], nn.Module] = Net, policy: Any = Block):
+    model = sharded(ctx, make(), policy, **options)
+    steps = [train(model), train(model)]
+    assert [u.handle.lifetime.params.name for u in units_below(model) if not u.handle.is_sharded] == []
+    return steps
+
+
+def test_full_shard_gathers_twice_and_reduces_once(pool):
+    steps = same_everywhere(pool.run(two_steps, {}))
+    # The second step knows what comes next, and gathers it one unit ahead.
+    assert_expected_inline(
+        as_text(steps),
+        """\
+all-gather <root>        all-gather <root>
+all-gather blocks.0      all-gather blocks.0
+reshard blocks.0         all-gather blocks.1
+all-gather blocks.1      reshard blocks.0
+reshard blocks.1         all-gather blocks.2
+all-gather blocks.2      reshard blocks.1
+reshard blocks.2         reshard blocks.2
+-- backward              -- backward
+all-gather blocks.2      all-gather blocks.2
+all-gather blocks.1      all-gather blocks.1
+reshard blocks.2         reshard blocks.2
+reduce-scatter blocks.2  reduce-scatter blocks.2
+all-gather blocks.0      all-gather blocks.0
+reshard blocks.1         reshard blocks.1
+reduce-scatter blocks.1  reduce-scatter blocks.1
+reshard blocks.0         reshard blocks.0
+reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>""",
+    )
+
+
+def test_shard_grad_op_keeps_parameters_for_backward(pool):
+    steps = same_everywhere(pool.run(two_steps, {"strategy": ShardingStrategy.SHARD_GRAD_OP}))
+    assert_expected_inline(
+        as_text(steps),
+        """\
+all-gather <root>        all-gather <root>
+all-gather blocks.0      all-gather blocks.0
+all-gather blocks.1      all-gather blocks.1
+all-gather blocks.2      all-gather blocks.2
+-- backward              -- backward
+reshard blocks.2         reshard blocks.2
+reduce-scatter blocks.2  reduce-scatter blocks.2
+reshard blocks.1         reshard blocks.1
+reduce-scatter blocks.1  reduce-scatter blocks.1
+reshard blocks.0         reshard blocks.0
+reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>""",
+    )
+
+
+def test_no_shard_gathers_nothing(pool):
+    steps = same_everywhere(pool.run(two_steps, {"strategy": ShardingStrategy.NO_SHARD}))
+    assert steps[0] == steps[1]
+    assert_expected_inline(
+        as_text(steps[:1]),
+        """\
+-- backward
+all-reduce blocks.2
+all-reduce blocks.1
+all-reduce blocks.0
+all-reduce <root>""",
+    )
+
+
+def backward_of_each_prefetch(ctx):
+    columns = []
+    for prefetch in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
+        step = two_steps(ctx, {"backward_prefetch": prefetch})[1]
+        columns.append(step[step.index("-- backward") :])
+    return columns
+
+
+def test_backward_prefetch(pool):
+    columns = same_everywhere(pool.run(backward_of_each_prefetch))
+    # BACKWARD_PRE gathers the next unit before this one is freed, BACKWARD_POST after, None when it is needed.
+    assert_expected_inline(
+        as_text([["BACKWARD_PRE", *columns[0]], ["POST", *columns[1]], ["None", *columns[2]]]),
+        """\
+BACKWARD_PRE             POST                     None
+-- backward              -- backward              -- backward
+all-gather blocks.2      all-gather blocks.2      all-gather blocks.2
+all-gather blocks.1      reshard blocks.2         reshard blocks.2
+reshard blocks.2         reduce-scatter blocks.2  reduce-scatter blocks.2
+reduce-scatter blocks.2  all-gather blocks.1      all-gather blocks.1
+all-gather blocks.0      reshard blocks.1         reshard blocks.1
+reshard blocks.1         reduce-scatter blocks.1  reduce-scatter blocks.1
+reduce-scatter blocks.1  all-gather blocks.0      all-gather blocks.0
+reshard blocks.0         reshard blocks.0         reshard blocks.0
+reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
+    )
+
+
+def test_no_forward_prefetch(pool):
+    steps = same_everywhere(pool.run(two_steps, {"forward_prefetch": False}))
+    assert steps[0] == steps[1] == same_everywhere(pool.run(two_steps, {}))[0]
+
+
+def test_nested_units(pool):
+    steps = same_everywhere(pool.run(two_steps, {}, make=Stage2, policy={Stage, Block}))
+    assert_expected_inline(
+        as_text(steps),
+        """\
+all-gather <root>        all-gather <root>
+all-gather 0             all-gather 0
+all-gather 0.first       all-gather 0.first
+reshard 0.first          all-gather 0.second
+all-gather 0.second      reshard 0.first
+reshard 0.second         reshard 0.second
+reshard 0                reshard 0
+-- backward              -- backward
+all-gather 0             all-gather 0
+reshard <root>           reshard <root>
+all-gather 0.second      all-gather 0.second
+all-gather 0.first       all-gather 0.first
+reshard 0.second         reshard 0.second
+reduce-scatter 0.second  reduce-scatter 0.second
+reshard 0.first          reshard 0.first
+reduce-scatter 0.first   reduce-scatter 0.first
+reshard 0                reshard 0
+reduce-scatter 0         reduce-scatter 0
+reduce-scatter <root>    reduce-scatter <root>""",
+    )
+
+
+class Stage2(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Stage(), nn.Linear(4, 2))
+
+
+def test_manual_nesting_is_the_same_as_a_policy(pool):
+    assert same_everywhere(pool.run(nest_by_hand)) == same_everywhere(pool.run(two_steps, {}))
+
+
+def nest_by_hand(ctx):
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    return [train(model), train(model)]
+
+
+def count_collectives(ctx):
+    """Collectives of each unit in the second of two steps, by strategy."""
+    counts = {}
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        for options in ({}, {"forward_prefetch": False, "backward_prefetch": None}):
+            step = two_steps(ctx, {"strategy": strategy, **options})[1]
+            lines = [line for line in step if line.startswith(("all-", "reduce-"))]
+            table = {line: lines.count(line) for line in sorted(set(lines))}
+            assert counts.setdefault(strategy.name, table) == table, "prefetching changes when, not how often"
+    return counts
+
+
+def test_collectives_per_unit_and_step(pool):
+    counts = same_everywhere(pool.run(count_collectives, world_size=3))
+    inner = [f"blocks.{i}" for i in range(3)]
+    for unit in inner:
+        assert counts["FULL_SHARD"].pop(f"all-gather {unit}") == 2
+        assert counts["FULL_SHARD"].pop(f"reduce-scatter {unit}") == 1
+        assert counts["SHARD_GRAD_OP"].pop(f"all-gather {unit}") == 1
+        assert counts["SHARD_GRAD_OP"].pop(f"reduce-scatter {unit}") == 1
+        assert counts["NO_SHARD"].pop(f"all-reduce {unit}") == 1
+    # The root is needed first in backward, so it stays.
+    assert counts["FULL_SHARD"] == counts["SHARD_GRAD_OP"] == {"all-gather <root>": 1, "reduce-scatter <root>": 1}
+    assert counts["NO_SHARD"] == {"all-reduce <root>": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Passes that are not like the last
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def change_order(ctx, orders: list[list[int]]):
+    model = sharded(ctx, Net())
+    train(model)
+    steps = []
+    for order in orders:
+        model.order = order
+        steps.append(train(model))
+        assert all(u.handle.is_sharded for u in units_below(model))
+    return steps
+
+
+def test_a_skipped_unit(pool):
+    steps = same_everywhere(pool.run(change_order, [[0, 2], [0, 2], [0, 1, 2]]))
+    # The prefetched blocks.1 is freed unused, at the end of the first forward. The next step does not gather it.
+    assert_expected_inline(
+        as_text([step[: step.index("-- backward")] for step in steps]),
+        """\
+all-gather <root>    all-gather <root>    all-gather <root>
+all-gather blocks.0  all-gather blocks.0  all-gather blocks.0
+all-gather blocks.1  all-gather blocks.2  all-gather blocks.2
+reshard blocks.0     reshard blocks.0     reshard blocks.0
+all-gather blocks.2  reshard blocks.2     all-gather blocks.1
+reshard blocks.2                          reshard blocks.1
+reshard blocks.1                          reshard blocks.2""",
+    )
+
+
+def test_swapped_units(pool):
+    steps = same_everywhere(pool.run(change_order, [[1, 0, 2], [1, 0, 2]]))
+    assert_expected_inline(
+        as_text(steps),
+        """\
+all-gather <root>        all-gather <root>
+all-gather blocks.0      all-gather blocks.1
+all-gather blocks.1      all-gather blocks.0
+all-gather blocks.2      reshard blocks.1
+reshard blocks.1         all-gather blocks.2
+all-gather blocks.1      reshard blocks.0
+reshard blocks.0         reshard blocks.2
+reshard blocks.2         -- backward
+reshard blocks.1         all-gather blocks.2
+-- backward              all-gather blocks.0
+all-gather blocks.2      reshard blocks.2
+all-gather blocks.0      reduce-scatter blocks.2
+reshard blocks.2         all-gather blocks.1
+reduce-scatter blocks.2  reshard blocks.0
+all-gather blocks.1      reduce-scatter blocks.0
+reshard blocks.0         reshard blocks.1
+reduce-scatter blocks.0  reduce-scatter blocks.1
+reshard blocks.1         reshard <root>
+reduce-scatter blocks.1  reduce-scatter <root>
+reshard <root>
+reduce-scatter <root>""",
+    )
+
+
+def test_a_unit_called_twice(pool):
+    steps = same_everywhere(pool.run(change_order, [[0, 1, 0], [0, 1, 0]]))
+    assert_expected_inline(
+        as_text(steps),
+        """\
+all-gather <root>        all-gather <root>
+all-gather blocks.0      all-gather blocks.0
+all-gather blocks.1      all-gather blocks.1
+reshard blocks.0         reshard blocks.0
+all-gather blocks.2      all-gather blocks.0
+reshard blocks.1         reshard blocks.1
+all-gather blocks.0      reshard blocks.0
+all-gather blocks.1      -- backward
+reshard blocks.0         all-gather blocks.0
+reshard blocks.2         all-gather blocks.1
+reshard blocks.1         reshard blocks.1
+-- backward              reduce-scatter blocks.1
+all-gather blocks.0      reshard blocks.0
+all-gather blocks.1      reduce-scatter blocks.0
+reshard blocks.1         reshard <root>
+reduce-scatter blocks.1  reduce-scatter <root>
+reshard blocks.0
+reduce-scatter blocks.0
+reshard <root>
+reduce-scatter <root>""",
+    )
+
+
+def evaluate(ctx):
+    model = sharded(ctx, Net(2))
+    columns = []
+    with torch.no_grad():
+        for _ in range(2):
+            with record_events() as events:
+                model(torch.ones(2, 4))
+            columns.append(events)
+            assert all(u.handle.is_sharded for u in units_below(model))
+    columns.append(train(model))
+    return columns
+
+
+def test_evaluation_frees_every_unit_the_root_too(pool):
+    columns = same_everywhere(pool.run(evaluate))
+    assert_expected_inline(
+        as_text([c[: c.index("-- backward")] if "-- backward" in c else c for c in columns]),
+        """\
+all-gather <root>    all-gather <root>    all-gather <root>
+all-gather blocks.0  all-gather blocks.0  all-gather blocks.0
+reshard blocks.0     all-gather blocks.1  all-gather blocks.1
+all-gather blocks.1  reshard blocks.0     reshard blocks.0
+reshard blocks.1     reshard blocks.1     reshard blocks.1
+reshard <root>       reshard <root>""",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One order of reductions on all ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """Own parameters before and after units inside. ``skip`` leaves out one of them, on this rank alone.
+
+    Without ``before``, the unit is complete before the units inside are; with it, after them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.first = Block()
+        self.second = Block()
+        self.after = nn.Linear(4, 4)
+        self.skip: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, child in self.named_children():
+            if name != self.skip:
+                x = child(x)
+            elif not isinstance(child, Block):
+                x = x * 1.5
+        return x
+
+
+class Fork(nn.Module):
+    """A unit with two branches; ``skip`` leaves one or both out, but the unit itself runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.skip: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.skip == "both":
+            return x * 0.5
+        if self.skip != "a":
+            x = torch.tanh(self.a(x))
+        if self.skip != "b":
+            x = x + self.b(x)
+        return x
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(4, 4)
+        self.one = Around()
+        self.fork = Fork()
+        self.two = Around()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(self.fork(self.one(self.front(x)))))
+
+    def take_path(self, path: dict[str, str]) -> None:
+        for name in ("one", "fork", "two"):
+            getattr(self, name).skip = path.get(name)
+
+
+PATHS: dict[str, list[dict[str, str]]] = {
+    "before, on one rank": [{}, {"one": "before"}, {"two": "before"}],
+    "before and after": [{"one": "after"}, {"one": "before"}, {"two": "after"}],
+    "a branch on each": [{"fork": "a"}, {"fork": "b"}, {}],
+    "a whole unit's parameters": [{"fork": "both"}, {}, {"fork": "both", "one": "before"}],
+    "one that nobody uses": [{"fork": "b"}, {"fork": "b"}, {"fork": "b", "two": "before"}],
+}
+
+
+def uneven_step(ctx, paths: list[dict[str, str]], options: dict[str, Any]):
+    """Reductions of one step in which each rank takes its own path; gradients are checked here."""
+    torch.manual_seed(0)
+    reference = Uneven().double()
+    torch.manual_seed(0)
+    model = sharded(ctx, Uneven().double(), {Block, Around, Fork}, **options)
+    inputs = [torch.randn(2, 4, dtype=torch.double) for _ in paths]
+    for path, x in zip(paths, inputs, strict=True):
+        reference.take_path(path)
+        (reference(x).square().sum() / len(paths)).backward()
+    model.take_path(paths[ctx.rank])
+    with record_events() as events:
+        model(inputs[ctx.rank]).square().sum().backward()
+    with summon_full_params(model, writeback=False, with_grads=True):
+        for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if expected.grad is None:
+                assert got.grad is None, name
+            else:
+                torch.testing.assert_close(got.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert all(u.handle.is_sharded for u in units_below(model))
+    return [line for line in events if line.startswith(("reduce-scatter", "all-reduce"))]
+
+
+UNEVEN_OPTIONS: dict[str, dict[str, Any]] = {
+    "BACKWARD_PRE": {},
+    "BACKWARD_POST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "None": {"backward_prefetch": None},
+    "SHARD_GRAD_OP": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"strategy": ShardingStrategy.NO_SHARD},
+}
+
+
+@pytest.mark.parametrize("options", UNEVEN_OPTIONS)
+@pytest.mark.parametrize("paths", PATHS)
+def test_ranks_that_take_different_paths_reduce_in_one_order(pool, paths, options):
+    order = same_everywhere(pool.run(uneven_step, PATHS[paths], UNEVEN_OPTIONS[options], world_size=3, timeout=20))
+    units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
+    assert [line.split()[1] for line in order] == units
+
+
+def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
+    """Not at the end of backward: other ranks may have gradients of it, and wait for this one."""
+    world(8)
+    model = fully_shard(Uneven(), policy={Block, Around, Fork})
+    model.take_path({"fork": "both"})
+    model(torch.ones(2, 4)).sum().backward()
+    with record_events() as events:
+        model(torch.ones(2, 4)).sum().backward()
+    at = events.index("reduce-scatter fork")
+    assert events.index("reduce-scatter two") < at < events.index("all-gather one.second", at - 3)
+    assert events.count("reduce-scatter fork") == 1
+
+
+def gradients_of_inputs(ctx, times: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model = copy.deepcopy(plain)
+    for part in model:
+        sharded(ctx, part, None)
+    grads = []
+    for front, inner in (plain, model):
+        x = torch.ones(2, 4, dtype=torch.double, requires_grad=True)
+        hidden = front(x)
+        for _ in range(times):
+            hidden = torch.tanh(inner(hidden))
+        grads += torch.autograd.grad(hidden.sum(), x)
+        assert all(p.grad is None for p in [*front.parameters(), *inner.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_unit_without_gradients_of_its_own_gives_those_of_its_inputs(pool, times):
+    """Used twice: it is done with its gradients at the first use, and its values are needed at the second."""
+    pool.run(gradients_of_inputs, times, world_size=2)
+
+
+def uneven_training(ctx):
+    """Several steps, the paths changing: what one step leaves behind would show in the next."""
+    torch.manual_seed(0)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Uneven().double())
+    reference, model = models
+    sharded(ctx, model, {Block, Around, Fork})
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in models]
+    for paths in [*PATHS.values(), *PATHS.values()]:
+        inputs = [torch.randn(2, 4, dtype=torch.double) for _ in paths]
+        for path, x in zip(paths, inputs, strict=True):
+            reference.take_path(path)
+            (reference(x).square().sum() / len(paths)).backward()
+        model.take_path(paths[ctx.rank])
+        model(inputs[ctx.rank]).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(reference.named_parameters())
+    for name, got in full_params(model).items():
+        torch.testing.assert_close(got, expected[name].detach(), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_training_on_different_paths(pool):
+    pool.run(uneven_training, world_size=3)

@@ -1,0 +1,349 @@
+"""Prefetching as the user says: chosen modules in place of the recorded order, and a limit in bytes.
+
+The orders are text, as in ``test_order.py``: accept a wanted change with ``EXPECTTEST_ACCEPT=1``, and read the diff.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg as fake_pg
+from event_lines import as_text, same_everywhere, sharded, train
+from expecttest import assert_expected_inline
+from models import Block, Net
+from parity import adamw, full_params
+from torch import nn
+
+from flatshard import BackwardPrefetch, CustomPolicy, configure, fully_shard, keep_unsharded
+from flatshard._composable.state import unit_of, units_below
+from flatshard._trace import record_events
+
+BLOCK_BYTES = 48  # a block's 20 floats over 2 ranks: so small a shard is a multiple of 16 bytes
+assert BLOCK_BYTES * 2 >= 20 * 4
+
+
+def steps(model: nn.Module, count: int = 2) -> list[list[str]]:
+    return [train(model) for _ in range(count)]
+
+
+def only_last(columns: list[list[str]]) -> list[str]:
+    return columns[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chosen modules
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def chosen_forward(ctx) -> list[list[str]]:
+    model = sharded(ctx, Net())
+    plain = only_last(steps(model))
+    configure(model, forward_prefetch=[model.blocks[0], model.blocks[1]])
+    configure(model.blocks[0], forward_prefetch=[model.blocks[2]])
+    configure(model.blocks[1], forward_prefetch=[])
+    far = only_last(steps(model))
+    for module in (model, *model.blocks):
+        configure(module, forward_prefetch=True)
+    assert only_last(steps(model)) == plain
+    model = sharded(ctx, Net(), forward_prefetch=False)
+    configure(model.blocks[0], forward_prefetch=[model.blocks[1]])
+    one = train(model)  # nothing is recorded yet
+    return [c[: c.index("-- backward")] for c in (far, one)]
+
+
+def test_forward(pool):
+    far, one = same_everywhere(pool.run(chosen_forward))
+    assert_expected_inline(
+        as_text([["root: 0, 1; 0: 2; 1: none", *far], ["only 0: 1", *one]]),
+        """\
+root: 0, 1; 0: 2; 1: none  only 0: 1
+all-gather <root>          all-gather <root>
+all-gather blocks.0        all-gather blocks.0
+all-gather blocks.1        all-gather blocks.1
+all-gather blocks.2        reshard blocks.0
+reshard blocks.0           reshard blocks.1
+reshard blocks.1           all-gather blocks.2
+reshard blocks.2           reshard blocks.2""",
+    )
+
+
+def chosen_backward(ctx) -> list[list[str]]:
+    columns = []
+    for prefetch in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
+        model = sharded(ctx, Net(), backward_prefetch=prefetch)
+        configure(model.blocks[2], backward_prefetch=[model.blocks[1], model.blocks[0]])
+        configure(model.blocks[1], backward_prefetch=[])
+        column = only_last(steps(model))
+        columns.append(column[column.index("-- backward") :])
+    return columns
+
+
+def test_backward(pool):
+    pre, post, none = same_everywhere(pool.run(chosen_backward))
+    assert_expected_inline(
+        as_text([["BACKWARD_PRE", *pre], ["POST", *post], ["None", *none]]),
+        """\
+BACKWARD_PRE             POST                     None
+-- backward              -- backward              -- backward
+all-gather blocks.2      all-gather blocks.2      all-gather blocks.2
+all-gather blocks.1      reshard blocks.2         all-gather blocks.1
+all-gather blocks.0      reduce-scatter blocks.2  all-gather blocks.0
+reshard blocks.2         all-gather blocks.1      reshard blocks.2
+reduce-scatter blocks.2  all-gather blocks.0      reduce-scatter blocks.2
+reshard blocks.1         reshard blocks.1         reshard blocks.1
+reduce-scatter blocks.1  reduce-scatter blocks.1  reduce-scatter blocks.1
+reshard blocks.0         reshard blocks.0         reshard blocks.0
+reduce-scatter blocks.0  reduce-scatter blocks.0  reduce-scatter blocks.0
+reshard <root>           reshard <root>           reshard <root>
+reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
+    )
+
+
+def wrong_hints(ctx) -> None:
+    """A unit that does not run is gathered in vain and freed; one that ran already is left alone. Numbers do not change."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = sharded(ctx, Net())
+    model.order = plain.order = [0, 2]
+    configure(model.blocks[2], forward_prefetch=[model.blocks[1], model.blocks[0]])
+    configure(model.blocks[0], backward_prefetch=[model.blocks[1], model.blocks[2]])
+    optimizers = [adamw(m.parameters()) for m in (model, plain)]
+    for _ in range(3):
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(unit.handle.is_sharded for unit in units_below(model))
+    whole = full_params(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(whole[name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_wrong_hints(pool):
+    pool.run(wrong_hints)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A limit in bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Ahead(nn.Module):
+    """Counts the most bytes that were gathered without being in use, at every gather."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.most = 0
+        units = units_below(model)
+        for unit in units:
+            before = unit.handle.unshard
+
+            def unshard(again: bool = False, before: Any = before) -> None:
+                before(again)
+                ahead = [
+                    u
+                    for u in units
+                    if not u.claims and (u.record is None or u.record.task is None) and not u.handle.is_sharded
+                ]
+                self.most = max(self.most, sum(u.handle.unsharded_nbytes for u in ahead))
+
+            monkeypatch.setattr(unit.handle, "unshard", unshard)
+
+
+def limited(ctx) -> list[list[str]]:
+    columns = []
+    size = None
+    for blocks in (None, 2, 1, 0):
+        model = sharded(ctx, Net(), prefetch_limit_bytes=None if blocks is None else blocks * (size or 0) + 1)
+        size = unit_of(model.blocks[0]).handle.unsharded_nbytes
+        assert size == sum(b.layout.padded_numel * 4 for b in unit_of(model.blocks[0]).handle.buffers)
+        for module in (model, *model.blocks):
+            configure(module, forward_prefetch=[b for b in model.blocks if b is not module])
+            configure(module, backward_prefetch=[b for b in reversed(model.blocks) if b is not module])
+        with pytest.MonkeyPatch.context() as patch:
+            ahead = Ahead(model, patch)
+            columns.append([f"-- limit: {blocks} blocks", *only_last(steps(model))])
+        assert ahead.most == (3 if blocks is None else blocks) * size
+    return columns
+
+
+def test_limit(pool):
+    columns = same_everywhere(pool.run(limited))
+    assert_expected_inline(
+        as_text(columns, "all-gather"),
+        """\
+-- limit: None blocks  -- limit: 2 blocks     -- limit: 1 blocks     -- limit: 0 blocks
+all-gather <root>      all-gather <root>      all-gather <root>      all-gather <root>
+all-gather blocks.0    all-gather blocks.0    all-gather blocks.0    all-gather blocks.0
+all-gather blocks.1    all-gather blocks.1    all-gather blocks.1    all-gather blocks.1
+all-gather blocks.2    all-gather blocks.2    all-gather blocks.0    all-gather blocks.2
+all-gather blocks.0    all-gather blocks.0    all-gather blocks.2    -- backward
+all-gather blocks.1    all-gather blocks.1    -- backward            all-gather blocks.2
+-- backward            -- backward            all-gather blocks.2    all-gather blocks.1
+all-gather blocks.2    all-gather blocks.2    all-gather blocks.1    all-gather blocks.0
+all-gather blocks.1    all-gather blocks.1    all-gather blocks.0
+all-gather blocks.0    all-gather blocks.0""",
+    )
+
+
+def exact(ctx) -> None:
+    """The limit is what may be ahead, not what must stay below it; and the policy may give each unit one of its own."""
+    size = 2 * BLOCK_BYTES if ctx.world_size == 2 else None
+    policy = CustomPolicy(lambda m: isinstance(m, Block) and {"prefetch_limit_bytes": size})
+    model = sharded(ctx, Net(), policy)
+    assert unit_of(model).config.prefetch_limit_bytes is None
+    assert unit_of(model.blocks[0]).handle.unsharded_nbytes == size
+    assert only_last(steps(model)) == only_last(steps(sharded(ctx, Net())))
+    policy = CustomPolicy(lambda m: isinstance(m, Block) and {"prefetch_limit_bytes": size - 1})
+    model = sharded(ctx, Net(), policy, forward_prefetch=True)
+    none = sharded(ctx, Net(), forward_prefetch=False, backward_prefetch=None)
+    configure(none, backward_prefetch=[none.blocks[2]])  # only the root, which has no limit, still gathers ahead
+    steps(model)
+    got, expected = only_last(steps(model)), only_last(steps(none))
+    assert [e for e in got if "all-gather" in e] == [e for e in expected if "all-gather" in e]
+
+
+def test_limit_of_one_unit(pool):
+    pool.run(exact)
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1GB"])
+def test_what_is_no_limit(fake_group, value):
+    model = Net()
+    with pytest.raises(ValueError, match="prefetch_limit_bytes must be a number of bytes or None"):
+        fully_shard(model, prefetch_limit_bytes=value)
+    assert not units_below(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Misuse, copies, lifetime
+# ---------------------------------------------------------------------------------------------------------------------
+
+both = pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch"])
+
+
+@both
+def test_misuse(fake_group, name):
+    model, plain = fully_shard(Net(), policy=Block), Net()
+    configure(model, **{name: [model.blocks[0]]})
+    for module, chosen, kind, message in (
+        (model, [model.blocks[0].linear], ValueError, r"this Linear is part of unit 'blocks\.0', and is none itself"),
+        (
+            model.front,
+            [model.blocks[0]],
+            ValueError,
+            r"this Linear is part of unit the root module, and is none itself",
+        ),
+        (model, [plain], ValueError, r"nothing in this Net is sharded; call fully_shard first"),
+        (
+            model,
+            [model.blocks],
+            ValueError,
+            r"this ModuleList is not a unit, but units lie in it: 'blocks\.0', 'blocks\.1'",
+        ),
+        (model, [model.blocks[1], model], ValueError, "unit '<root>' cannot be gathered ahead of itself"),
+        (model, model.blocks[0], TypeError, "takes a list of modules, got a Block"),
+        (model, ["blocks.1"], TypeError, "takes an nn.Module, got a str"),
+    ):
+        with pytest.raises(kind, match=f"configure.*{message}"):
+            configure(module, **{name: chosen})
+    unit = unit_of(model)
+    assert [u for c in (unit.forward_prefetch, unit.backward_prefetch) if c for u in c] == [unit_of(model.blocks[0])]
+
+
+@both
+def test_another_group(fake_group, name):
+    other = dist.new_group([0])
+    a, b = fully_shard(Net()), fully_shard(Net(), process_group=other)
+    with pytest.raises(ValueError, match="'<root>' is on another process group or device than '<root>'"):
+        configure(a, **{name: [b]})
+
+
+def test_deepcopy(fake_group):
+    model, outside = fully_shard(Net(), policy=Block), fully_shard(Net())
+    configure(model, forward_prefetch=[model.blocks[1], outside, model.blocks[0]])
+    configure(model.blocks[2], backward_prefetch=[model.blocks[0]])
+    copied = copy.deepcopy(copy.deepcopy(model))
+    assert [u.module for u in unit_of(copied).forward_prefetch] == [copied.blocks[1], outside, copied.blocks[0]]
+    assert [u.module for u in unit_of(copied.blocks[2]).backward_prefetch] == [copied.blocks[0]]
+    assert [u.module for u in unit_of(model).forward_prefetch] == [model.blocks[1], outside, model.blocks[0]]
+    gone = weakref.ref(outside)
+    del outside
+    gc.collect()
+    assert gone() is None
+    assert [u.module for u in unit_of(copied).forward_prefetch] == [copied.blocks[1], copied.blocks[0]]
+    train(copied)
+
+
+def test_deepcopy_of_a_long_chain(fake_group):
+    """A copy that followed the chain would exceed Python's recursion limit."""
+    model = fully_shard(Net(120), policy=Block)
+    for block, following in zip(model.blocks, model.blocks[1:], strict=False):
+        configure(block, forward_prefetch=[following])
+        configure(following, backward_prefetch=[block])
+    copied = copy.deepcopy(model)
+    units = [unit_of(b) for b in copied.blocks]
+    assert [[*u.forward_prefetch] for u in units[:-1]] == [[u] for u in units[1:]]
+    assert [[*u.backward_prefetch] for u in units[1:]] == [[u] for u in units[:-1]]
+
+
+def kept_and_chosen(ctx) -> list[str]:
+    """What is kept unsharded is gathered ahead once."""
+    model = sharded(ctx, Net())
+    configure(model, forward_prefetch=list(model.blocks))
+    train(model)
+    with keep_unsharded(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        events = train(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        events += train(model)
+    return [e for e in events if e.startswith("all-gather")]
+
+
+def test_while_kept_unsharded(pool):
+    events = same_everywhere(pool.run(kept_and_chosen))
+    assert sorted(events) == sorted(2 * ["all-gather <root>", *[f"all-gather blocks.{i}" for i in range(3)]])
+
+
+def test_configured_for_all_units(fake_group):
+    """Off, nothing is gathered ahead in either direction; on again, it is; a wrong value changes nothing."""
+    model = fully_shard(Net(), policy=Block)
+    train(model)
+    ahead = []
+    for forward, backward in ((False, None), (True, BackwardPrefetch.BACKWARD_PRE)):
+        configure(model, forward_prefetch=forward, backward_prefetch=backward)
+        with record_events() as events:
+            train(model)
+        first, second = events.index("all-gather blocks.1"), events.index("reshard blocks.0")
+        again = [i for i, e in enumerate(events) if e == "all-gather blocks.0"][1]
+        ahead.append((first < second, again < events.index("reduce-scatter blocks.1")))
+    assert ahead == [(False, False), (True, True)]
+    for wrong in (
+        {"gradient_sync": 1},
+        {"divide_factor": 0},
+        {"forward_prefetch": None},
+        {"backward_prefetch": "later"},
+    ):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            configure(model, reshard_after_forward=False, **wrong)
+    assert all(unit.config.reshard_after_forward is None for unit in units_below(model))

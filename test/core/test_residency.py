@@ -1,0 +1,532 @@
+"""How long parameters stay unsharded, as the user says: ``reshard_after_forward`` at run time, and ``keep_unsharded``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg as fake_pg
+from event_lines import as_text, same_everywhere, sharded, train
+from expecttest import assert_expected_inline
+from models import Block, Net
+from parity import adamw, full_params
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import (
+    CustomPolicy,
+    MixedPrecision,
+    ShardingStrategy,
+    configure,
+    describe,
+    fully_shard,
+    keep_unsharded,
+    register_forward_method,
+)
+from flatshard._composable.state import unit_of, units_below
+from flatshard._trace import record_events
+from flatshard.tensors import ShardedParameter
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+
+def unsharded(model: nn.Module) -> list[str]:
+    return [u.fqn for u in units_below(model) if not u.handle.is_sharded]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reshard_after_forward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def last_of_two(model: nn.Module) -> list[str]:
+    train(model)
+    return train(model)
+
+
+def each_value(ctx) -> list[list[str]]:
+    """Given at construction and set at run time: the same; and None is what the strategy says."""
+    columns = []
+    plain = {s: last_of_two(sharded(ctx, Net(), strategy=s)) for s in STRATEGIES[:2]}
+    for strategy in STRATEGIES[:2]:
+        model = sharded(ctx, Net(), strategy=strategy)
+        for value in (True, False):
+            configure(model, reshard_after_forward=value)
+            events = last_of_two(model)
+            assert events == last_of_two(sharded(ctx, Net(), strategy=strategy, reshard_after_forward=value))
+            if strategy is ShardingStrategy.FULL_SHARD:
+                columns.append(events)
+            else:
+                assert events == columns[not value]
+        configure(model, reshard_after_forward=None)
+        assert last_of_two(model) == plain[strategy]
+    # All of SHARD_GRAD_OP keeps its parameters; FULL_SHARD keeps those of the outermost unit unless it is told not to.
+    assert columns[1] == plain[ShardingStrategy.SHARD_GRAD_OP]
+    assert columns[0] != plain[ShardingStrategy.FULL_SHARD]
+    return columns
+
+
+def test_reshard_after_forward(pool):
+    columns = same_everywhere(pool.run(each_value))
+    assert_expected_inline(
+        as_text(columns),
+        """\
+all-gather <root>        all-gather <root>
+all-gather blocks.0      all-gather blocks.0
+all-gather blocks.1      all-gather blocks.1
+reshard blocks.0         all-gather blocks.2
+all-gather blocks.2      -- backward
+reshard blocks.1         reshard blocks.2
+reshard blocks.2         reduce-scatter blocks.2
+reshard <root>           reshard blocks.1
+-- backward              reduce-scatter blocks.1
+all-gather <root>        reshard blocks.0
+all-gather blocks.2      reduce-scatter blocks.0
+all-gather blocks.1      reshard <root>
+reshard blocks.2         reduce-scatter <root>
+reduce-scatter blocks.2
+all-gather blocks.0
+reshard blocks.1
+reduce-scatter blocks.1
+reshard blocks.0
+reduce-scatter blocks.0
+reshard <root>
+reduce-scatter <root>""",
+    )
+
+
+def one_unit(ctx) -> list[str]:
+    """Without ``recurse``; by the policy; and from the next forward on, not before."""
+    model = sharded(ctx, Net())
+    configure(model.blocks[1], reshard_after_forward=False)
+    configure(model, reshard_after_forward=True, recurse=False)
+    events = last_of_two(model)
+    policy = CustomPolicy(lambda m: isinstance(m, Block) and {"reshard_after_forward": m is not by_policy.blocks[1]})
+    by_policy = Net()
+    sharded(ctx, by_policy, policy, reshard_after_forward=True)
+    assert last_of_two(by_policy) == events
+    loss = model(torch.ones(2, 4)).sum()
+    assert unsharded(model) == ["blocks.1"]
+    configure(model, reshard_after_forward=True)
+    assert unsharded(model) == ["blocks.1"]
+    loss.backward()
+    assert "all-gather blocks.1" in train(model)[-10:]
+    with torch.no_grad():
+        configure(model, reshard_after_forward=False)
+        model(torch.ones(2, 4))
+        assert not unsharded(model)  # for no backward
+    return [e for e in events if not e.startswith("reduce")]
+
+
+def test_one_unit(pool):
+    assert_expected_inline(
+        as_text([same_everywhere(pool.run(one_unit))]),
+        """\
+all-gather <root>
+all-gather blocks.0
+all-gather blocks.1
+reshard blocks.0
+all-gather blocks.2
+reshard blocks.2
+reshard <root>
+-- backward
+all-gather <root>
+all-gather blocks.2
+reshard blocks.2
+all-gather blocks.0
+reshard blocks.1
+reshard blocks.0
+reshard <root>""",
+    )
+
+
+def parity(ctx) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = sharded(ctx, Net())
+    optimizers = [adamw(m.parameters()) for m in (model, plain)]
+    for value in (True, False, None, True):
+        configure(model, reshard_after_forward=value)
+        configure(model.blocks[1], reshard_after_forward=not value)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, plain)
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    whole = full_params(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(whole[name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_changing_it_changes_no_number(pool, world_size):
+    pool.run(parity, world_size=world_size)
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_describe_says(fake_group):
+    model = fully_shard(Net(), policy=Block, reshard_after_forward=True)
+    configure(model.blocks[2], reshard_after_forward=None)
+    assert [u.reshard_after_forward for u in describe(model).units] == [True, True, True, None]
+    lines = [line.split("  ") for line in str(describe(model)).splitlines()[2:6]]
+    assert [[c.strip() for c in line if c][2] for line in lines] == [
+        *["FULL_SHARD, reshard_after_forward=True"] * 3,
+        "FULL_SHARD",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (8, ValueError, r"reshard_after_forward=8 does not divide the 2 ranks .*: pass one of \[1, 2\], True or False"),
+        (
+            "yes",
+            ValueError,
+            "reshard_after_forward must be True, False, None .as the strategy says. or a number of ranks",
+        ),
+    ],
+)
+def test_what_is_no_value(fake_group, value, kind, message):
+    model = Net()
+    with pytest.raises(kind, match=message):
+        fully_shard(model, reshard_after_forward=value)
+    assert not units_below(model)
+    fully_shard(model, policy=Block)
+    with pytest.raises(kind, match=message):
+        configure(model, reshard_after_forward=value)
+    with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and is none itself"):
+        configure(model.blocks[0].linear, reshard_after_forward=True)
+
+
+def test_no_shard_has_nothing_to_reshard(fake_group):
+    no_shard = ShardingStrategy.NO_SHARD
+    with pytest.raises(ValueError, match="reshard_after_forward=True has no meaning with NO_SHARD"):
+        fully_shard(Net(), strategy=no_shard, reshard_after_forward=True)
+    policy = CustomPolicy(lambda m: isinstance(m, Block) and {"strategy": no_shard})
+    model = fully_shard(Net(), policy=policy, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with pytest.raises(ValueError, match=r"unit 'blocks\.0': reshard_after_forward=True has no meaning with NO_SHARD"):
+        configure(model, reshard_after_forward=True)
+    assert unit_of(model).config.reshard_after_forward is None
+    configure(model, reshard_after_forward=False)
+    configure(model, reshard_after_forward=True, recurse=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# keep_unsharded
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def forwards(ctx) -> list[list[str]]:
+    columns = []
+    for guard in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
+        model = sharded(ctx, Net())
+        expected = model(torch.ones(2, 4))
+        with record_events() as events:
+            with guard(), keep_unsharded(model):
+                assert not unsharded(model)  # at first use, so that what is not used is not gathered
+                for _ in range(10):
+                    assert torch.equal(model(torch.ones(2, 4)), expected)
+                    assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+                assert len(unsharded(model)) == 4
+                events.append("-- exit")
+            assert not unsharded(model)
+        columns.append(events)
+    return columns
+
+
+def test_ten_forwards_are_one_gather(pool):
+    columns = same_everywhere(pool.run(forwards))
+    assert columns[0] == columns[1] == columns[2]
+    assert_expected_inline(
+        as_text(columns[:1]),
+        """\
+reshard <root>
+all-gather <root>
+all-gather blocks.0
+all-gather blocks.1
+all-gather blocks.2
+-- exit
+reshard <root>
+reshard blocks.0
+reshard blocks.1
+reshard blocks.2""",
+    )
+
+
+def generate_unevenly(ctx) -> None:
+    """As ranks do whose sequences end at different lengths. Afterwards they train together."""
+    for guard in (torch.no_grad, torch.inference_mode):
+        model = sharded(ctx, Net())
+        with record_events() as events, guard(), keep_unsharded(model):
+            for _ in range(1 + 3 * ctx.rank):
+                model(torch.ones(2, 4))
+        assert events.count("all-gather blocks.1") == 1
+        assert not unsharded(model)
+        model(torch.ones(2, 4)).sum().backward()
+        for grad in (p.grad for p in model.parameters()):
+            assert grad is not None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_call_it_unequally_often(pool, world_size):
+    pool.run(generate_unevenly, world_size=world_size)
+
+
+def training(ctx) -> None:
+    """Steps inside are noticed. Numbers are those of training outside; a gather a step is left."""
+    torch.set_default_dtype(torch.float64)
+    for strategy in STRATEGIES:
+        torch.manual_seed(0)
+        plain = Net()
+        torch.manual_seed(0)
+        model = sharded(ctx, Net(), strategy=strategy)
+        optimizers = [adamw(m.parameters()) for m in (model, plain)]
+
+        def step(model: nn.Module = model, plain: nn.Module = plain, optimizers: Any = optimizers) -> None:
+            for m, optimizer in zip((model, plain), optimizers, strict=True):
+                for _ in range(2):
+                    m(torch.ones(2, 4)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                x = torch.rand(2, 4)
+                torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-12)
+
+        step()
+        with keep_unsharded(model), record_events() as events:
+            step()
+            first = events.count("all-gather blocks.1")
+            step()
+            with keep_unsharded(model.blocks[1]):
+                step()
+        gathers = 0 if strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1 else 2
+        assert first == gathers
+        assert events.count("all-gather blocks.1") == 2 * gathers
+        step()
+        assert_same(model, plain)
+        assert strategy is ShardingStrategy.NO_SHARD or not unsharded(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_step_inside_is_noticed(pool, world_size):
+    pool.run(training, world_size=world_size)
+
+
+def between(ctx) -> None:
+    """On entry nothing that an earlier forward left is trusted, but for what ``unshard`` gathered; on exit all is freed."""
+    x = torch.ones(2, 4)
+    for strategy in STRATEGIES[:2]:
+        model = sharded(ctx, Net(), strategy=strategy)
+        model(x)  # the outermost unit stays unsharded for a backward
+        for p in model.parameters():
+            p.data.mul_(2)  # which no version counts
+        with torch.no_grad():
+            expected = model(x)
+            model.train()
+        out = model(x)
+        with torch.no_grad(), keep_unsharded(model):
+            assert torch.equal(model(x), expected)
+        assert not unsharded(model)
+        out.sum().backward()  # gathers again
+        assert not unsharded(model)
+        flatshard.unshard(model, recurse=True)
+        with torch.no_grad(), record_events() as events, keep_unsharded(model):
+            assert torch.equal(model(x), expected)
+        assert not [e for e in events if "gather" in e]
+        assert not unsharded(model)
+        flatshard.unshard(model, recurse=True)
+        with torch.no_grad():
+            for p in [p for u in units_below(model) for b in u.handle.buffers for p in b.params]:
+                p.mul_(0.5)
+            with keep_unsharded(model):
+                assert not torch.equal(model(x), expected)
+
+
+def test_on_entry_and_exit(pool):
+    pool.run(between)
+
+
+def partly(ctx) -> None:
+    x = torch.ones(2, 4)
+    model = sharded(ctx, Net())
+    with torch.no_grad():
+        with keep_unsharded(model, recurse=False):
+            model(x)
+            assert unsharded(model) == [""]
+        with keep_unsharded(model.blocks):  # no unit itself
+            model(x)
+            with keep_unsharded(model.blocks[0]):
+                model(x)
+                assert unsharded(model) == ["blocks.0", "blocks.1", "blocks.2"]
+            assert unsharded(model) == ["blocks.0", "blocks.1", "blocks.2"]
+            flatshard.reshard(model)  # at once; the next forward gathers again
+            assert not unsharded(model)
+            model(x)
+            assert unsharded(model) == ["blocks.0", "blocks.1", "blocks.2"]
+        with pytest.raises(ZeroDivisionError), keep_unsharded(model):
+            model(x).new_zeros(()).fill_(1 / 0)
+        assert not unsharded(model)
+        with keep_unsharded(model):
+            expected = model(x)
+            with flatshard.summon_full_params(model, writeback=False):
+                model.head.weight.zero_()
+            assert torch.equal(model(x), expected)
+            with flatshard.summon_full_params(model):
+                model.head.weight.zero_()
+                model.head.bias.fill_(3)
+            assert torch.equal(model(x), torch.full((2, 2), 3.0))
+
+
+def test_parts_of_a_model(pool):
+    pool.run(partly)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(4, 4)
+        self.inner = Block()
+        self.inner.linear.weight = self.front.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.front(x))
+
+    def generate(self, x: Tensor) -> Tensor:
+        with keep_unsharded(self):  # inside a forward of the unit
+            for _ in range(5):
+                x = self(x)
+        return x
+
+
+def inside(ctx) -> list[str]:
+    model = sharded(ctx, Tied())
+    register_forward_method(model, "generate")
+    with torch.no_grad(), keep_unsharded(model.inner):  # with the owner of its tied parameter
+        model(torch.ones(2, 4))
+        assert unsharded(model) == ["", "inner"]
+    with record_events() as events:
+        model.generate(torch.ones(2, 4))
+    assert unsharded(model) == [""]  # for backward
+    return events
+
+
+def test_inside_a_forward(pool):
+    assert_expected_inline(
+        as_text([same_everywhere(pool.run(inside))]),
+        """\
+all-gather <root>
+all-gather inner
+reshard inner""",
+    )
+
+
+def replaced(ctx) -> None:
+    x = torch.ones(2, 4)
+    for change in (
+        lambda m: setattr(m.blocks[0].linear.weight, "data", 2 * m.blocks[0].linear.weight.data),
+        lambda m: m.blocks[0].linear.weight.data.mul_(2),
+        lambda m: m.double().blocks[0].linear.weight.data.mul_(2),
+        lambda m: m.blocks[0].linear.register_parameter("weight", nn.Parameter(2 * m.blocks[0].linear.weight.data)),
+    ):
+        model = sharded(ctx, Net())
+        with keep_unsharded(model):
+            before = model(x)
+            change(model)
+            x = x.to(next(model.parameters()).dtype)
+            inside = model(x)
+            assert not torch.equal(inside, before.to(inside.dtype))
+        outside = model(x)
+        assert torch.equal(inside, outside)
+        outside.sum().backward()
+        x = x.float()
+
+
+def test_replaced_parameters(pool):
+    pool.run(replaced)
+
+
+def full_precision(ctx) -> None:
+    """Evaluation in the parameters' own dtype has copies of its own to keep."""
+    x = torch.ones(2, 4)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    model = sharded(ctx, Net(), mixed_precision=policy)
+    count = []
+    for unit in units_below(model):
+        for buffers in unit.handle.buffers:
+            before = buffers.gather_full_precision
+            buffers.gather_full_precision = lambda runtime, before=before: count.append(1) or before(runtime)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        count.clear()
+        with keep_unsharded(model):
+            for _ in range(5):
+                assert torch.equal(model(x), expected)
+            assert len(count) == 4
+            for p in model.parameters():
+                p.mul_(0)
+            assert not model(x).any()
+            assert len(count) == 8
+            model.double()
+            for p in model.parameters():
+                p.data.add_(1)
+            assert model(x.double()).any()
+            assert len(count) == 12
+        assert not any(u.claims for u in units_below(model))
+    model.float().train()
+    model(x).sum().backward()
+
+
+def test_full_precision_in_eval(pool):
+    pool.run(full_precision)
+
+
+def interrupted(ctx) -> None:
+    x = torch.ones(2, 4)
+    model = sharded(ctx, Net())
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with keep_unsharded(model):
+        expected = model(x)
+        handle = model.blocks[1].register_forward_pre_hook(stop)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+        handle.remove()
+        assert torch.equal(model(x), expected)
+        model(x).sum().backward()
+        assert len(unsharded(model)) == 4
+        flatshard.recover(model)
+        assert torch.equal(model(x), expected)
+    assert not unsharded(model)
+
+
+def test_interrupts(pool):
+    pool.run(interrupted)
+
+
+def test_misuse(fake_group):
+    model = fully_shard(Net(), policy=Block)
+    with pytest.raises(ValueError, match="keep_unsharded: this Linear is part of unit the root module"):
+        keep_unsharded(model.head).__enter__()
+    with pytest.raises(ValueError, match="keep_unsharded: nothing in this Linear is sharded"):
+        keep_unsharded(nn.Linear(2, 2)).__enter__()
+    with pytest.raises(ValueError, match="keep_unsharded: this ModuleList is not a unit, but units lie in it"):
+        keep_unsharded(model.blocks, recurse=False).__enter__()

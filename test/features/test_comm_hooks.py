@@ -1,0 +1,528 @@
+"""Communication hooks in the place of the reductions: FSDP1's own work unchanged, ready-made ones halve the bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block
+from parity import check_parity
+from recording import FULL, GRAD_OP, NO_SHARD, Net, fake_world, make_input, sent_bytes
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+import flatshard
+from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
+from flatshard._comm.monitor.order_check import OrderCheck
+from flatshard._comm.progress import GATHER
+from flatshard._composable.state import units_below
+from flatshard.comm import (
+    CommHookState,
+    Pending,
+    QuantizedCollectives,
+    bf16_compress_hook,
+    builtin_collectives,
+    fp16_compress_hook,
+    register_comm_hook,
+)
+
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+
+
+def built(group: Any, strategy: ShardingStrategy = FULL, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    return fully_shard(model, policy={Block}, process_group=group, strategy=strategy, **options)
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    torch.manual_seed(100 + rank)
+    x = make_input(0, 4).to(next(model.parameters()).dtype)
+    model(x).square().sum().backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    with summon_full_params(model, writeback=False, with_grads=True):
+        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A user's own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """A hook that reduces by torch's own calls and looks at what it is given."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.calls: list[tuple[torch.dtype, int, int]] = []
+
+    def __call__(self, state: Any, gradient: Tensor, output: Tensor | None = None) -> None:
+        assert state == "mine"
+        assert not torch.is_grad_enabled()
+        size = dist.get_world_size(self.group)
+        assert gradient.dim() == 1
+        assert gradient.is_contiguous()
+        assert not gradient.requires_grad
+        if output is None:
+            dist.all_reduce(gradient, group=self.group)
+            gradient.div_(size)
+        else:
+            assert output.numel() * size == gradient.numel()
+            assert output.dtype == gradient.dtype
+            dist.reduce_scatter_tensor(output, gradient, group=self.group)
+            output.div_(size)
+        self.calls.append((gradient.dtype, gradient.numel(), 0 if output is None else output.numel()))
+
+
+def parity_by_a_hook(ctx, strategy: ShardingStrategy) -> None:
+    hooks = []
+
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={Block}, process_group=group, strategy=strategy)
+        hooks.append(Seen(group))
+        register_comm_hook(model, "mine", hooks[0])
+
+    def make() -> nn.Module:
+        model = Net()
+        model.front.weight.requires_grad_(False)  # in a flat parameter of its own: nothing to reduce
+        model.unused = nn.Parameter(torch.ones(3))
+        return model
+
+    run = check_parity(ctx, make, make_input, steps=3, shard=shard)
+    units = units_below(run.sharded)
+    sizes = [
+        (b.dtype, b.layout.padded_numel, 0 if strategy is NO_SHARD else b.layout.shard_numel)
+        for u in (units[2], units[1], units[0])  # in the order in which backward completes them
+        for b in u.handle.buffers
+        if b.params[0].requires_grad
+    ]
+    assert hooks[0].calls == sizes * 3
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_hook_does_the_reduction(pool, strategy, world_size):
+    pool.run(parity_by_a_hook, strategy, world_size=world_size)
+
+
+class Mixed(nn.Module):
+    """Two dtypes in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.float()).cfloat()).abs()
+
+
+def average(state: Any, gradient: Tensor, output: Tensor | None = None) -> Any:
+    return state.all_reduce(gradient) if output is None else state.reduce_scatter(output, gradient)
+
+
+def own_reduction(ctx, strategy: ShardingStrategy) -> None:
+    """``state=None``: the hook gets what it takes the place of, and what that returns may be its result."""
+    states = []
+
+    def hook(state: CommHookState, *tensors: Tensor) -> Any:
+        states.append(state)
+        assert state.process_group is ctx.group
+        assert (state.rank, state.world_size) == (ctx.rank, ctx.world_size)
+        return average(state, *tensors)
+
+    plain, model = (built(ctx.group, strategy, Mixed()) for _ in range(2))
+    register_comm_hook(model, None, hook)
+    for m in (plain, model):
+        backward(m, ctx.rank)
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+    assert len(states) == 2  # a dtype each
+
+
+@EVERY_STRATEGY
+def test_a_hook_without_a_state_gets_the_reduction(pool, strategy):
+    pool.run(own_reduction, strategy, world_size=3)
+
+
+def registering(ctx) -> None:
+    """Which units, for how long, and in copies."""
+    calls: list[Any] = []
+
+    def hook(state: Any, gradient: Tensor, output: Tensor) -> Any:
+        calls.append(gradient.numel())
+        return average(state, gradient, output)
+
+    def count(model: nn.Module) -> int:
+        calls.clear()
+        backward(model, ctx.rank)
+        return len(calls)
+
+    model = built(ctx.group)
+    handle = register_comm_hook(model, None, hook, recurse=False)
+    assert count(model) == 1  # the root
+    inner = register_comm_hook(model.blocks, None, hook)  # not a unit itself: those below
+    assert count(model) == 3
+    assert count(copy.deepcopy(model)) == 3
+    with pytest.raises(ValueError, match=r"units the root module, 'blocks.0', 'blocks.1' have a communication hook"):
+        register_comm_hook(model, None, hook)
+    handle.remove()
+    handle.remove()
+    assert count(model) == 2
+    again = register_comm_hook(model, None, hook, recurse=False)
+    handle.remove()  # not its hook
+    assert count(model) == 3
+    again.remove()
+    inner.remove()
+    assert count(model) == 0
+
+    # A unit that is frozen now may be thawed.
+    model = built(ctx.group, model=(net := Net()).requires_grad_(False))
+    register_comm_hook(model, None, hook)
+    net.requires_grad_(True)
+    assert count(model) == 3
+
+
+def test_where_hooks_are_registered(pool):
+    pool.run(registering)
+
+
+def one_argument(state: Any) -> None: ...
+
+
+def sharded_only(state: Any, gradient: Tensor, output: Tensor) -> None: ...
+
+
+def replicated_only(state: Any, gradient: Tensor) -> None: ...
+
+
+def test_what_cannot_be_registered_raises_before_anything_is_changed():
+    with fake_world(4):
+        model, replicated = built(None), built(None, NO_SHARD)
+        with pytest.raises(TypeError, match=r"'sum' is not callable: pass a function hook\(state, gradient, output\)"):
+            register_comm_hook(model, None, "sum")
+        for hook in (one_argument, replicated_only):
+            with pytest.raises(
+                TypeError, match=r"FULL_SHARD and calls hook\(state, gradient, output\), but .* cannot be"
+            ):
+                register_comm_hook(model, None, hook)
+        with pytest.raises(TypeError, match=r"NO_SHARD and calls hook\(state, gradient\), but .*'output'"):
+            register_comm_hook(replicated, None, sharded_only)
+        with pytest.raises(TypeError, match=r"flatshard.comm.bf16_compress_hook takes state=None .* got a str"):
+            register_comm_hook(model, "state", bf16_compress_hook)
+        with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
+            register_comm_hook(nn.Linear(2, 2), None, average)
+        with pytest.raises(ValueError, match="nothing in this ModuleList is sharded as a unit of its own"):
+            register_comm_hook(model.blocks, None, average, recurse=False)
+        # Some units under one strategy and some under another: the hook must do for all.
+        policy = CustomPolicy(lambda m: isinstance(m, Block) and {"strategy": NO_SHARD})
+        mixed = fully_shard(Net(), policy=policy)
+        with pytest.raises(TypeError, match=r"unit 'blocks.0' is NO_SHARD"):
+            register_comm_hook(mixed, None, sharded_only)
+        integers = nn.Module()
+        integers.forward = lambda: None
+        integers.codes = nn.Parameter(torch.arange(8), requires_grad=False)
+        fully_shard(integers)
+        with pytest.raises(
+            ValueError, match=r"units the root module have no gradients to reduce \(they have no floating"
+        ):
+            register_comm_hook(integers, None, average)
+        for sharded in (model, replicated, mixed):
+            register_comm_hook(sharded, None, average)  # nothing was registered by what raised
+            sharded(make_input(0, 2)).sum().backward()
+    with (
+        fake_world(1),
+        pytest.raises(
+            ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*leave it out"
+        ),
+    ):
+        register_comm_hook(built(None), None, average)
+
+
+def wrong_hooks(ctx) -> None:
+    def forgets_to_cast_back(state: Any, gradient: Tensor, output: Tensor) -> None:
+        output.data = gradient[: output.numel()].half()
+
+    def changes_shape(state: Any, gradient: Tensor, output: Tensor) -> None:
+        output.data = gradient.clone()
+
+    def returns_a_tensor(state: Any, gradient: Tensor, output: Tensor) -> Tensor:
+        return output
+
+    def breaks(state: Any, gradient: Tensor, output: Tensor) -> None:
+        raise ZeroDivisionError("of the hook")
+
+    for hook, message in (
+        (
+            forgets_to_cast_back,
+            r"TypeError: the communication hook left a gradient of shape .* torch.float16 on cpu in place of",
+        ),
+        (changes_shape, "TypeError: the communication hook left a gradient of shape"),
+        (returns_a_tensor, r"TypeError: the communication hook returned a Tensor: .* something with a wait\(\)"),
+        (breaks, "ZeroDivisionError: of the hook"),
+    ):
+        ctx.note(hook.__name__)
+        model, plain = built(ctx.group), built(ctx.group)
+        handle = register_comm_hook(model.blocks[1], None, hook)
+        with pytest.raises(CollectiveError, match=f"^the reduce-scatter of unit 'blocks.1' failed .*{message}"):
+            backward(model, ctx.rank)
+        handle.remove()
+        model.zero_grad()
+        for m in (model, plain):
+            backward(m, ctx.rank)
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+
+
+def test_a_hook_that_goes_wrong_is_named(pool):
+    pool.run(wrong_hooks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP1's
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def record_stream_on_cpu() -> Iterator[None]:
+    """torch's 16-bit hooks call it on whatever the device; on CPU it raises, though there is nothing to do."""
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    try:
+        yield
+    finally:
+        del torch.Tensor.record_stream
+
+
+@record_stream_on_cpu()
+def as_in_fsdp1(ctx, strategy: ShardingStrategy) -> None:
+    """torch's own hooks, with their own states: the averages are those without a hook, up to rounding."""
+    plain = built(ctx.group, strategy)
+    backward(plain, ctx.rank)
+    expected = gradients(plain)
+    average = default_hooks.allreduce_hook if strategy is NO_SHARD else default_hooks.reduce_scatter_hook
+    low = functools.partial(default_hooks.LowPrecisionState, ctx.group)
+    for state, hook, rtol in (
+        (default_hooks.DefaultState(ctx.group), average, 1e-6),
+        (low(), default_hooks.bf16_compress_hook, 2**-6),
+        (low(), default_hooks.fp16_compress_hook, 2**-9),
+    ):
+        ctx.note(hook.__name__)
+        model = built(ctx.group, strategy)
+        register_comm_hook(model, state, hook)
+        for _ in range(2):  # an input that has been pointed elsewhere must not have been the one for the next step
+            model.zero_grad()
+            backward(model, ctx.rank)
+        for name, grad in gradients(model).items():
+            assert grad.dtype == torch.float32
+            assert (grad - expected[name]).abs().max() <= rtol * expected[name].abs().max(), name
+
+
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
+def test_hooks_of_fsdp1_work_unchanged(pool, strategy):
+    pool.run(as_in_fsdp1, strategy, world_size=3)
+
+
+@record_stream_on_cpu()
+def against_fsdp1(ctx) -> None:
+    """Bit for bit what FSDP1 makes of the same hook, over two ranks."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    torch.manual_seed(0)
+    fsdp1 = FullyShardedDataParallel(
+        Net(),
+        process_group=ctx.group,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    state = default_hooks.LowPrecisionState(ctx.group)
+    fsdp1.register_comm_hook(state, default_hooks.bf16_compress_hook)
+    model = built(ctx.group)
+    register_comm_hook(model, state, default_hooks.bf16_compress_hook)
+    for m in (fsdp1, model):
+        backward(m, ctx.rank)
+    got = gradients(model)
+    with FullyShardedDataParallel.summon_full_params(fsdp1, with_grads=True):
+        for name, p in fsdp1.named_parameters():
+            assert torch.equal(got[name.replace("_fsdp_wrapped_module.", "")], p.grad), name
+
+
+def test_the_same_gradients_as_fsdp1(pool):
+    pool.run(against_fsdp1, world_size=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ready-made
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
+    """The average of rounded gradients, itself rounded once; over gloo summed in float32."""
+    hook = bf16_compress_hook if dtype is torch.bfloat16 else fp16_compress_hook
+    plain, model = built(ctx.group, strategy), built(ctx.group, strategy)
+    register_comm_hook(model, None, hook)
+    for _ in range(4):  # in which the order is checked
+        for each in (plain, model):
+            backward(each, ctx.rank)
+            each.zero_grad()
+    with sent_bytes() as sent:
+        backward(plain, ctx.rank)
+    with sent_bytes() as compressed:
+        backward(model, ctx.rank)
+    expected, got = gradients(plain), gradients(model)
+    for name, grad in got.items():
+        assert grad.dtype == torch.float32
+        assert torch.equal(grad, grad.to(dtype).float()), name
+        rounding = 1.01 * torch.finfo(dtype).eps * (1 if strategy is not NO_SHARD else 2)
+        assert (grad - expected[name]).abs().max() <= rounding * expected[name].abs().max() * ctx.world_size, name
+    if strategy is not NO_SHARD:  # gloo's own all-reduce is not counted
+        units = units_below(model)
+        shards = [u.handle.buffers[0].layout.shard_numel for u in units]
+        gathered = 0 if strategy is GRAD_OP else sum(shards[1:])
+        gathered += sum(shards)  # and in forward
+        peers = ctx.world_size - 1
+        assert sum(sent) == peers * 4 * (gathered + sum(shards))
+        assert sum(compressed) == peers * (4 * gathered + 2 * sum(shards))
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compression_to_16_bits(pool, strategy, dtype):
+    pool.run(compressed, strategy, dtype, world_size=3)
+
+
+class Switch(nn.Module):
+    """Rank 0 uses ``a``, with a gradient below float16's range, nobody uses ``b``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=dtype)
+        self.a, self.b = (nn.Parameter(torch.ones((), dtype=dtype)) for _ in range(2))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return self.linear(x).abs().sum() - (1e-12 * self.a.abs() if rank == 0 else 0)
+
+
+def signed_zeros(ctx) -> None:
+    for strategy in (FULL, NO_SHARD):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+            for hook in (bf16_compress_hook, fp16_compress_hook):
+                ctx.note(f"{strategy.name}, {dtype}, {hook.__name__}")
+                model = built(ctx.group, strategy, Switch(dtype))
+                register_comm_hook(model, None, hook)
+                model(torch.ones(2, 8, dtype=dtype), ctx.rank).backward()
+                assert model.b.grad is None
+                here = model.a.numel() > 0
+                assert (model.a.grad is not None) == here or not here
+                if here:
+                    assert model.a.grad is not None
+                    assert model.a.grad.abs() <= 1e-12
+                assert all(p.grad is not None and p.grad.dtype == dtype for p in model.linear.parameters())
+
+
+def test_compression_keeps_unused_parameters_apart(pool):
+    pool.run(signed_zeros, world_size=3)
+
+
+def infinities(ctx) -> None:
+    """float16: what is too large is infinite, not wrong; a sum over ranks that is too large is no matter."""
+    model = built(ctx.group, model=nn.Linear(1, 3, bias=False))
+    register_comm_hook(model, None, fp16_compress_hook)
+    x = torch.ones(1, 1)
+    (model(x) * torch.tensor([6e4, 7e4, -1e-3])).sum().backward()
+    grad = gradients(model)["weight"].view(-1)
+    assert grad[0] == torch.tensor(6e4).half().float()
+    assert grad[1] == float("inf")
+    assert grad[2] == torch.tensor(-1e-3).half().float()
+
+
+def test_float16_overflows_to_infinity(pool):
+    pool.run(infinities, world_size=4)
+
+
+def over_quantised(ctx) -> None:
+    """A hook on units with collectives of their own takes the place of their reductions only."""
+    model = built(ctx.group, collectives=QuantizedCollectives())
+    register_comm_hook(model, "mine", Seen(ctx.group))
+    plain = built(ctx.group, collectives=QuantizedCollectives(reduce=False))
+    for m in (model, plain):
+        backward(m, ctx.rank)
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-5, atol=1e-6)
+    expected = {n: p.clone() for n, p in flatshard_values(built(ctx.group)).items()}
+    assert all(torch.equal(v, expected[n]) for n, v in flatshard_values(model).items())  # still exact
+
+
+def flatshard_values(model: nn.Module) -> dict[str, Tensor]:
+    with summon_full_params(model, writeback=False):
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+class Watched:
+    """Notes whether shards come from elsewhere. Its reductions may be issued in another order on another rank."""
+
+    exact, out_of_place, widens = True, True, True
+    compared = (GATHER,)
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.inner = builtin_collectives(group, device)
+        self.in_place: list[bool] = []
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Pending:
+        self.in_place.append(output.data_ptr() <= shard.data_ptr() < output.data_ptr() + output.nbytes)
+        return self.inner.all_gather(output, shard)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Pending:
+        assert output.dtype == input.dtype
+        return self.inner.reduce_scatter(output, input)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return self.inner.all_reduce(tensor)
+
+
+def handed_on(ctx) -> None:
+    """With a hook the collectives below are used as without: no copy more, and nothing compared that may differ."""
+    compared: list[int] = []
+    announce = OrderCheck.announce
+
+    def note(self: OrderCheck, issued: Any) -> Any:
+        compared.append(issued.kind)
+        return announce(self, issued)
+
+    OrderCheck.announce = note
+    try:
+        for policy in (None, flatshard.MixedPrecision(torch.bfloat16, torch.float32)):
+            model = built(ctx.group, collectives=Watched, mixed_precision=policy)
+            (watched,) = {unit.context.runtime.using(Watched).collectives for unit in units_below(model)}
+            register_comm_hook(model, None, lambda state, gradient, output: state.reduce_scatter(output, gradient))
+            backward(model, ctx.rank)
+            if policy is None:
+                assert watched.in_place
+                assert not any(watched.in_place)
+    finally:
+        OrderCheck.announce = announce
+    assert set(compared) == {GATHER}
+
+
+def test_what_a_hook_hands_on_of_the_collectives_below(pool):
+    pool.run(handed_on)
+
+
+def test_a_hook_over_other_collectives(pool):
+    pool.run(over_quantised)
+
+
+def test_hooks_and_the_end_of_a_model():
+    with fake_world(4):
+        model = built(None)
+        handle = register_comm_hook(model, None, bf16_compress_hook)
+        model(make_input(0, 2)).sum().backward()
+        del model
+        handle.remove()
+        assert flatshard.comm.CommHookHandle is type(handle)

@@ -1,0 +1,217 @@
+"""torch.compile: blocks compiled before or after sharding, and whole models. The graph breaks at the hooks of units."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from pairs import all_pairs
+from parity import check_parity
+from pool import Pool
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._trace import record_events
+
+WIDTH, BLOCKS = 8, 3
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        return x + inner * self.scale
+
+
+def make(checkpointed: bool = False) -> nn.Sequential:
+    return nn.Sequential(*[Block(checkpointed) for _ in range(BLOCKS)], nn.Linear(WIDTH, 3))
+
+
+def compile_blocks(model: nn.Sequential, backend: Any) -> None:
+    for block in model[:BLOCKS]:
+        block.compile(backend=backend)
+
+
+def compile_inner(model: nn.Sequential, backend: Any) -> None:
+    """Part of a unit."""
+    for block in model[:BLOCKS]:
+        block.inner.compile(backend=backend)
+
+
+def compile_model(model: nn.Sequential, backend: Any) -> None:
+    model.compile(backend=backend)
+
+
+Compile = Callable[[nn.Sequential, Any], None]
+
+ORDERS: dict[str, tuple[Compile | None, Compile | None]] = {
+    "blocks before": (compile_blocks, None),
+    "blocks after": (None, compile_blocks),
+    "in a unit before": (compile_inner, None),
+    "in a unit after": (None, compile_inner),
+    "model before": (compile_model, None),
+    "model after": (None, compile_model),
+}
+"""What is compiled before, and what after sharding."""
+
+
+def shard(model: nn.Sequential, group: Any, order: str, backend: Any, **options: Any) -> nn.Sequential:
+    before, after = ORDERS[order]
+    if before is not None:
+        before(model, backend)
+    fully_shard(model, policy={Block}, process_group=group, **options)
+    if after is not None:
+        after(model, backend)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Ranks of their own, as compilers leave threads and caches behind."""
+    p = Pool(4)
+    yield p
+    p.close()
+
+
+def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model: list[nn.Module] = []
+
+    def shard_it(m: nn.Sequential, group: Any) -> None:
+        model.append(shard(m, group, order, backend, **options))
+
+    check_parity(ctx, lambda: make(checkpointed), lambda step, n: torch.randn(n, WIDTH), steps=4, shard=shard_it)
+    with record_events() as events:
+        model[0](torch.randn(2, WIDTH).double()).sum().backward()
+    whole = options.get("strategy") is ShardingStrategy.SHARD_GRAD_OP
+    assert events.count("all-gather 1") == (1 if whole else 2)
+    assert events.count("reduce-scatter 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "backend", "strategy", "checkpointed", "world_size"),
+    all_pairs(list(ORDERS), ("aot_eager", "eager"), ("FULL_SHARD", "SHARD_GRAD_OP"), (False, True), (2, 3)),
+)
+def test_parity(ranks, order: str, backend: str, strategy: str, checkpointed: bool, world_size: int):
+    options = {"strategy": ShardingStrategy[strategy]}
+    ranks.run(train, order, backend, checkpointed, options, world_size=world_size)
+
+
+def count_graphs(ctx, order: str, options: dict[str, Any]) -> list[int]:
+    """How many graphs have been compiled after each step."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = shard(make(), ctx.group, order, counter, **options)
+    x = torch.randn(2, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for _ in range(4):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(counter.frame_count)
+    return counts
+
+
+GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_nothing_is_compiled_twice(ranks, order: str):
+    """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16)
+    for options in ({}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}):
+        for counts in ranks.run(count_graphs, order, options):
+            assert counts == [GRAPHS] * 4, options
+
+
+def train_compiled_class(ctx) -> None:
+    check_parity(
+        ctx,
+        lambda: torch.compile(make(), backend="eager"),
+        lambda step, n: torch.randn(n, WIDTH),
+        steps=3,
+    )
+
+
+def test_an_optimized_module_can_be_a_unit(ranks):
+    """``torch.compile(module)`` is a module whose forward is in the instance, and looks like one without any."""
+    ranks.run(train_compiled_class, world_size=2)
+
+
+def units_inside(ctx) -> None:
+    torch._dynamo.reset()
+    check_parity(
+        ctx,
+        lambda: torch.compile(make(), backend="aot_eager"),
+        lambda step, n: torch.randn(n, WIDTH),
+        steps=3,
+        shard=lambda m, g: flatshard.fully_shard(m, policy={Block}, process_group=g),
+    )
+
+
+def test_units_inside_an_optimized_module(ranks):
+    ranks.run(units_inside, world_size=2)
+
+
+def train_tensor_parallel(ctx, order: str) -> list[int]:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    plain = make().double()
+    model = copy.deepcopy(plain)
+    for block in model[:BLOCKS]:
+        parallelize_module(block.inner, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    shard(model, mesh["dp"].get_group(), order, counter)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    counts = []
+    for step in range(4):
+        x = torch.randn(2, 2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(counter.frame_count)
+    with flatshard.summon_full_params(model, writeback=False):
+        for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got.data, expected.data)
+    return counts
+
+
+@pytest.mark.parametrize("order", ["blocks before", "in a unit after", "model before"])
+def test_tensor_parallel(ranks, order: str):
+    for counts in ranks.run(train_tensor_parallel, order, world_size=4):
+        assert counts == [GRAPHS] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("order", ["blocks after", "model before"])
+def test_inductor(ranks, order: str):
+    ranks.run(train, order, "inductor", False, {}, timeout=110.0)

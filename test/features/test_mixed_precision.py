@@ -1,0 +1,539 @@
+"""Mixed precision against one process that does the same by hand: cast, compute, average in the reduce dtype, cast back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+
+import flatshard
+from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 9)
+        self.outer = nn.Linear(9, width, bias=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [x.dtype, self.inner.weight.dtype]
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.full((6,), 0.5))
+        self.ids_seen: torch.dtype | None = None
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        self.ids_seen = ids.dtype
+        x = self.embed(ids) * scale
+        x = x + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def reference_gradients(
+    master: nn.Module, slices: list[tuple[torch.Tensor, ...]], policy: MixedPrecision
+) -> dict[str, torch.Tensor]:
+    """What every rank computes, averaged in the reduce dtype."""
+    sums: dict[str, torch.Tensor] = {}
+    for ids, scale in slices:
+        model = copy.deepcopy(master)
+        model.zero_grad()
+        if policy.param_dtype is not None:
+            for p in model.parameters():
+                p.data = p.data.to(policy.param_dtype)
+        if policy.buffer_dtype is not None:
+            model.offset = model.offset.to(policy.buffer_dtype)
+        output = model(ids, scale.to(policy.param_dtype or scale.dtype))
+        output.double().square().mean().backward()
+        for name, p in model.named_parameters():
+            grad = p.grad.to(policy.reduce_dtype or p.dtype).double()  # what travels; over gloo it is summed in float32
+            sums[name] = sums[name] + grad if name in sums else grad
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype or FP32
+    return {name: (g / len(slices)).to(reduce_dtype).to(FP32) for name, g in sums.items()}
+
+
+POLICIES = {
+    "bf16, fp32 reduce": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32),
+    "bf16": MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
+    "fp16, fp32 reduce": MixedPrecision(param_dtype=FP16, reduce_dtype=FP32, buffer_dtype=FP16),
+    "fp32, bf16 reduce": MixedPrecision(reduce_dtype=BF16),
+    "fp64": MixedPrecision(param_dtype=FP64),
+    "kept cast": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32, keep_cast_shard=True),
+}
+
+
+def training(ctx, policy: MixedPrecision, strategy: ShardingStrategy) -> None:
+    """Five AdamW steps; gradients compared in each from the same master weights."""
+    for units in ({Block}, None):
+        torch.manual_seed(0)
+        reference = Net()
+        model = copy.deepcopy(reference)
+        fully_shard(model, policy=units, process_group=ctx.group, strategy=strategy, mixed_precision=policy)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, model)]
+        for step in range(5):
+            ids = torch.randint(0, 11, (2 * ctx.world_size, 4))
+            slices = [(part, torch.tensor(1.25)) for part in ids.chunk(ctx.world_size)]
+            expected = reference_gradients(reference, slices, policy)
+            loss = model(*slices[ctx.rank]).double().square().mean()
+            loss.backward()
+            coarse = policy.reduce_dtype is BF16 or (policy.reduce_dtype is None and policy.param_dtype is BF16)
+            tolerance = {"rtol": 2**-8, "atol": 1e-6} if coarse else {"rtol": 1e-5, "atol": 1e-7}  # an ulp of bf16
+            for p in model.parameters():
+                assert p.dtype is FP32
+                assert p.grad is not None
+                assert p.grad.dtype is FP32
+            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+                for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                    assert p.dtype is FP32
+                    torch.testing.assert_close(p, q, rtol=0, atol=0, msg=f"{name} before step {step}")
+                    torch.testing.assert_close(p.grad, expected[name], **tolerance)
+                    q.grad = p.grad.clone()  # so that both stay bitwise equal
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training(pool, policy: str, strategy: ShardingStrategy):
+    for world_size in (1, 2) if strategy is not FULL else (1, 3):
+        pool.run(training, POLICIES[policy], strategy, world_size=world_size)
+
+
+def inputs_and_outputs(ctx) -> None:
+    ids, scale = torch.zeros(2, 3, dtype=torch.long), torch.ones(())
+    everywhere = MixedPrecision(BF16, cast_forward_inputs=True, output_dtype=FP32)
+    inner = dataclasses.replace(everywhere, output_dtype=None)
+    units = CustomPolicy(lambda m: {"mixed_precision": inner} if isinstance(m, Block) else False)
+    for policy, block_sees in [
+        (everywhere, BF16),
+        (dataclasses.replace(everywhere, buffer_dtype=FP32), BF16),
+    ]:
+        model = fully_shard(Net(), policy=units, process_group=ctx.group, mixed_precision=policy)
+        out = model(ids, scale)
+        assert out.dtype is FP32
+        assert model.ids_seen is torch.long
+        assert [b.seen for b in model.blocks] == [[block_sees, BF16]] * 2
+        out.sum().backward()
+        assert model.blocks[0](torch.ones(1, 6)).dtype is BF16  # alone it is the outermost one
+        assert model.blocks[0].seen == [BF16, BF16]
+    uncast = MixedPrecision(BF16, cast_root_forward_inputs=False)
+    model = fully_shard(Block(), process_group=ctx.group, mixed_precision=uncast)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(torch.ones(1, 6))
+    assert model(torch.ones(1, 6, dtype=BF16)).dtype is BF16
+    # Inputs of any structure.
+    seen: list[Any] = []
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, pair, *, named, point):
+            seen.extend([pair[0].dtype, pair[1][0].dtype, named["a"].dtype, named["b"], point.x.dtype])
+            return {"out": pair[0] * self.weight, "aux": (pair[1][0] * self.weight.sum(),)}
+
+    nested = fully_shard(Nested(), process_group=ctx.group, mixed_precision=everywhere)
+    x = torch.ones(3, requires_grad=True)
+    out = nested((x, [torch.ones(3)]), named={"a": torch.ones(3), "b": "text"}, point=Point(torch.ones(1)))
+    assert seen == [BF16, BF16, BF16, "text", BF16]
+    assert out["out"].dtype is FP32
+    assert out["aux"][0].dtype is FP32
+    out["out"].sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is FP32
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+
+
+def test_inputs_and_outputs_are_cast(pool):
+    pool.run(inputs_and_outputs)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4)
+        self.norm_input: list[torch.dtype] = []
+        self.norm.register_forward_hook(lambda m, a, o: self.norm_input.extend([a[0].dtype, m.weight.dtype]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+def ignored_classes(ctx) -> None:
+    policy = MixedPrecision(BF16, buffer_dtype=BF16)
+    model = fully_shard(Normed(), process_group=ctx.group, mixed_precision=policy)
+    out = model(torch.randn(8, 4))
+    assert out.dtype is BF16
+    assert model.norm_input == [FP32, FP32]
+    assert model.norm.running_mean.dtype is FP32
+    out.sum().backward()
+    kinds = [(f.dtype, f.compute_dtype) for f in flatshard.describe(model).units[0].flats]
+    assert kinds == [(FP32, BF16), (FP32, FP32)]
+    nothing = dataclasses.replace(policy, module_classes_to_ignore=())
+    model = fully_shard(Normed(), process_group=ctx.group, mixed_precision=nothing)
+    model(torch.randn(8, 4)).sum().backward()
+    assert model.norm_input == [BF16, BF16]
+    assert model.norm.running_mean.dtype is BF16
+
+
+def test_ignored_classes_keep_their_precision(pool):
+    pool.run(ignored_classes)
+
+
+def low_precision_gradients(ctx) -> None:
+    policy = MixedPrecision(BF16, keep_low_precision_grads=True)
+    for world in (1, ctx.world_size):
+        group = ctx.alone if world == 1 else ctx.group
+        for strategy in (FULL, NO_SHARD):
+            model = fully_shard(Net(), policy={Block}, process_group=group, mixed_precision=policy, strategy=strategy)
+            for _ in range(2):
+                model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
+            assert {p.grad.dtype for p in model.parameters()} == {BF16}
+            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+                assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(FP32, BF16)}
+
+
+def test_low_precision_gradients_are_kept(pool):
+    pool.run(low_precision_gradients)
+
+
+def evaluation(ctx) -> None:
+    policy = MixedPrecision(BF16, full_precision_in_eval=True)
+    torch.manual_seed(0)
+    reference = Net()
+    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group, mixed_precision=policy)
+    ids, scale = torch.ones(2, 3, dtype=torch.long), torch.full((), 0.3)
+    for mode in (torch.no_grad, torch.inference_mode):
+        model.eval()
+        with mode():
+            out = model(ids, scale)
+            torch.testing.assert_close(out, reference(ids, scale), rtol=0, atol=0)
+            assert model.blocks[1].seen == [FP32, FP32]
+            model.train()
+            assert model(ids, scale).dtype is BF16
+    model.eval()
+    assert model(ids, scale).dtype is BF16  # with gradients: as in training
+    model.train()
+    model(ids, scale).sum().backward()
+    assert all(not u.claims and u.handle.is_sharded for u in units_below(model))
+    assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
+
+
+def test_full_precision_in_eval(pool):
+    for world_size in (1, 2):
+        pool.run(evaluation, world_size=world_size)
+
+
+class Partly(nn.Module):
+    """A unit of which some parameters are not cast: of a normalisation that is ignored, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.table = nn.Parameter(torch.arange(40), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) + self.table[:4]
+
+
+def partly_cast(ctx) -> None:
+    torch.manual_seed(0)
+    reference = Partly().eval()
+    policy = MixedPrecision(BF16, full_precision_in_eval=True)
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, mixed_precision=policy)
+    x = torch.rand(2, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), reference(x))
+            with flatshard.summon_full_params(model):
+                for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                    assert torch.equal(p, q)
+        model.train()(x).sum().backward()
+        model.load_state_dict(model.state_dict())
+        model.norm.reset_running_stats()
+
+
+def test_units_that_are_cast_in_part(pool):
+    for world_size in (1, 2):
+        pool.run(partly_cast, world_size=world_size)
+
+
+def failing_evaluation(ctx) -> None:
+    policy = MixedPrecision(BF16, full_precision_in_eval=True)
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy).eval()
+    handle = model.blocks[1].inner.register_forward_hook(lambda *a: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 3, dtype=torch.long), torch.ones(()))
+    handle.remove()
+    assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
+    with torch.no_grad():
+        assert model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).dtype is FP32
+    model.train()(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
+
+
+def test_an_exception_in_full_precision(pool):
+    pool.run(failing_evaluation)
+
+
+def summoning(ctx, strategy: ShardingStrategy) -> None:
+    """The user's own dtype, bit for bit; changes written back without rounding; nested; forwards in full precision inside."""
+    torch.manual_seed(0)
+    reference = Net()
+    policy = MixedPrecision(BF16, reduce_dtype=FP32)
+    for offload in (False, True):
+        model = copy.deepcopy(reference)
+        fully_shard(model, policy={Block}, process_group=ctx.group, mixed_precision=policy, strategy=strategy)
+        ids, scale = torch.ones(2, 3, dtype=torch.long), torch.ones(())
+        with torch.no_grad(), flatshard.summon_full_params(model, offload_to_cpu=offload):
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(p, q)
+                p.add_(1e-6)
+            with flatshard.summon_full_params(model, writeback=False):
+                model.head.weight.zero_()
+            with flatshard.summon_full_params(model):
+                model.blocks[0].inner.bias.fill_(1 / 3)
+            assert model(ids, scale).dtype is FP32
+            with torch.enable_grad(), pytest.raises(RuntimeError, match="runs forward with gradients inside summon"):
+                model(ids, scale)
+        with flatshard.summon_full_params(model, writeback=False):
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                expected = torch.full_like(q, 1 / 3) if name == "blocks.0.inner.bias" else q + 1e-6
+                assert torch.equal(p, expected), name
+        model(ids, scale).sum().backward()
+        assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
+def test_summon_full_params(pool, strategy: ShardingStrategy):
+    for world_size in (1, 3):
+        pool.run(summoning, strategy, world_size=world_size)
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.1, 0.7, 1 / 3, -0.2, 0.9]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.5)
+        return x * self.weight
+
+
+def changing_itself(ctx) -> None:
+    """What forward changes in its own parameters is kept; what it doesn't is not rounded to the compute dtype."""
+    model = fully_shard(Clamped(), process_group=ctx.group, mixed_precision=MixedPrecision(BF16))
+    with torch.no_grad():
+        model(torch.ones(5))
+    with flatshard.summon_full_params(model, writeback=False):
+        assert torch.equal(model.weight, torch.tensor([0.1, 0.5, 1 / 3, -0.2, 0.5]))
+
+
+def test_a_forward_that_changes_its_parameters(pool):
+    pool.run(changing_itself)
+
+
+def override(ctx) -> None:
+    """Per-unit policies; tied parameters keep those of the unit that owns them."""
+    low = MixedPrecision(BF16, cast_forward_inputs=True)
+    policy = CustomPolicy(lambda m: {"mixed_precision": low} if isinstance(m, Block) else False)
+    model = fully_shard(Net(), policy=policy, process_group=ctx.group)
+    dtypes = {u.fqn: {f.compute_dtype for f in u.flats} for u in flatshard.describe(model).units}
+    assert dtypes == {"": {FP32}, "blocks.0": {BF16}, "blocks.1": {BF16}}
+    with pytest.raises(RuntimeError, match="dtype"):  # the head is fp32 and is given bf16: the user's affair
+        model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
+    high = CustomPolicy(
+        lambda m: {"mixed_precision": dataclasses.replace(low, output_dtype=FP32)} if isinstance(m, Block) else False
+    )
+    model = fully_shard(Net(), policy=high, process_group=ctx.group)
+    model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+
+def test_override_by_policy(pool):
+    pool.run(override)
+
+
+def frozen_and_integers(ctx) -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    model.wide = nn.Parameter(torch.ones(3, dtype=FP64))
+    fully_shard(model, policy={Block}, process_group=ctx.group, mixed_precision=MixedPrecision(BF16, FP32))
+    model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
+    flats = {f.fqns[0]: (f.dtype, f.compute_dtype) for u in flatshard.describe(model).units for f in u.flats}
+    assert flats["table"] == (torch.int64, torch.int64)
+    assert flats["wide"] == (FP64, BF16)
+    assert model.blocks[0].inner.weight.grad is None
+    assert model.blocks[1].inner.weight.grad.dtype is FP32
+
+
+def test_frozen_and_integer_parameters(pool):
+    pool.run(frozen_and_integers)
+
+
+def descriptions(ctx) -> str:
+    policy = MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True)
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy)
+    flat = flatshard.describe(model).units[0].flats[0]
+    assert (flat.dtype, flat.compute_dtype, flat.reduce_dtype, flat.grad_dtype) == (FP32, BF16, FP32, FP32)
+    assert flatshard.describe(model).units[0].buffer_dtypes == (FP16,)
+    return str(flatshard.describe(model))
+
+
+def test_describe_names_all_dtypes(pool):
+    text = pool.run(descriptions)[0]
+    assert "dtypes: master/compute/gradient/reduce" in text
+    assert "fp32/bf16/fp32/fp32" in text
+    assert "fp16" in text
+
+
+# -- the policy objects ------------------------------------------------------------------------------------------------
+
+
+def test_policies_of_fsdp_are_accepted():
+    one = MixedPrecision.of(fsdp.MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True))
+    assert one == MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True)
+    two = MixedPrecision.of(fsdp.MixedPrecisionPolicy(BF16, FP32, output_dtype=FP16))
+    expected = MixedPrecision(BF16, FP32, output_dtype=FP16, cast_forward_inputs=True, module_classes_to_ignore=())
+    assert two == expected
+    assert MixedPrecision.of(None) == MixedPrecision()
+    assert CPUOffload.of(fsdp.CPUOffload(True)) == CPUOffload(True)
+    assert CPUOffload.of(fsdp.CPUOffloadPolicy(pin_memory=False)) == CPUOffload(True, False)
+    assert not CPUOffload.of(fsdp.OffloadPolicy()).offload_params
+    assert not CPUOffload.of(None).offload_params
+    assert CPUOffload.of(True).offload_params
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"])
+@pytest.mark.parametrize("value", [torch.int8, "bf16", torch.complex64])
+def test_what_is_no_dtype(field: str, value: object):
+    with pytest.raises(ValueError, match=f"MixedPrecision\\({field}=.*must be a floating-point torch.dtype or None"):
+        MixedPrecision(**{field: value})
+
+
+def low_precision_masters(ctx) -> list[str]:
+    messages = []
+    for dtype, make in [
+        (BF16, lambda p: torch.optim.AdamW(p)),
+        (BF16, lambda p: torch.optim.SGD(p, lr=0.1)),  # no state: nothing to lose but the update itself
+        (FP32, lambda p: torch.optim.AdamW(p)),
+    ]:
+        model = fully_shard(nn.Linear(4, 4).to(dtype), process_group=ctx.group)
+        optimizer = make(model.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+                optimizer.step()
+        messages.append("; ".join(str(w.message) for w in caught))
+    model = fully_shard(nn.Linear(4, 4).to(BF16), process_group=ctx.group)
+    for late in (optimizer, make(nn.Linear(1, 1).parameters())):
+        late.step()
+        late.add_param_group({"params": model.parameters()})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(2, 4, dtype=BF16)).sum().backward()
+                late.step()
+        messages.append("; ".join(str(w.message) for w in caught))
+    return messages
+
+
+def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(pool):
+    for messages in pool.run(low_precision_masters):
+        assert "AdamW keeps its state for 'weight', 'bias' in 16 bits" in messages[0]
+        assert messages[0].count("keeps its state") == 1
+        assert messages[1:3] == ["", ""]
+        for late in messages[3:]:
+            assert late.count("AdamW keeps its state for 'weight', 'bias' in 16 bits") == 1
+
+
+def offload_without_accelerator(ctx) -> None:
+    """On CPU nothing moves, and everything works: accumulation included."""
+    torch.manual_seed(0)
+    reference = Net()
+    models = [
+        fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group, cpu_offload=offload)
+        for offload in (None, CPUOffload())
+    ]
+    for model in models:
+        torch.manual_seed(ctx.rank)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            for _ in range(3):
+                model(torch.randint(0, 11, (2, 4)), torch.ones(())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_offload_without_an_accelerator_changes_nothing(pool):
+    pool.run(offload_without_accelerator)
+
+
+def kept_casts(ctx) -> None:
+    """From forward to backward, and not a moment longer."""
+    policy = MixedPrecision(BF16, reduce_dtype=FP32, keep_cast_shard=True)
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy)
+    buffers = [b for u in units_below(model) for b in u.handle.buffers]
+    ids, scale = torch.ones(2, 3, dtype=torch.long), torch.ones(())
+    loss = model(ids, scale).sum()
+    casts = [b._cast for b in buffers]
+    assert [c.numel() for c in casts if c is not None] == [b.layout.shard_numel for b in buffers]
+    loss.backward()
+    assert [b._cast for b in buffers] == [None] * len(buffers)
+    with torch.no_grad():
+        model(ids, scale)
+    assert [b._cast for b in buffers] == [None] * len(buffers)
+
+
+def test_a_kept_cast_lives_from_forward_to_backward(pool):
+    pool.run(kept_casts)
+
+
+def gradient_from_outside(ctx) -> None:
+    """A gradient that the user makes inside ``summon_full_params`` gets the dtype that gradients have here."""
+    policy = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+    model = fully_shard(nn.Linear(3, 4), process_group=ctx.group, mixed_precision=policy)
+    with flatshard.summon_full_params(model, with_grads=True):
+        model.weight.grad = torch.ones_like(model.weight)
+    assert model.weight.grad.dtype is BF16
+    assert model.bias.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradient_from_outside(pool, world_size):
+    pool.run(gradient_from_outside, world_size=world_size)

@@ -1,0 +1,468 @@
+"""``flatshard.skip``: ranks that run different units, against one process in which every slice of the batch runs its own.
+
+In every case the ranks must also issue the same collectives in the same order, as on a backend without tags they must.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import all_pairs
+from parity import _assert_close, in_texts
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, no_sync, skip, summon_full_params
+from flatshard._composable.state import units_below
+from flatshard._trace import record_events
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID = ShardingStrategy.HYBRID_SHARD
+WIDTH = 4
+
+Choices = list[bool]
+"""Which of a model's optional calls run, in the order of the calls."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models. Each takes (x, choices); without `sharded`, a call that is not chosen is left out.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """A leaf: one unit without units inside."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Optional(nn.Module):
+    sharded = False
+    checkpointed: bool | None = None  # None: not; else use_reentrant
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.todo: Choices = []
+
+    def maybe(self, module: nn.Module, x: Tensor) -> Tensor:
+        chosen = self.todo.pop(0)
+        if not chosen and not self.sharded:
+            return x
+        call: Callable[[Tensor], Tensor] = (lambda y: y + module(y)) if chosen else (lambda y: skip(module, y))
+        if self.checkpointed is None:
+            return call(x)
+        return checkpoint(call, x, use_reentrant=self.checkpointed)
+
+    def forward(self, x: Tensor, choices: Choices) -> Tensor:
+        self.todo = list(choices)
+        x = self.run(x)
+        assert not self.todo
+        return x
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Experts(Optional):
+    """Leaf experts between layers of the root."""
+
+    calls = 8
+
+    def __init__(self, front: bool = True) -> None:
+        super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH) if front else None
+        self.experts = nn.ModuleList(Linear() for _ in range(self.calls))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = x if self.front is None else self.front(x)
+        for expert in self.experts:
+            x = self.maybe(expert, x)
+        return self.head(x)
+
+
+def experts_first() -> Optional:
+    """What the experts get does not require grad."""
+    return Experts(front=False)
+
+
+class Repeated(Optional):
+    """Every expert is called three times, each time run or skipped."""
+
+    calls = 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Linear() for _ in range(3))
+        self.always = nn.ModuleList(Linear() for _ in range(2))
+        self.front = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for expert in self.experts:
+            x = self.maybe(expert, x)
+        for index in (1, 0, 2):
+            x = self.maybe(self.experts[index], x)
+            x = self.always[index % 2](x)
+        for expert in self.experts:
+            x = self.maybe(expert, x)
+        return x
+
+
+class Tower(nn.Module):
+    """A unit with units inside. ``own``: its own parameters come before them, after them, or both."""
+
+    def __init__(self, own: str, blocks: int = 3) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH) if "before" in own else nn.Identity()
+        self.blocks = nn.ModuleList(Linear() for _ in range(blocks))
+        self.after = nn.Linear(WIDTH, WIDTH) if "after" in own else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x)
+
+
+class Towers(Optional):
+    """Towers among blocks of the root's."""
+
+    calls = 3
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Linear() for _ in range(4))
+        self.towers = nn.ModuleList(Tower(own) for _ in range(self.calls))
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block, tower in zip(self.blocks, self.towers, strict=False):
+            x = block(x)
+            x = self.maybe(tower, x)
+        return self.blocks[-1](x)
+
+
+class InnerExperts(nn.Module):
+    """A unit that is itself optional, with optional units inside: all of them are joined where it is skipped."""
+
+    def __init__(self, outer: Optional) -> None:
+        super().__init__()
+        self.outer = [outer]
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Linear() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = self.outer[0]
+        x = self.router(x)
+        for index, expert in enumerate(self.experts):
+            use = outer.use[index]
+            x = x + expert(x) if use else skip(expert, x) if outer.sharded else x
+        return x
+
+
+class Nested(Optional):
+    calls = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use = [True, False]
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(InnerExperts(self) for _ in range(self.calls))
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for layer in self.layers:
+            x = self.maybe(layer, x)
+        return x
+
+
+class Tied(Optional):
+    """The optional units use a weight that another unit owns."""
+
+    calls = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = Linear()
+        self.experts = nn.ModuleList(Linear() for _ in range(self.calls))
+        for expert in list(self.experts)[:2]:
+            expert.weight = self.owner.weight
+        self.between = Linear()
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.owner(x)
+        for expert in self.experts:
+            x = self.between(self.maybe(expert, x))
+        return x
+
+
+def frozen_experts() -> Optional:
+    """Some frozen, some half frozen: they are gathered for backward, and reduced in part or not at all."""
+    model = Experts()
+    for index, expert in enumerate(model.experts):
+        expert.weight.requires_grad_(index % 3 != 0)
+        expert.bias.requires_grad_(index % 2 != 0)
+    return model
+
+
+MODELS: dict[str, Callable[[], Optional]] = {
+    "experts": Experts,
+    "experts first": experts_first,
+    "repeated": Repeated,
+    "frozen": frozen_experts,
+    "tied": Tied,
+    "nested": Nested,
+    **{f"towers {own}": lambda own=own: Towers(own) for own in ("before", "after", "before, after", "none")},
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parity
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Case:
+    model: str
+    strategy: ShardingStrategy = FULL
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = True
+    checkpointed: bool | None = None
+    run_first: bool = False  # all ranks run everything in the first step
+    accumulate: bool = False  # two backwards a step, the first of them in no_sync
+    chance: float = 0.5
+    steps: int = 3
+
+
+def make(name: str) -> Optional:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def shard(model: Optional, group: Any, case: Case) -> None:
+    mesh = init_device_mesh("cpu", (2, 2)) if case.strategy is HYBRID else None
+    fully_shard(
+        model,
+        policy={Linear, Tower, InnerExperts},
+        process_group=group if mesh is None else None,
+        device_mesh=mesh,
+        strategy=case.strategy,
+        backward_prefetch=case.backward_prefetch,
+        forward_prefetch=case.forward_prefetch,
+    )
+    model.sharded = True
+    model.checkpointed = case.checkpointed
+
+
+def check_case(ctx, case: Case) -> None:
+    """Train both models; each rank chooses for its own slice."""
+    ctx.note(str(case))
+    reference, model = make(case.model), make(case.model)
+    shard(model, ctx.group, case)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)]
+    rng = random.Random(str(case))
+    traces = []
+    for step in range(case.steps):
+        torch.manual_seed(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for last in (False, True) if case.accumulate else (True,):
+            batch = torch.randn(ctx.world_size, 2, WIDTH).double()
+            everything = case.run_first and step == 0
+            choices = [
+                [everything or rng.random() < case.chance for _ in range(model.calls)] for _ in range(ctx.world_size)
+            ]
+            for x, chosen in zip(batch, choices, strict=True):
+                (reference(x, chosen).square().mean() / ctx.world_size).backward()
+            with record_events() as events, contextlib.nullcontext() if last else no_sync(model):
+                model(batch[ctx.rank], choices[ctx.rank]).square().mean().backward()
+            traces.append([e for e in events if e.startswith(("all-", "reduce-"))])
+        left = [u.fqn for u in units_below(model) if not u.handle.is_sharded and not u.handle.is_alias]
+        assert not left, f"unsharded after the step: {left}"
+        check_gradients(reference, model, f"{case} step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+    with summon_full_params(model, writeback=False):
+        _assert_close(
+            {n: p.detach().clone() for n, p in model.named_parameters()},
+            {n: p.detach() for n, p in reference.named_parameters()},
+            1e-9,
+            "parameter",
+        )
+    same_order(ctx, traces)
+
+
+def check_gradients(reference: nn.Module, model: nn.Module, when: str) -> None:
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    with summon_full_params(model, writeback=False, with_grads=True):
+        got = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    wrong = [name for name in got if (got[name] is None) != (expected[name] is None)]
+    assert not wrong, f"{when}: gradients that are None in one model only: {wrong}"
+    _assert_close(
+        {n: g for n, g in got.items() if g is not None},
+        {n: g for n, g in expected.items() if g is not None},
+        1e-9,
+        f"{when}: gradient",
+    )
+
+
+def same_order(ctx, traces: list[list[str]]) -> None:
+    """All ranks issued the same gathers, and the same reductions, in the same order."""
+    everyone = [json.loads(text) for text in in_texts(ctx, json.dumps(traces))]
+    for step, mine in enumerate(traces):
+        for rank, theirs in enumerate(everyone):
+            for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+                a, b = ([e for e in events if e.startswith(kind)] for events in (mine, theirs[step]))
+                if a != b:
+                    lines = "\n".join(f"{a:40}{b}" for a, b in itertools.zip_longest(a, b, fillvalue=""))
+                    raise AssertionError(f"backward {step}, rank {ctx.rank} and {rank}:\n{lines}")
+
+
+def run_cases(ctx, cases: list[Case]) -> None:
+    for case in cases:
+        check_case(ctx, case)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parity(pool, name: str):
+    cases = [
+        Case(name, run_first=True),
+        Case(name),
+        Case(name, backward_prefetch=BackwardPrefetch.BACKWARD_POST),
+        Case(name, backward_prefetch=None, forward_prefetch=False),
+        Case(name, strategy=GRAD_OP),
+        Case(name, strategy=NO_SHARD),
+    ]
+    pool.run(run_cases, cases, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks(pool, world_size: int):
+    """Some units that few ranks run, or one, or none. Every two choices come together."""
+    cases = [
+        Case(name, strategy=strategy, chance=0.25, steps=2)
+        for name, strategy, size in all_pairs(("experts", "nested", "towers after"), (FULL, GRAD_OP, NO_SHARD), (3, 4))
+        if size == world_size
+    ]
+    pool.run(run_cases, cases, world_size=world_size)
+
+
+def test_hybrid(pool):
+    pool.run(run_cases, [Case(name, HYBRID, chance=0.25, steps=2) for name in ("experts", "nested")], world_size=4)
+
+
+def test_accumulation(pool):
+    """What one rank has used in ``no_sync``, and another one only after it, or nobody."""
+    cases = [
+        Case(name, strategy, accumulate=True, chance=0.3, steps=2)
+        for name in ("experts", "towers before, after", "tied")
+        for strategy in (FULL, NO_SHARD)
+    ]
+    pool.run(run_cases, cases)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_outside(pool, reentrant: bool):
+    names = [n for n in MODELS if not (n == "experts first" and reentrant)]  # which need an input that requires grad
+    pool.run(run_cases, [Case(name, checkpointed=reentrant, steps=2) for name in names])
+
+
+@pytest.mark.parametrize("name", ["towers before", "towers after", "nested"])
+def test_checkpointing_and_prefetching(pool, name: str):
+    cases = [
+        Case(name, checkpointed=False, steps=2, backward_prefetch=when, forward_prefetch=when is not None)
+        for when in (BackwardPrefetch.BACKWARD_POST, None)
+    ]
+    pool.run(run_cases, cases)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The call
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pass_by_in_many_ways(ctx) -> None:
+    model = make("experts")
+    shard(model, ctx.group, Case("experts"))
+    expert, x = model.experts[0], torch.ones(2, WIDTH).double()
+    both = skip(expert, x, torch.tensor([3]))
+    assert isinstance(both, tuple)
+    assert torch.equal(both[0], x)
+    assert both[0].requires_grad
+    assert both[1].tolist() == [3]
+    both[0].sum().backward()
+    assert all(p.grad is None for p in expert.parameters())  # nobody ran it
+    with torch.no_grad():
+        assert not skip(expert, x).requires_grad
+        assert skip(expert) == ()
+    with pytest.raises(ValueError, match=r"backward must come by unit 'experts\.0', so pass a floating-point tensor"):
+        skip(expert, torch.tensor([3]))
+    with pytest.raises(TypeError, match="what passes by must be tensors, got a list"):
+        skip(expert, [x])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
+        skip(nn.Linear(1, 1), x)
+    assert all(u.handle.is_sharded for u in units_below(model))
+
+
+def test_the_call(pool):
+    pool.run(pass_by_in_many_ways)
+
+
+def run_out_of_data(ctx) -> None:
+    """Rank 1 has fewer batches: it skips the whole model in the last step, and in evaluation."""
+    reference, model = make("towers after"), make("towers after")
+    shard(model, ctx.group, Case("towers after"))
+    everything = [True] * model.calls
+    for batches in (2, 1):
+        reference.zero_grad()
+        model.zero_grad()
+        batch = torch.randn(batches, 2, WIDTH, generator=torch.Generator().manual_seed(batches)).double()
+        for x in batch:
+            (reference(x, everything).square().mean() / 2).backward()
+        if ctx.rank < batches:
+            model(batch[ctx.rank], everything).square().mean().backward()
+        else:
+            skip(model, torch.zeros(())).backward()
+        check_gradients(reference, model, f"{batches} batches")
+    with torch.no_grad():
+        if ctx.rank == 0:
+            assert torch.equal(model(x, everything), reference(x, everything))
+        else:
+            skip(model)
+    assert all(u.handle.is_sharded for u in units_below(model))
+
+
+def test_a_rank_without_data(pool):
+    pool.run(run_out_of_data)
+
+
+def run_example(ctx, code: str) -> None:
+    """Over the default group, as the example has it."""
+    namespace: dict[str, Any] = {"__name__": "example"}
+    torch.manual_seed(ctx.rank)
+    exec(compile(code, "README.md", "exec"), namespace)
+    for _ in range(6):
+        namespace["model"](torch.randn(3, 8)).square().sum().backward()
+    assert all(u.handle.is_sharded for u in units_below(namespace["model"]))
+
+
+def test_the_readme(pool):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    example = text.partition("<!-- example: skip -->\n```python\n")[2].partition("```")[0]
+    assert "flatshard.skip(" in example
+    pool.run(run_example, example, world_size=4)

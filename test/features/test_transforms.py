@@ -1,0 +1,211 @@
+"""``torch.func`` and higher derivatives: right inside ``summon_full_params``, a clear error outside of it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.nn.utils.stateless import _reparametrize_module
+
+import flatshard
+from flatshard import fully_shard
+from flatshard._composable.state import units_below
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+
+WIDTH = 6
+
+
+def make(ctx: Any, policy: Any = None, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and a plain one, with the same values."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    return fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group, **options), plain
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def total(x: Tensor) -> Tensor:
+    return x.square().sum()
+
+
+def is_as_before(model: nn.Module, plain: nn.Module) -> None:
+    """Nothing was changed: the model computes and trains as ``plain`` does."""
+    assert all(type(p) is ShardedParameter for p in model.parameters())
+    assert not any(u.claims for u in units_below(model))
+    x = inputs()
+    torch.testing.assert_close(model(x), plain(x))
+    for each in (model, plain):
+        each.zero_grad()
+        total(each(x)).backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(got.grad, wanted.grad)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda m, x: grad(lambda x: total(m(x)))(x),
+    "vmap": lambda m, x: vmap(m)(x),
+    "jvp": lambda m, x: jvp(m, (x,), (x.cos(),)),
+    "jacrev": lambda m, x: jacrev(m)(x),
+    "jacfwd": lambda m, x: jacfwd(m)(x),
+    "hessian": lambda m, x: hessian(lambda x: total(m(x)))(x),
+    "functional_call": lambda m, x: functional_call(m, {k: 2 * v for k, v in parameters(m).items()}, (x,)),
+    "functional_call of one": lambda m, x: functional_call(m, {"2.bias": torch.ones(3).double()}, (x,)),
+    "gradients of parameters": lambda m, x: grad(lambda p: total(functional_call(m, p, (x,))))(parameters(m)),
+    "gradients of samples": lambda m, x: vmap(grad(lambda p, x: total(functional_call(m, p, (x,)))), (None, 0))(
+        parameters(m), x
+    ),
+    "an ensemble": lambda m, x: vmap(lambda p: functional_call(m, p, (x,)))(
+        {k: torch.stack([v, v.sin()]) for k, v in parameters(m).items()}
+    ),
+}
+
+
+def transform_whole(ctx) -> None:
+    for policy in (None, {nn.Linear}):
+        for precision in (None, torch.float32):
+            options = {"mixed_precision": flatshard.MixedPrecision(param_dtype=precision)} if precision else {}
+            model, plain = make(ctx, policy, **options)
+            for name, transform in TRANSFORMS.items():
+                ctx.note(f"{name}, {policy}, {precision}")
+                with torch.no_grad(), flatshard.summon_full_params(model, writeback=False):
+                    got = transform(model, inputs())
+                torch.testing.assert_close(got, transform(plain, inputs()))
+            if not precision:
+                is_as_before(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_inside_summon_full_params(pool, world_size):
+    pool.run(transform_whole, world_size=world_size)
+
+
+def transform_sharded(ctx) -> None:
+    for policy in (None, {nn.Linear}):
+        model, plain = make(ctx, policy)
+        for name, transform in TRANSFORMS.items():
+            ctx.note(f"{name}, {policy}")
+            calls = name.startswith("functional_call")
+            with pytest.raises(RuntimeError) as e:
+                transform(model, inputs())
+            if not calls and "functional_call" not in str(e.value):
+                assert re.search(
+                    r"unit '(<root>|0)' cannot gather its parameters inside a transform of torch\.func.*"
+                    r"`with torch\.no_grad\(\), flatshard\.summon_full_params\(module\)",
+                    str(e.value),
+                )
+            else:
+                assert re.search(r"functional_call would put another tensor in the place of .*'\d", str(e.value))
+            assert calls <= ("functional_call" in str(e.value))
+        is_as_before(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_outside_of_it(pool, world_size):
+    """An error that names the unit and the cure, before anything is changed."""
+    pool.run(transform_sharded, world_size=world_size)
+
+
+def lend(ctx) -> None:
+    model, plain = make(ctx, {nn.Linear})
+    lent = {k: nn.Parameter(2 * v.detach()) for k, v in model.named_parameters()}  # of the shapes that are registered
+    for name, tensors in (("parts", lent), ("wholes", dict(plain.named_parameters()))):
+        ctx.note(name)
+        with pytest.raises(
+            RuntimeError, match=r"functional_call would put another tensor in the place of .*'0\.weight'"
+        ):
+            functional_call(model, tensors, (inputs(),))
+        with pytest.raises(RuntimeError, match="functional_call"), _reparametrize_module(model, tensors):
+            pass
+    same = functional_call(model, dict(model.named_parameters()), (inputs(),))
+    torch.testing.assert_close(same, plain(inputs()))
+    is_as_before(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_functional_call_lends_nothing_to_a_sharded_unit(pool, world_size):
+    """The unit would take what it finds registered for the parameter's new value, and keep it."""
+    pool.run(lend, world_size=world_size)
+
+
+def lend_buffers(ctx) -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).double().eval()
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group)
+    buffers = {"0.running_mean": torch.arange(WIDTH).double()}
+    torch.testing.assert_close(
+        functional_call(model, buffers, (inputs(),)), functional_call(plain, buffers, (inputs(),))
+    )
+    assert not model[0].running_mean.any()
+
+
+def test_functional_call_with_buffers(pool):
+    pool.run(lend_buffers, world_size=2)
+
+
+def record_outside(ctx) -> None:
+    model, plain = make(ctx, {nn.Linear})
+    error = r"unit '0' ran inside a transform .* recording .*`with torch\.no_grad\(\)"
+    with pytest.raises(RuntimeError, match=error), flatshard.summon_full_params(model):
+        vmap(model)(inputs())
+    is_as_before(model, plain)
+
+
+def test_a_graph_that_outlives_the_transform(pool):
+    """Its backward would find parameters that are freed, without a hook that gathers them."""
+    pool.run(record_outside, world_size=2)
+
+
+def forward_mode(ctx) -> None:
+    model, plain = make(ctx, {nn.Linear})
+    x = inputs()
+
+    def tangent(m: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            out = forward_ad.unpack_dual(m(forward_ad.make_dual(x, x.cos())))
+            assert out.tangent is not None
+            return out.tangent
+
+    torch.testing.assert_close(tangent(model), tangent(plain))
+    with torch.no_grad():
+        torch.testing.assert_close(tangent(model), tangent(plain))
+    for each in (model, plain):  # backward of a tangent
+        each.zero_grad()
+        total(tangent(each)).backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad)
+    is_as_before(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_forward_mode(pool, world_size):
+    pool.run(forward_mode, world_size=world_size)
+
+
+def differentiate_often(ctx) -> None:
+    model, plain = make(ctx, {nn.Linear})
+    x, of = inputs(), torch.autograd.functional
+    for vectorize in (False, True):
+        torch.testing.assert_close(of.jacobian(model, x, vectorize=vectorize), of.jacobian(plain, x))
+    got = of.hessian(lambda x: total(model(x)), x)  # one graph of a backward, through which backward runs 12 times
+    torch.testing.assert_close(got, of.hessian(lambda x: total(plain(x)), x))
+    is_as_before(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_second_derivatives(pool, world_size):
+    pool.run(differentiate_often, world_size=world_size)

@@ -1,0 +1,133 @@
+"""Public verbs between a forward, its backward and the step: what they find there, and what they leave behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+from flatshard._handle.lifetime import GradState
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+
+def make(ctx: Any, strategy: ShardingStrategy) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)]).double()
+    model = copy.deepcopy(plain)
+    return plain, fully_shard(model, policy={nn.Sequential}, strategy=strategy, process_group=ctx.group)
+
+
+def batch(ctx: Any, step: int) -> tuple[Tensor, Tensor]:
+    """Of all ranks, and of this one."""
+    whole = torch.randn(ctx.world_size, 3, generator=torch.Generator().manual_seed(step)).double()
+    return whole, whole[ctx.rank : ctx.rank + 1]
+
+
+def assert_whole(model: nn.Module, plain: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def unshard_again(ctx: Any) -> None:
+    for strategy in STRATEGIES:
+        ctx.note(strategy.name)
+        plain, model = make(ctx, strategy)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+        for step in range(3):
+            for m, x in zip((plain, model), batch(ctx, step), strict=True):
+                m(x).square().mean().backward()
+            flatshard.unshard(model, recurse=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            flatshard.unshard(model, recurse=True)
+            assert_whole(model, plain)
+            with torch.no_grad():
+                assert_whole(model, plain)
+                handle = flatshard.unshard(model, recurse=True, async_op=True)
+                assert handle is not None
+                handle.wait()
+                assert_whole(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unshard_shows_what_the_step_made(pool, world_size):
+    pool.run(unshard_again, world_size=world_size)
+
+
+def states_while_unsharded(ctx: Any) -> None:
+    for strategy in STRATEGIES:
+        ctx.note(strategy.name)
+        plain, model = make(ctx, strategy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(batch(ctx, 0)[1]).square().mean().backward()
+        optimizer.step()
+        flatshard.reshard(model)
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        before, optim_before = (
+            flatshard.checkpoint.full_state_dict(model),
+            flatshard.checkpoint.optim_state_dict(model, optimizer, full=True),
+        )
+        flatshard.unshard(model, recurse=True)
+        sharded = model.state_dict()
+        assert {name: value.shape for name, value in sharded.items()} == shapes
+        kept = copy.deepcopy(sharded)
+        flatshard.reshard(model)
+        flatshard.unshard(model, recurse=True)
+        model.load_state_dict({name: value + 1 for name, value in before.items()})
+        got = flatshard.checkpoint.full_state_dict(model)
+        for name, value in before.items():
+            torch.testing.assert_close(got[name], value + 1)
+        model.load_state_dict(kept)
+        got = flatshard.checkpoint.full_state_dict(model)
+        for name, value in before.items():
+            torch.testing.assert_close(got[name], value)
+        x = batch(ctx, 1)[1]
+        expected = copy.deepcopy(plain)
+        expected.load_state_dict(before)
+        torch.testing.assert_close(model(x), expected(x))
+        flatshard.unshard(model, recurse=True)
+        for verb in (
+            lambda model=model, optimizer=optimizer: flatshard.checkpoint.optim_state_dict(model, optimizer),
+            lambda model=model, optimizer=optimizer, state=optim_before: flatshard.checkpoint.load_optim_state_dict(
+                model, optimizer, state
+            ),
+        ):
+            with pytest.raises(RuntimeError, match=r"shown whole since unshard\(\): call flatshard.reshard"):
+                verb()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_dicts_after_unshard(pool, world_size):
+    pool.run(states_while_unsharded, world_size=world_size)
+
+
+def frozen_and_copied(ctx: Any) -> None:
+    """The copy has the unit follow what was frozen, before the backward comes to it."""
+    for strategy in STRATEGIES:
+        for frozen in ("1", "1.0", ""):
+            ctx.note(f"{strategy.name} {frozen}")
+            plain, model = make(ctx, strategy)
+            losses = [m(x).square().mean() for m, x in zip((plain, model), batch(ctx, 0), strict=True)]
+            for m in (plain, model):
+                m.get_submodule(frozen).requires_grad_(False)
+            copy.deepcopy(model)
+            for loss in losses:
+                loss.backward()
+            assert [unit.handle.lifetime.grads for unit in units_below(model)] == [GradState.NONE] * 4
+            found = [n for n, p in model.named_parameters() if p.grad is not None]
+            assert found == [n for n, p in plain.named_parameters() if p.grad is not None]
+            copied = copy.deepcopy(model)
+            assert [n for n, p in copied.named_parameters() if p.requires_grad] == found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_and_copied_between_forward_and_backward(pool, world_size):
+    pool.run(frozen_and_copied, world_size=world_size)

@@ -1,0 +1,175 @@
+"""A debug mode for memory that gloo still uses: it is seen, whether or not a thread happens to write there.
+
+While :func:`install` is in force,
+
+- every message and collective of a process group is known until its ``wait`` has returned. Freeing a storage by ``resize_``
+  that such a work still uses is a *violation*, and so, unless the group has failed, is to drop the work: the rest of its
+  message stays on the connection;
+- what a storage frees, and what it gets anew, is filled with 0xFF first, which is NaN in every floating-point dtype;
+- sends are delayed at random (``delay``, seconds at most), so that works stay under way for longer;
+- :meth:`Fence.interrupt_at` raises a KeyboardInterrupt at a chosen wait, before it or when it has returned, as Ctrl-C does.
+
+A rule that is checked beats a fence of pages: a thread need not come by at the wrong moment for it to show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VERBS = ("send", "recv", "allreduce", "broadcast")
+"""By which flatshard uses a group's memory later than it calls."""
+
+
+@dataclasses.dataclass
+class Fence:
+    delay: float = 0.0
+    violations: list[str] = dataclasses.field(default_factory=list)
+    waits: int = 0
+    """That have begun since ``interrupt_at``."""
+    under_way: dict[int, tuple[str, list[tuple[int, int]]]] = dataclasses.field(default_factory=dict, repr=False)
+    """Works that have not ended, by number: the verb, and the addresses that it uses."""
+    finalized: dict[int, tuple[str, Any]] = dataclasses.field(default_factory=dict, repr=False)
+    """Those whose object has been finalized meanwhile, with where: see ``dropped``."""
+    made: int = 0
+    _gone: list[str] = dataclasses.field(default_factory=list, repr=False)
+    _interrupt: tuple[int, bool] | None = None
+    _random: random.Random = dataclasses.field(default_factory=lambda: random.Random(0), repr=False)
+
+    def interrupt_at(self, wait: int | None, after: bool = False) -> None:
+        """Raise at the ``wait``-th wait from now on; ``after``: when it has returned. None: at no wait."""
+        self.waits = 0
+        self._interrupt = None if wait is None else (wait, after)
+
+    def violate(self, what: str) -> None:
+        self.violations.append(f"{what}\n{''.join(traceback.format_stack(limit=14)[:-2])}")
+
+    def check(self, dropped: bool = True) -> None:
+        """Raises if there were violations, and forgets them. ``dropped``: also if works were dropped."""
+        violations, self.violations[:] = list(self.violations), []
+        if dropped:
+            violations += self.dropped()
+        assert not violations, "\n".join(violations)
+
+    def dropped(self) -> list[str]:
+        """Works that were dropped before they had ended: where, each once.
+
+        Not those that another object's finalizer has brought back, in a cycle with which they were finalized: they live.
+        """
+        self.let_go()
+        found, self._gone[:] = list(self._gone), []
+        return found
+
+    def let_go(self) -> None:
+        """Find those, and let gloo forget their memory, as it does when a work is destroyed."""
+        alive = {o.key for o in gc.get_objects() if type(o) is FencedWork} if self.finalized else set()
+        for key in [key for key in self.finalized if key not in alive]:
+            where, _ = self.finalized.pop(key)
+            if self.under_way.pop(key, None) is not None:
+                self._gone.append(where)
+
+    def before_wait(self) -> None:
+        self.waits += 1
+        if self._interrupt == (self.waits, False):
+            self._interrupt = None
+            raise KeyboardInterrupt("at a wait")
+
+    def after_wait(self) -> None:
+        if self._interrupt == (self.waits, True):
+            self._interrupt = None
+            raise KeyboardInterrupt("at a wait")
+
+    def sleep(self) -> None:
+        if self.delay and self._random.random() < 0.3:
+            time.sleep(self.delay * self._random.random())
+
+
+class FencedWork:
+    """A work of a process group, known until it has ended."""
+
+    def __init__(self, fence: Fence, work: Any, verb: str, tensors: list[torch.Tensor]) -> None:
+        self._fence, self._work, self._verb = fence, work, verb
+        storages = [t.untyped_storage() for t in tensors]
+        self.key = fence.made = fence.made + 1
+        fence.under_way[self.key] = verb, [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+
+    def wait(self, *args: Any) -> Any:
+        self._fence.before_wait()
+        try:
+            result = self._work.wait(*args)
+        finally:  # it ended with an error: gloo has closed the connection
+            self._fence.under_way.pop(self.key, None)
+        self._fence.after_wait()
+        return result
+
+    def is_completed(self) -> bool:
+        return self.key not in self._fence.under_way
+
+    def __del__(self) -> None:
+        if self.key in self._fence.under_way:
+            where = "".join(traceback.format_stack(limit=14)[:-1])
+            self._fence.finalized[self.key] = f"a {self._verb} was dropped before it had ended\n{where}", self._work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _fenced(fence: Fence, verb: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if verb == "send":
+            fence.sleep()
+        work = real(self, tensors, *args, **kwargs)
+        found = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return FencedWork(fence, work, verb, [t for t in found if t.numel()])
+
+    return call
+
+
+def _poison(storage: torch.UntypedStorage, start: int) -> None:
+    if storage.nbytes() > start and storage.device.type == "cpu":
+        ctypes.memset(storage.data_ptr() + start, 0xFF, storage.nbytes() - start)
+
+
+def _fenced_resize(fence: Fence, real: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        if size < before and self.device.type == "cpu":
+            start = self.data_ptr()
+            fence.let_go()
+            for verb, ranges in list(fence.under_way.values()):
+                if any(a < start + before and start + size < b for a, b in ranges):
+                    fence.violate(f"memory was freed that a {verb} still uses")
+                    return None  # it stays, so that gloo harms nobody
+            _poison(self, size)
+        result = real(self, size)
+        _poison(self, before)
+        return result
+
+    return resize_
+
+
+@contextlib.contextmanager
+def install(delay: float = 0.0) -> Iterator[Fence]:
+    """Have all process groups and storages of this process fenced inside."""
+    fence = Fence(delay)
+    real = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
+    real_resize = torch.UntypedStorage.resize_
+    for verb, method in real.items():
+        setattr(dist.ProcessGroup, verb, _fenced(fence, verb, method.__func__))
+    torch.UntypedStorage.resize_ = _fenced_resize(fence, real_resize)  # type: ignore[method-assign]
+    try:
+        yield fence
+    finally:
+        for verb, method in real.items():
+            setattr(dist.ProcessGroup, verb, method)
+        torch.UntypedStorage.resize_ = real_resize  # type: ignore[method-assign]

@@ -1,0 +1,254 @@
+"""Values that change behind a unit's back are what its next forward computes with, wherever it had been gathered by then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
+from flatshard._composable.state import units_below
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+STRATEGIES = (FULL, GRAD_OP, NO_SHARD)
+
+
+def by_data(teacher: nn.Parameter, student: nn.Parameter) -> None:
+    """MoCo, BYOL."""
+    teacher.data = teacher.data * 0.5 + student.data * 0.5
+
+
+def by_data_in_place(teacher: nn.Parameter, student: nn.Parameter) -> None:
+    teacher.data.mul_(0.5).add_(student.data, alpha=0.5)
+
+
+@torch.no_grad()
+def by_lerp(teacher: nn.Parameter, student: nn.Parameter) -> None:
+    teacher.lerp_(student, 0.5)
+
+
+@torch.no_grad()
+def by_copy(teacher: nn.Parameter, student: nn.Parameter) -> None:
+    teacher.copy_(0.5 * teacher + 0.5 * student)
+
+
+class Momentum(nn.Module):
+    """Updates its teacher from its student inside its forward, before the teacher runs."""
+
+    def __init__(self, update: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.student = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.teacher = nn.ModuleList(nn.Linear(5, 5) for _ in range(2)).requires_grad_(False)
+        self.update = update
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = x, x
+        for layer in self.student:
+            y = layer(y).tanh()
+        for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self.update(teacher, student)
+        for layer in self.teacher:
+            z = layer(z).tanh()
+        return (y - z).square().mean()
+
+
+def train_momentum(ctx: Any) -> None:
+    for update in (by_data, by_data_in_place, by_lerp, by_copy):
+        for strategy in STRATEGIES:
+            ctx.note(f"{update.__name__}, {strategy}")
+            torch.manual_seed(0)
+            plain = Momentum(update).double()
+            model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
+            optimizers = [torch.optim.SGD(m.student.parameters(), lr=0.5) for m in (plain, model)]
+            for step in range(4):
+                torch.manual_seed(step)
+                batch = torch.randn(ctx.world_size, 3, 5, dtype=torch.double)
+                for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
+                    m(x).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for name, value in flatshard.checkpoint.full_state_dict(model).items():
+                torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_momentum_encoders(pool, world_size: int):
+    """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty."""
+    pool.run(train_momentum, world_size=world_size)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def summoned(ctx: Any) -> None:
+    expected = net()
+    with torch.no_grad():
+        expected[0].weight.mul_(3)
+    for options in ({}, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)}):
+        for offload in (False, True):
+            model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, **options).eval()
+            version = units_below(model)[1].handle.version()
+            with torch.no_grad(), flatshard.keep_unsharded(model):
+                model(X)
+                with summon_full_params(model, offload_to_cpu=offload):
+                    model[0].weight.mul_(3)
+                assert torch.equal(model(X), expected(X)), (options, offload)
+            assert units_below(model)[1].handle.version() != version
+    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
+    loss = model(X).sum()
+    with summon_full_params(model), torch.no_grad():
+        model[2].weight.mul_(3)
+    with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
+        loss.backward()
+    loss = model(X).sum()
+    with summon_full_params(model):
+        assert model[2].weight.shape == (3, 6)  # only looked at
+    loss.backward()
+
+
+def test_changes_in_summon_full_params_are_noticed(pool):
+    pool.run(summoned)
+
+
+def assigned(ctx: Any) -> None:
+    for options in ({}, {"mixed_precision": BF16}):
+        for offload in (False, True):
+            model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            held = model[0].weight
+            with summon_full_params(model, offload_to_cpu=offload):
+                model[0].weight = nn.Parameter(torch.full((6, 4), 0.25))
+            assert model[0].weight is held
+            assert (flatshard.checkpoint.full_state_dict(model)["0.weight"] == 0.25).all()
+            for other, why in ((nn.Parameter(torch.ones(2, 2)), r"by one of shape \(2, 2\)"), (None, "deleted")):
+                with pytest.raises(RuntimeError, match=rf"'0.weight' was .*{why}"):  # noqa: SIM117
+                    with summon_full_params(model, offload_to_cpu=offload):
+                        model[0].weight = other
+            with pytest.raises(RuntimeError, match=r"'0.bias' was tied to '2.bias'|'0.bias' was replaced"):  # noqa: SIM117
+                with summon_full_params(model, offload_to_cpu=offload):
+                    model[0].bias = model[2].bias
+            assert not any(unit.claims for unit in units_below(model))
+            model(X).sum().backward()
+            optimizer.step()
+            assert (flatshard.checkpoint.full_state_dict(model)["0.weight"] != 0.25).any()
+
+
+def test_parameters_assigned_in_summon_full_params(pool):
+    pool.run(assigned)
+
+
+def copied(ctx: Any) -> None:
+    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
+    for p in model.parameters():
+        p.data = torch.full_like(p.data, 0.5)
+    other = copy.deepcopy(model)
+    assert all((v == 0.5).all() for v in flatshard.checkpoint.full_state_dict(other).values())
+    assert torch.equal(other(X), model(X))
+
+
+def test_copies_have_what_was_assigned_before(pool):
+    pool.run(copied, world_size=3)
+
+
+def converted(ctx: Any) -> None:
+    """Also where parameters stayed unsharded, or were gathered ahead."""
+    for strategy in STRATEGIES:
+        model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
+        model(X)
+        model.double()
+        assert torch.equal(model(X.double()), net().double()(X.double()))
+        model(X.double()).sum().backward()
+        flatshard.unshard(model[0])
+        model.float()
+        assert torch.equal(model(X), net()(X))
+
+
+def test_conversions(pool):
+    pool.run(converted, world_size=3)
+
+
+def test_offloaded_shards_stay_pinned_where_they_can_be():
+    """Without an accelerator nothing is offloaded, so nothing is pinned: conversions and copies keep it so."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        model = fully_shard(net(), cpu_offload=CPUOffload())
+        for m in (model, copy.deepcopy(model), model.double()):
+            assert not any(p.is_pinned() for p in m.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+def in_summon(ctx: Any) -> None:
+    """``p.data = ...`` of a whole parameter; forwards and backwards that would communicate on some ranks, or be lost."""
+    for writeback in (True, False):
+        model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
+        before = flatshard.checkpoint.full_state_dict(model)["0.weight"]
+        with summon_full_params(model, writeback=writeback):
+            model[0].weight.data = torch.full((6, 4), 0.5)
+        after = flatshard.checkpoint.full_state_dict(model)["0.weight"]
+        assert torch.equal(after, torch.full((6, 4), 0.5) if writeback else before)
+        model(X).sum().backward()
+    with torch.no_grad(), summon_full_params(model, writeback=False, rank0_only=True):
+        if ctx.rank == 0:
+            assert torch.equal(model(X), net()(X))
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"a forward of unit '0' inside summon_full_params\(rank0_only=True\)"
+            ):
+                model[0](X)
+        with pytest.raises(RuntimeError, match=r"unshard of unit '.*' inside summon_full_params\(rank0_only=True\)"):
+            flatshard.unshard(model[0])
+    torch.testing.assert_close(model(X), net()(X))
+    loss = model(X).sum()
+    with summon_full_params(model, with_grads=True):
+        with pytest.raises(RuntimeError, match=r"runs backward inside summon_full_params\(with_grads=True\)"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"reduce_gradients: .* show gradients inside"):
+            flatshard.reduce_gradients(model)
+
+
+def test_what_summon_full_params_cannot_keep(pool):
+    pool.run(in_summon)
+
+
+def same(ctx: Any) -> None:
+    """Conversions to what a module is, and conversions that ``inference_mode`` or held gradients come upon."""
+    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
+    loss = model(X).sum()
+    model.to(torch.float32).to("cpu")
+    loss.backward()
+    model.double()
+    with torch.inference_mode():
+        expected = model(X.double())
+    assert torch.equal(model(X.double()), expected)
+    model.float()
+    model.zero_grad()
+    with flatshard.no_sync(model):
+        model(X).sum().backward()
+    model.double()
+    flatshard.reduce_gradients(model)
+    assert all(p.grad is None or p.grad.dtype is torch.double for p in model.parameters())
+    flatshard.unshard(model[0])
+    with pytest.raises(
+        RuntimeError, match=r"are shown whole since unshard\(\): call flatshard.reshard\(module\) first"
+    ):
+        flatshard.checkpoint.full_state_dict(model)
+
+
+def test_conversions_to_what_it_is(pool):
+    pool.run(same, world_size=3)

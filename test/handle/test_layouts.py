@@ -1,0 +1,437 @@
+"""Layouts on real ranks: shapes of the parts, what they are good for, and everything else as before.
+
+Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_resharding.py); plans in test_packing.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from parity import check_parity
+from pool import RankFailure
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+from flatshard import CustomPolicy, fully_shard
+from flatshard.layouts import Blocks, Elements, Rows, Whole, work_of
+from flatshard.tensors import shard_info
+
+FREE = 1e9  # no limit to padding
+
+
+class Net(nn.Module):
+    """A convolution in channels-last, matrices, vectors, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.up = nn.Linear(5 * 4, 13)
+        self.norm = nn.LayerNorm(13)
+        self.down = nn.Linear(13, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(self.conv(x).relu().flatten(1)))) * self.scale
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def parts(ctx, layout: Any) -> str:
+    model = fully_shard(net(), process_group=ctx.group, layout=layout)
+    lines = []
+    for name, param in model.named_parameters():
+        info = shard_info(param)
+        assert info is not None
+        assert tuple(param.shape) == info.part_shape
+        assert tuple(flatshard.full_shape(param)) == info.shape
+        lines.append(f"{name:12} {tuple(param.shape)!s:14} rows {info.rows} owner {info.owner}")
+    return "\n".join(lines)
+
+
+def test_parts_by_rows_keep_their_dimensions(pool):
+    found = pool.run(parts, Rows(max_padding=FREE), world_size=2)
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
+scale        (1,)           rows None owner 0
+conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 0
+conv.bias    (5,)           rows (0, 5) owner 0
+up.weight    (7, 20)        rows (0, 7) owner None
+up.bias      (0,)           rows (0, 0) owner 1
+norm.weight  (0,)           rows (0, 0) owner 1
+norm.bias    (0,)           rows (0, 0) owner 1
+down.weight  (0, 13)        rows (0, 0) owner 1
+down.bias    (0,)           rows (0, 0) owner 1
+
+scale        (0,)           rows None owner 0
+conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 0
+conv.bias    (0,)           rows (0, 0) owner 0
+up.weight    (6, 20)        rows (7, 13) owner None
+up.bias      (13,)          rows (0, 13) owner 1
+norm.weight  (13,)          rows (0, 13) owner 1
+norm.bias    (13,)          rows (0, 13) owner 1
+down.weight  (7, 13)        rows (0, 7) owner 1
+down.bias    (7,)           rows (0, 7) owner 1""",
+    )
+
+
+def test_whole_parameters_lie_on_one_rank(pool):
+    found = pool.run(parts, Whole(max_padding=FREE), world_size=2)
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
+scale        (0,)           rows None owner 1
+conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
+conv.bias    (0,)           rows (0, 0) owner 1
+up.weight    (13, 20)       rows (0, 13) owner 0
+up.bias      (0,)           rows (0, 0) owner 1
+norm.weight  (0,)           rows (0, 0) owner 1
+norm.bias    (0,)           rows (0, 0) owner 1
+down.weight  (0, 13)        rows (0, 0) owner 1
+down.bias    (7,)           rows (0, 7) owner 0
+
+scale        (1,)           rows None owner 1
+conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 1
+conv.bias    (5,)           rows (0, 5) owner 1
+up.weight    (0, 20)        rows (0, 0) owner 0
+up.bias      (13,)          rows (0, 13) owner 1
+norm.weight  (13,)          rows (0, 13) owner 1
+norm.bias    (13,)          rows (0, 13) owner 1
+down.weight  (7, 13)        rows (0, 7) owner 1
+down.bias    (0,)           rows (0, 0) owner 0""",
+    )
+
+
+def mixed(fqn: str, param: nn.Parameter) -> flatshard.layouts.Layout | None:
+    return {
+        "conv.weight": Rows(max_padding=FREE),
+        "up.weight": Whole(max_padding=FREE),
+        "norm.weight": Blocks(4, FREE),
+    }.get(fqn)
+
+
+def test_a_layout_for_each_parameter(pool):
+    found = pool.run(parts, mixed, world_size=3)
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
+scale        (0,)           rows None owner 1
+conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
+conv.bias    (0,)           rows None owner 1
+up.weight    (13, 20)       rows (0, 13) owner 0
+up.bias      (0,)           rows None owner 1
+norm.weight  (0,)           rows None owner 1
+norm.bias    (0,)           rows None owner 1
+down.weight  (0,)           rows None owner 2
+down.bias    (0,)           rows None owner 1
+
+scale        (1,)           rows None owner 1
+conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 1
+conv.bias    (5,)           rows None owner 1
+up.weight    (0, 20)        rows (0, 0) owner 0
+up.bias      (13,)          rows None owner 1
+norm.weight  (13,)          rows None owner 1
+norm.bias    (13,)          rows None owner 1
+down.weight  (0,)           rows None owner 2
+down.bias    (7,)           rows None owner 1
+
+scale        (0,)           rows None owner 1
+conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
+conv.bias    (0,)           rows None owner 1
+up.weight    (0, 20)        rows (0, 0) owner 0
+up.bias      (0,)           rows None owner 1
+norm.weight  (0,)           rows None owner 1
+norm.bias    (0,)           rows None owner 1
+down.weight  (91,)          rows None owner 2
+down.bias    (0,)           rows None owner 1""",
+    )
+
+
+LAYOUTS = {
+    "rows": Rows(max_padding=FREE),
+    "pairs": Rows(2, FREE),
+    "blocks": Blocks(6, FREE),
+    "whole": Whole(FREE),
+    "mixed": mixed,
+}
+
+
+def train(ctx, name: str) -> None:
+    check_parity(
+        ctx,
+        net,
+        lambda step, n: torch.randn(n, 3, 2, 2),
+        steps=3,
+        shard=lambda m, g: fully_shard(m, policy={nn.Linear}, process_group=g, layout=LAYOUTS[name]),
+        oracle="slices",
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parity(pool, name, world_size):
+    pool.run(train, name, world_size=world_size)
+
+
+def everything_else(ctx, name: str) -> None:
+    """Whole parameters and gradients, copies, flat parameters, replacing, norms, checks, local state."""
+    reference, model = net(), fully_shard(net(), process_group=ctx.group, layout=LAYOUTS[name])
+    x = torch.randn(4, 3, 2, 2)
+    torch.manual_seed(1)
+    for m in (reference, model):
+        m(torch.ones(2, 3, 2, 2)).square().mean().backward()
+    total = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    torch.testing.assert_close(flatshard.optim.get_total_norm(model), total)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), total)
+    for (fqn, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert p.grad.shape == p.shape
+        torch.testing.assert_close(p.grad.norm(), q.grad.norm(), msg=fqn)
+    with flatshard.summon_full_params(model, with_grads=True):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p, q)
+            torch.testing.assert_close(p.grad, q.grad)
+            with torch.no_grad():
+                p.mul_(2)
+            p.grad.mul_(3)
+    with torch.no_grad():
+        for q in reference.parameters():
+            q.mul_(2)
+    for p in model.parameters():
+        assert p.grad.shape == p.shape
+    torch.testing.assert_close(flatshard.optim.get_total_norm(model), total * 3)
+    copied = copy.deepcopy(model)
+    assert [p.shape for p in copied.parameters()] == [p.shape for p in model.parameters()]
+    torch.testing.assert_close(copied(x), reference(x))
+    for p in copied.parameters():
+        p.data = p.data.clone() + 1
+    with torch.no_grad():
+        for q in reference.parameters():
+            q.add_(1)
+    torch.testing.assert_close(copied(x), reference(x))
+    copied.load_state_dict(net().state_dict())
+    torch.testing.assert_close(copied(x), net()(x))
+    saved = copy.deepcopy(flatshard.checkpoint.local_state_dict(copied))
+    for flat in flatshard.flat_parameters(copied):
+        flat.data.zero_()
+    flatshard.checkpoint.load_local_state_dict(copied, saved)
+    torch.testing.assert_close(copied(x), net()(x))
+    copied.double()
+    torch.testing.assert_close(copied(x.double()), net().double()(x.double()))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_rest_of_the_interface(pool, name):
+    pool.run(everything_else, name, world_size=3)
+
+
+class BlockMomentum(torch.optim.Optimizer):
+    """Momentum kept as 8-bit integers in blocks of 16 elements with a scale each, as 8-bit optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            flat, state = p.grad.detach().as_subclass(Tensor).reshape(-1), self.state[p]
+            padded = nn.functional.pad(flat, (0, -flat.numel() % 16)).view(-1, 16)
+            momentum = padded + 0.9 * state["int8"].to(padded.dtype) * state["scale"] if state else padded
+            state["scale"] = momentum.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+            state["int8"] = (momentum / state["scale"]).round().to(torch.int8)
+            p.sub_(0.1 * momentum.view(-1)[: flat.numel()].view(p.shape))
+
+
+class RowNormalised(torch.optim.Optimizer):
+    """Each row of a matrix moves by the same length."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            grad = p.grad.detach().as_subclass(Tensor)
+            p.sub_(0.1 * (nn.functional.normalize(grad, dim=1) if p.dim() == 2 else grad))
+
+
+def step_by(ctx, kind: type[torch.optim.Optimizer], layout: Any) -> bool:
+    """Whether the parameters are those of one process with the same gradients, bit for bit."""
+    reference, model = net(), fully_shard(net(), process_group=ctx.group, layout=layout)
+    optimizers = kind(reference.parameters()), kind(model.parameters())
+    for step in range(3):
+        torch.manual_seed(10 * step + ctx.rank)
+        model(torch.randn(4, 3, 2, 2)).square().mean().backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                # Of channels-last, blocks are counted in memory order: give the reference the memory's order too.
+                p.grad = q.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = flatshard.checkpoint.full_state_dict(model)
+    return all(torch.equal(found[n], v) for n, v in reference.state_dict().items() if n != "conv.weight")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_optimizers_of_blocks_and_of_rows(pool, world_size):
+    """What ``Blocks`` and ``Rows`` are for, and what is lost without them."""
+    assert all(pool.run(step_by, BlockMomentum, Blocks(16, FREE), world_size=world_size))
+    assert all(pool.run(step_by, RowNormalised, Rows(max_padding=FREE), world_size=world_size))
+    assert not any(pool.run(step_by, BlockMomentum, Elements(), world_size=world_size))
+    assert not any(pool.run(step_by, RowNormalised, Elements(), world_size=world_size))
+
+
+def parallel(ctx, name: str) -> None:
+    """Tensor parallelism: what is laid out is the local tensor."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6))
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+    fully_shard(model, device_mesh=mesh["dp"], layout=LAYOUTS[name])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 6)
+        plain(x).square().mean().backward()
+        model(x[mesh["dp"].get_local_rank() * 2 :][:2]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(flatshard.checkpoint.full_state_dict(model), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rows", "whole", "blocks"])
+def test_with_tensor_parallelism(pool, name):
+    pool.run(parallel, name, world_size=4)
+
+
+def quantized(ctx, name: str) -> None:
+    """Other collectives see one flat buffer, whatever lies in it."""
+    x = torch.randn(4, 3, 2, 2)
+    reference = net()
+    reference(x).square().mean().backward()
+    model = net()
+    collectives = flatshard.comm.QuantizedCollectives()
+    fully_shard(model, process_group=ctx.group, layout=LAYOUTS[name], collectives=collectives)
+    model(x).square().mean().backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert float((p.grad - q.grad).norm()) <= 0.15 * float(q.grad.norm())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_with_quantized_collectives(pool, name):
+    pool.run(quantized, name, world_size=3)
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(2, 1.0), (4, 1.02), (8, 1.05)])
+def test_work_on_whole_parameters_is_even_over_units(world, world_size, most):
+    """Each unit has fewer matrices than ranks, so no unit is balanced; all of them together are."""
+    world(world_size)
+    blocks = [
+        nn.Sequential(nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(24)
+    ]
+    model = fully_shard(nn.Sequential(*blocks), policy=CustomPolicy(lambda m: m in blocks), layout=Whole(FREE))
+    loads = [0] * world_size
+    for p in model.parameters():
+        info = shard_info(p)
+        loads[info.owner] += work_of(info.shape)
+    assert max(loads) <= most * sum(loads) / world_size, loads
+
+
+def fall_back(ctx) -> str:
+    odd = nn.Sequential(nn.Linear(101, 103, bias=False), nn.Linear(103, 107, bias=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard(copy.deepcopy(odd), process_group=ctx.group, layout=Whole(max_padding=0.01))
+    (warning,) = [str(w.message) for w in caught]
+    model = copy.deepcopy(odd)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"unit '<root>': the layout of .* would take \d+% padding, over the limit of 1%"
+    ):
+        fully_shard(model, process_group=ctx.group, layout=Whole(max_padding=0.01, strict=True))
+    assert type(model[0].weight) is nn.Parameter  # nothing has been changed
+    torch.testing.assert_close(model.state_dict(), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fully_shard(
+            copy.deepcopy(odd), process_group=ctx.group, strategy=flatshard.ShardingStrategy.NO_SHARD, layout=Whole(0.0)
+        )
+    return warning
+
+
+def test_too_much_padding_is_cut_anywhere_with_a_warning_or_raises(pool):
+    text = pool.run(fall_back, world_size=4)[0]
+    assert_expected_inline(
+        "\n".join(textwrap.wrap(text, 110)),
+        """\
+unit '<root>': the layout of '0.weight', '1.weight' (Whole) would take 105% padding, over the limit of 1%, so
+they are cut anywhere, as by Elements(). To keep the layout, allow it by max_padding=1.06, make larger units
+(several layers each), or choose Elements() for some of the parameters by a callable layout;
+flatshard.optim.WholeParameterOptimizer steps whole matrices in any layout""",
+    )
+
+
+def overrides(ctx) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    policy = CustomPolicy(lambda m: {"layout": Whole(FREE)} if m is model[1] else isinstance(m, nn.Linear))
+    fully_shard(model, policy=policy, process_group=ctx.group)
+    assert model[0].weight.dim() == 1
+    assert model[1].weight.dim() == 2
+    text = str(flatshard.describe(model, verbose=True))
+    assert "1.weight  8x8         whole" in text, text
+
+
+def test_a_policy_overrides_it_for_a_unit(pool):
+    pool.run(overrides, world_size=2)
+
+
+def differ(ctx) -> None:
+    layout = Rows(max_padding=FREE) if ctx.rank else Whole(FREE)
+    model = fully_shard(nn.Linear(40, 41), process_group=ctx.group, layout=layout)
+    model(torch.ones(1, 40))
+
+
+def test_ranks_that_lay_out_differently_are_told(pool):
+    with pytest.raises(RankFailure) as e:
+        pool.run(differ)
+    assert {f.type_name for f in e.value.failures} == {"OutOfStepError"}
+
+
+def test_choices_that_cannot_be():
+    for made, match in (
+        (lambda: Rows(0), "multiple must be an int of at least 1"),
+        (lambda: Blocks(2.5), "numel=2.5.*: numel must be an int of at least 1"),
+        (lambda: Whole(max_padding=-1), "max_padding must be a fraction of at least 0"),
+        (lambda: Rows(strict=1), "strict must be True or False, got 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            made()
+    with pytest.raises(TypeError, match=r"layout must be .*, got <class .*Rows'>: write Rows\(...\)"):
+        fully_shard(nn.Linear(2, 2), layout=Rows)
+    with pytest.raises(TypeError, match=r"layout must be .*, got 'rows'"):
+        fully_shard(nn.Linear(2, 2), layout="rows")
+
+
+def wrong_callable(ctx) -> None:
+    with pytest.raises(TypeError, match="the callable returned 3 for 'weight'"):
+        fully_shard(nn.Linear(2, 2), process_group=ctx.group, layout=lambda fqn, p: 3)
+    model = fully_shard(nn.Linear(2, 2), process_group=ctx.group, layout=lambda fqn, p: Elements())
+    assert model.weight.dim() == 1
+
+
+def test_a_callable_that_returns_no_layout(pool):
+    pool.run(wrong_callable, world_size=2)

@@ -1,0 +1,174 @@
+"""Buffers that are made once: ``static_buffers=True``, and collectives with an ``allocate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp as Block
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+from flatshard.comm import builtin_collectives
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 6, width: int = 10) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.order = list(range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for k in self.order:
+            x = self.blocks[k](x)
+        return x
+
+
+class Allocating:
+    """The built-in collectives, with memory of their own making."""
+
+    exact = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.inner = builtin_collectives(group, device)
+        self.made: list[Tensor] = []
+        self.seen: set[str] = set()
+        self.elsewhere: list[str] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.made.append(torch.full((numel,), 7, dtype=dtype, device=device))
+        return self.made[-1]
+
+    def _check(self, kind: str, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            if not any(m.data_ptr() <= start and stop <= m.data_ptr() + m.nbytes for m in self.made):
+                self.elsewhere.append(kind)
+        self.seen.add(kind)
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        self._check("all-gather", output)
+        return self.inner.all_gather(output, shard)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        self._check("reduce-scatter", output, input)
+        return self.inner.reduce_scatter(output, input)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        self._check("all-reduce", tensor)
+        return self.inner.all_reduce(tensor)
+
+
+def trained(ctx: Any, steps: int = 4, **options: Any) -> tuple[list[Tensor], nn.Module]:
+    torch.manual_seed(0)
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, **options)
+    collectives = units_below(model)[0].handle.runtime.collectives
+    if isinstance(collectives, Allocating):
+        collectives.elsewhere.clear()  # of an earlier model's summon_full_params
+        collectives.seen.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for number in range(steps):
+        torch.manual_seed(10 * number + ctx.rank)
+        if number == 2:  # another order: what was gathered ahead is not what comes next
+            model.order.reverse()
+        with flatshard.no_sync(model) if number % 2 else torch.enable_grad():
+            model(torch.randn(3, 10)).square().mean().backward()
+        model(torch.randn(3, 10)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not isinstance(collectives, Allocating) or not collectives.elsewhere
+    with flatshard.summon_full_params(model, writeback=False):
+        return [p.detach().clone() for p in model.parameters()], model
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full shard": {},
+    "bf16": {"mixed_precision": BF16},
+    "grad op": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "no shard": {"strategy": ShardingStrategy.NO_SHARD},
+}
+
+
+def train_alike(ctx: Any) -> None:
+    for name, options in CASES.items():
+        ctx.note(name)
+        usual, _ = trained(ctx, **options)
+        static, _ = trained(ctx, static_buffers=True, **options)
+        allocated, model = trained(ctx, collectives=Allocating, **options)
+        for a, b, c in zip(usual, static, allocated, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c)  # gloo adds them in another dtype where it need not cast
+        collectives = units_below(model)[0].handle.runtime.collectives
+        sharded = options.get("strategy") is not ShardingStrategy.NO_SHARD
+        assert collectives.seen >= ({"all-gather", "reduce-scatter"} if sharded else {"all-reduce"}), name
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trains_alike(pool, world_size: int):
+    pool.run(train_alike, world_size=world_size)
+
+
+def test_addresses_stay_and_are_few(world):
+    world(4)
+    model = fully_shard(Net(8), policy={Block}, static_buffers=True)
+    units = units_below(model)
+    seen: list[list[int]] = []
+    for _ in range(4):
+        addresses: list[int] = []
+        for unit in units[1:]:
+            unit.module.register_forward_pre_hook(
+                lambda m, args, a=addresses: a.append(m.up.weight.untyped_storage().data_ptr())
+            )
+        model(torch.randn(2, 10)).sum().backward()
+        seen.append(addresses[:8])
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert len(set(seen[0])) == 2
+    assert all(a != b for a, b in zip(seen[0], seen[0][1:], strict=False))
+    pool = units[0].handle.buffers[0].pool
+    block, root = (u.handle.buffers[0].layout.padded_numel * 4 for u in (units[1], units[0]))
+    assert pool is not None
+    assert pool.nbytes == root + 2 * block + block  # gathered: as many as are in use at a time anyway; and one input
+
+
+def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_views_of_it(world):
+    world(4)
+    model = fully_shard(Net(6), policy={Block}, static_buffers=True)
+    loss = model(torch.randn(2, 10)).sum()
+    flatshard.unshard(model.blocks[0])
+    with pytest.raises(
+        RuntimeError, match=r"unit 'blocks.2' needs the static buffer that another unit is using, and that"
+    ):
+        flatshard.unshard(model.blocks[2])
+    flatshard.reshard(model.blocks[0])
+    loss.backward()
+    del loss
+    for block in model.blocks:
+        flatshard.unshard(block)
+    assert len({block.up.weight.data_ptr() for block in model.blocks}) == 6
+    flatshard.reshard(model)
+    model(torch.randn(2, 10)).sum().backward()
+
+
+class Wrong(Allocating):
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel + 1, dtype=dtype, device=device)
+
+
+def test_what_allocate_gives_is_looked_at(world):
+    world(4)
+    model = fully_shard(Net(2), policy={Block}, collectives=Wrong)
+    with pytest.raises(
+        flatshard.CollectiveError,
+        match=r"TypeError: Wrong.allocate\(\d+, torch.float32, 'cpu'\) returned a tensor of shape",
+    ):
+        model(torch.randn(2, 10))
+    with pytest.raises(ValueError, match="static_buffers must be True or False"):
+        fully_shard(Net(2), static_buffers=1)

@@ -1,0 +1,510 @@
+"""Tensor parallelism first, sharding second: 2-D meshes against one process.
+
+A model is parallelised by ``parallelize_module`` over one dimension of a mesh and sharded over the other. The oracle is the
+plain model in one process, on the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import flatshard
+from flatshard import ShardingStrategy, full_shape, fully_shard
+from flatshard.tensors import ShardedParameter
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+WIDTH, LENGTH = 6, 4
+
+
+class Block(nn.Module):
+    """``hidden`` 7 does not divide by two: uneven shards of the tensor-parallel mesh."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
+
+
+class SequenceBlock(nn.Module):
+    """The same without a plain parameter among activations that are sharded along the sequence."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block, hidden: int = 8) -> None:
+        super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block(hidden) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make(block: type[nn.Module] = Block, hidden: int = 8) -> Net:
+    torch.manual_seed(0)
+    return Net(block, hidden).double()
+
+
+def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
+    for block in model.blocks:
+        # Between the two stays a DTensor: local tensors would not say that they are uneven.
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+        else:
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        parallelize_module(
+            model,
+            mesh,
+            {
+                "front": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            },
+        )
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters in whole, over both meshes."""
+    with flatshard.summon_full_params(model, writeback=False):
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def assert_same_statistics(model: nn.Module, plain: nn.Module) -> None:
+    found = flatshard.optim.gradient_statistics(model)
+    assert found.keys() == {n for n, p in plain.named_parameters() if p.grad is not None}
+    for name, stats in found.items():
+        grad = plain.get_parameter(name).grad
+        assert grad is not None
+        got = torch.tensor([stats.norm, stats.max_abs, stats.mean, stats.nonfinite, stats.numel])
+        numbers = [grad.norm(), grad.abs().max(), grad.mean(), (~grad.isfinite()).sum(), torch.tensor(grad.numel())]
+        expected = torch.stack([n.double() for n in numbers]).to(got)
+        torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train(ctx, sequence: bool, hidden: int, options: dict[str, Any]) -> None:
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    block = SequenceBlock if sequence else Block
+    plain, model = make(block, hidden), make(block, hidden)
+    parallelize(model, mesh["tp"], sequence)
+    placements = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    shapes = {n: p.shape for n, p in plain.named_parameters()}
+    fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
+    assert {n: full_shape(p) for n, p in model.named_parameters()} == shapes
+    assert all(type(p) is ShardedParameter for p in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    mine = mesh["dp"].get_local_rank()
+    for step in range(4):
+        x = torch.randn(2, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        output = model(x[mine])
+        output = output.full_tensor() if isinstance(output, DTensor) else output
+        output.square().mean().backward()
+        assert_same_statistics(model, plain)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        clip = torch.nn.utils.clip_grad_norm_ if step % 2 else flatshard.clip_grad_norm_
+        norm = clip(model.parameters() if step % 2 else model, 0.3)
+        torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in whole(model).items():
+        expected = plain.get_parameter(name).detach()
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    with flatshard.summon_full_params(model):
+        shown = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        assert shown == placements
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full shard": {},
+    "grad op": {"strategy": GRAD_OP},
+    "no shard": {"strategy": NO_SHARD},
+}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("hidden", [8, 7])
+@pytest.mark.parametrize("case", CASES)
+def test_parity(pool, sequence: bool, hidden: int, case: str):
+    pool.run(train, sequence, hidden, CASES[case], world_size=4)
+
+
+# -- what else a sharded model can do ----------------------------------------------------------------------------------
+
+
+def two_dimensions(ctx, block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, DeviceMesh]:
+    """(plain, sharded, mesh)."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    plain, model = make(block, hidden), make(block, hidden)
+    parallelize(model, mesh["tp"], block is SequenceBlock)
+    fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
+    return plain, model, mesh
+
+
+def batch(step: int, ranks: int = 2) -> Tensor:
+    return torch.randn(ranks, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+        return {
+            name: None
+            if p.grad is None
+            else (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, f"{what} {name}"
+        else:
+            torch.testing.assert_close(
+                got[name], value.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}"
+            )
+
+
+def grads_of(plain: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
+
+
+def accumulate(ctx) -> None:
+    plain, model, mesh = two_dimensions(ctx)
+    mine = mesh["dp"].get_local_rank()
+    for step in range(3):
+        x = batch(step)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        if step < 2:
+            with flatshard.no_sync(model):
+                model(x[mine]).square().mean().backward()
+        else:
+            model(x[mine]).square().mean().backward()
+    assert_same(gradients(model), grads_of(plain))
+
+
+def freeze(ctx) -> None:
+    plain, model, mesh = two_dimensions(ctx)
+    mine = mesh["dp"].get_local_rank()
+    for m in (plain, model):
+        for name, param in m.named_parameters():
+            param.requires_grad_("up" not in name)
+    x = batch(0)
+    plain(x.flatten(0, 1)).square().mean().backward()
+    model(x[mine]).square().mean().backward()
+    assert_same(gradients(model), grads_of(plain))
+
+
+def copy_deeply(ctx) -> None:
+    plain, model, mesh = two_dimensions(ctx)
+    copied = copy.deepcopy(model)
+    mine = mesh["dp"].get_local_rank()
+    x = batch(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    plain(x.flatten(0, 1)).square().mean().backward()
+    copied(x[mine]).square().mean().backward()
+    assert_same(whole(copied), dict(plain.named_parameters()))
+    assert_same(gradients(copied), grads_of(plain))
+
+
+def write_back(ctx) -> None:
+    plain, model, _ = two_dimensions(ctx)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2).add_(0.5)
+        with flatshard.summon_full_params(model):
+            for param in model.parameters():
+                param.mul_(2).add_(0.5)
+    assert_same(whole(model), dict(plain.named_parameters()))
+
+
+def show_on_cpu(ctx) -> None:
+    plain, model, _ = two_dimensions(ctx)
+    with flatshard.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    for param in plain.parameters():
+        param.data.mul_(2)
+    assert_same(whole(model), dict(plain.named_parameters()))
+
+
+def convert(ctx) -> None:
+    plain, model, mesh = two_dimensions(ctx)
+    mine = mesh["dp"].get_local_rank()
+    model.float()
+    plain.float()
+    x = batch(0).float()
+    plain(x.flatten(0, 1)).square().mean().backward()
+    model(x[mine]).square().mean().backward()
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def replicate(ctx) -> None:
+    """Replicated DTensors are reduced once, and count once in a norm."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    plain = nn.Linear(WIDTH, 5).double()
+    torch.manual_seed(0)
+    plain.reset_parameters()
+    model = copy.deepcopy(plain)
+    for name, param in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()])))
+    fully_shard(model, device_mesh=mesh["dp"])
+    mine = mesh["dp"].get_local_rank()
+    x = batch(0)
+    plain(x.flatten(0, 1)).square().mean().backward()
+    output = model(DTensor.from_local(x[mine], mesh["tp"], [Replicate()]))
+    output.to_local().square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), expected)
+    torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), expected)
+    assert_same(gradients(model), grads_of(plain))
+
+
+def train_flat(ctx) -> None:
+    """Flat parameters of DTensors and plain parameters: elements that tensor-parallel ranks have alike count once."""
+    plain, model, mesh = two_dimensions(ctx)
+    mine = mesh["dp"].get_local_rank()
+    flats = flatshard.flat_parameters(model)
+    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (plain.parameters(), flats)]
+    for step in range(2):
+        x = batch(step)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mine]).square().mean().backward()
+        for order in (2.0, 1.0, 3.0, torch.inf):
+            expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
+            found = [torch.nn.utils.get_total_norm([p.grad for p in flats], order, foreach=f) for f in (True, False)]
+            found += [
+                torch.stack([p.grad.norm(order) for p in flats]).norm(order),
+                flatshard.optim.get_total_norm(model, order),
+            ]
+            for each in found:
+                torch.testing.assert_close(each, expected)
+        nonzero = sum(int(p.grad.count_nonzero()) for p in plain.parameters())
+        assert sum(int(p.grad.norm(0)) for p in flats) == nonzero
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(flats, 0.1), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole(model), dict(plain.named_parameters()))
+
+
+def in_bfloat16(ctx) -> None:
+    """Against the same model sharded over tensor-parallel ranks only, which computes with the same rounded values."""
+    policy = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    _, model, mesh = two_dimensions(ctx, mixed_precision=policy)
+    mine = mesh["dp"].get_local_rank()
+    x = batch(0)
+    output = model(x[mine])
+    assert output.dtype is torch.bfloat16
+    output.double().square().mean().backward()
+    exact, _, _ = two_dimensions(ctx)
+    exact(x.flatten(0, 1)).square().mean().backward()
+    for name, grad in gradients(model).items():
+        assert grad.dtype is torch.float64
+        expected = exact.get_parameter(name).grad
+        assert (grad - expected).norm() < 0.05 * expected.norm() + 1e-3, name
+
+
+def initialise_on_meta(ctx) -> None:
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch.manual_seed(ctx.rank)  # ranks of one tensor-parallel coordinate get the first one's values all the same
+    fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear})
+    values = whole(model)
+    assert values["0.weight"].shape == (8, WIDTH)
+    for value in values.values():
+        assert value.isfinite().all()
+        same = value.clone()
+        torch.distributed.broadcast(same, 0, group=ctx.group)
+        assert torch.equal(same, value)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def scale_gradients(ctx) -> None:
+    """An overflow on one tensor-parallel rank skips the step on all."""
+    for flat in (False, True):
+        _, model, mesh = two_dimensions(ctx)
+        params = flatshard.flat_parameters(model) if flat else list(model.parameters())
+        _scale_gradients(ctx, model, mesh["dp"].get_local_rank(), params)
+
+
+def _scale_gradients(ctx, model: nn.Module, mine: int, params: list[nn.Parameter]) -> None:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for overflow in (False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(batch(0)[mine]).square().mean()).backward()
+        if overflow and ctx.rank == 3:
+            next(p for p in params if p.grad is not None and p.numel()).grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert changed is not overflow
+        assert scaler.get_scale() == (4.0 if overflow else 8.0)
+
+
+def refuse(ctx) -> None:
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    model = make()
+    parallelize(model, mesh["tp"], False)
+    with pytest.raises(ValueError, match=r"'blocks.0.up.weight' is a DTensor over ranks .*device_mesh=mesh\['dp'\]"):
+        fully_shard(model, process_group=ctx.group)
+    with pytest.raises(ValueError, match=r"is a DTensor over ranks"):
+        fully_shard(model, device_mesh=mesh["tp"])
+    local = torch.ones(2, 2)
+    model.blocks[1].extra = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Partial()], run_check=False))
+    with pytest.raises(
+        ValueError, match=r"'blocks.1.extra' is a DTensor placed as .*only Shard\(dim\) and Replicate\(\)"
+    ):
+        fully_shard(model, device_mesh=mesh["dp"])
+    del model.blocks[1].extra
+    fully_shard(model, device_mesh=mesh["dp"])
+
+
+def warn_about_optimizers(ctx) -> None:
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    for block in (Block, SequenceBlock):
+        model = make(block)
+        parallelize(model, mesh["tp"], block is SequenceBlock)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if block is Block else None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(model, device_mesh=mesh["dp"])
+        found = [str(w.message) for w in caught if "in the place of tensor subclasses" in str(w.message)]
+        assert bool(found) is (optimizer is not None)
+        if found:
+            assert "'blocks.0.up.weight'" in found[0]
+            assert "build it after fully_shard" in found[0]
+
+
+def other_shapes(ctx) -> None:
+    """One of the two dimensions has a single rank."""
+    for shape in ((1, 4), (4, 1)):
+        mesh = ctx.device_mesh(shape, ("dp", "tp"))
+        plain, model = make(), make()
+        parallelize(model, mesh["tp"], False)
+        fully_shard(model, policy={Block}, device_mesh=mesh["dp"])
+        x = batch(0, shape[0])
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        torch.testing.assert_close(flatshard.optim.get_total_norm(model), expected)
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), expected)
+        assert_same(gradients(model), grads_of(plain), str(shape))
+        assert_same_statistics(model, plain)
+        if ctx.rank == 2:
+            part = next(p.grad for n, p in model.named_parameters() if ".up." in n and p.grad is not None and p.numel())
+            part.view(-1)[0] = torch.nan
+        stats = flatshard.optim.gradient_statistics(model)
+        assert sorted(s.nonfinite for s in stats.values()) == [0] * (len(stats) - 1) + [1]
+        flats = flatshard.flat_parameters(model)
+        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(flats, 1e9), expected)
+
+
+FEATURES = [
+    warn_about_optimizers,
+    other_shapes,
+    accumulate,
+    freeze,
+    copy_deeply,
+    write_back,
+    show_on_cpu,
+    convert,
+    replicate,
+    train_flat,
+    in_bfloat16,
+    initialise_on_meta,
+    scale_gradients,
+    refuse,
+]
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.__name__)
+def test_features(pool, feature: Callable[[Any], None]):
+    pool.run(feature, world_size=4)
+
+
+# -- three dimensions --------------------------------------------------------------------------------------------------
+
+
+def train_in_three_dimensions(ctx, sequence: bool) -> None:
+    mesh = ctx.device_mesh((2, 2, 2), ("replicate", "shard", "tp"))
+    block = SequenceBlock if sequence else Block
+    plain, model = make(block, 7), make(block, 7)
+    parallelize(model, mesh["tp"], sequence)
+    dp = mesh["replicate", "shard"]
+    fully_shard(model, policy={block}, device_mesh=dp, strategy=ShardingStrategy.HYBRID_SHARD)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    mine = ctx.rank // 2
+    for step in range(3):
+        x = batch(step, 4)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[mine]).square().mean().backward()
+        assert_same_statistics(model, plain)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.3), expected, rtol=1e-9, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole(model), dict(plain.named_parameters()))
+    flatshard.debug.check_replicas(model)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_hybrid_sharding_on_eight_ranks():
+    eight = Pool(8)
+    try:
+        for sequence in (False, True):
+            eight.run(train_in_three_dimensions, sequence, world_size=8, timeout=120.0)
+    finally:
+        eight.close()

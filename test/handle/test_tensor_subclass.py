@@ -1,0 +1,404 @@
+"""Parameters that are tensor subclasses: quantised weights as bytes, weights with a dispatch of their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from parity import check_parity
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, full_shape, fully_shard
+from flatshard._composable.state import units_below
+from flatshard.tensors import ShardedParameter
+
+WIDTH = 7
+STRATEGIES = list(ShardingStrategy)[:3]
+
+
+class Quantised(Tensor):
+    """int8 values with a scale and a zero point for each row, as libraries for quantisation have them."""
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor
+    fields: ClassVar[list[str]] = ["stored", "scale", "zero"]
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Quantised:
+        result = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=stored.device)
+        result.stored, result.scale, result.zero = stored, scale, zero
+        return result
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Quantised:
+        weight = weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return cls(
+            (weight / scale + 1).round().to(torch.int8), scale, torch.ones(len(weight), dtype=torch.int32), weight.dtype
+        )
+
+    def dequantise(self) -> Tensor:
+        return ((self.stored - self.zero[:, None]) * self.scale).to(self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return self.fields, self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Quantised:
+        return cls(inner["stored"], inner["scale"], inner["zero"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            inner = {name: func(getattr(args[0], name)) for name in cls.fields}
+            return cls.__tensor_unflatten__(inner, args[0].dtype, None, None)
+        whole = pytree.tree_map_only(Quantised, lambda t: t.dequantise(), (args, kwargs or {}))
+        return func(*whole[0], **whole[1])
+
+    def __repr__(self, **_: Any) -> str:
+        return "Quantised(...)"
+
+
+class Copying(Quantised):
+    """Its tensors cannot be views of others'."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Quantised:
+        return cls(*(inner[name].clone() for name in cls.fields), dtype)
+
+
+class Wrapped(Tensor):
+    """One tensor of the same shape and dtype inside, which may be another subclass; counts what runs on it."""
+
+    calls: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        result = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=inner.device,
+            requires_grad=inner.requires_grad,
+        )
+        result.inner = inner
+        return result
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Wrapped:
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func.__name__)
+        plain = pytree.tree_map_only(Wrapped, lambda t: t.inner, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        return Wrapped(out) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else out
+
+    def __repr__(self, **_: Any) -> str:
+        return "Wrapped(...)"
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class Adapted(nn.Module):
+    """A quantised weight with a trainable adapter and bias, as in QLoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.weight = frozen(Quantised.of(self.base.weight))
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x)) + self.b(self.a(x))
+
+
+def adapted() -> nn.Module:
+    return nn.Sequential(*[Adapted() for _ in range(3)])
+
+
+def wrapped() -> nn.Module:
+    """Trainable, and one of them shared by two modules."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    for linear in (model[0], model[3]):
+        linear.weight = nn.Parameter(Wrapped(linear.weight.detach()))
+    model[2].weight = model[0].weight
+    return model
+
+
+def nested() -> nn.Module:
+    model = adapted()
+    for block in model:
+        block.base.weight = frozen(Wrapped(block.base.weight.detach()))
+    return model
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = adapted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+MODELS = {"adapted": adapted, "wrapped": wrapped, "nested": nested, "checkpointed": Checkpointed}
+
+
+def vectors(step: int, n: int) -> Tensor:
+    return torch.randn(n, WIDTH)
+
+
+def train(ctx, name: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
+        for policy in (None, {Adapted, nn.Linear} if name in ("wrapped", "nested") else {Adapted}):
+            ctx.note(f"{strategy.name}, {policy}")
+
+            def shard(model: nn.Module, group: Any, policy: Any = policy, strategy: Any = strategy) -> None:
+                fully_shard(model, policy=policy, strategy=strategy, process_group=group)
+
+            check_parity(
+                ctx,
+                MODELS[name],
+                vectors,
+                steps=3,
+                dtype=None,
+                shard=shard,
+                replicated=strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1,
+                clip=clip,
+            )
+
+
+def clip(model: nn.Module) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_in_one_process(pool, name, world_size):
+    pool.run(train, name, world_size=world_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sharded
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def made(ctx: Any, model: nn.Module, **options: Any) -> nn.Module:
+    return fully_shard(model, process_group=ctx.group, **options)
+
+
+def bytes_of(ctx) -> list[Any]:
+    torch.manual_seed(0)
+    plain = adapted().to(torch.bfloat16)
+    for block in plain:
+        block.base.weight = frozen(Quantised.of(block.base.weight.dequantise().bfloat16()))
+        block.a.float(), block.b.float()
+    model = made(ctx, copy.deepcopy(plain), policy={Adapted})
+    unit = units_below(model)[1]
+    found = [[(b.dtype, b.layout.numel, any(b.requires_grad)) for b in unit.handle.buffers]]
+    found.append(
+        [g._nbytes if any(b.requires_grad) else 0 for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)]
+    )
+    weight = model[0].base.weight
+    assert type(weight) is ShardedParameter
+    assert not weight.requires_grad
+    assert full_shape(weight) == (WIDTH, WIDTH)
+    return found
+
+
+def test_bytes_travel_and_only_adapters_have_gradients(pool):
+    """49 int8 + pad, 7 bf16 scales + pad, 7 int32; the bias; the adapters."""
+    for found in pool.run(bytes_of, world_size=2):
+        assert_expected_inline(
+            "\n".join(map(str, found)),
+            """\
+[(torch.uint8, 108, False), (torch.bfloat16, 7, True), (torch.float32, 28, True)]
+[0, 32, 128]""",
+        )
+
+
+def shown(ctx) -> None:
+    torch.manual_seed(0)
+    plain = adapted()
+    for block in plain:
+        block.base.weight.note = [1]
+    model = made(ctx, copy.deepcopy(plain), policy={Adapted})
+    weight = model[0].base.weight
+    assert weight.note == [1]
+    assert not hasattr(weight, "stored")
+    x = vectors(0, 2)
+    for guard in (torch.no_grad, torch.inference_mode):
+        with guard():
+            assert torch.equal(model(x), plain(x))
+            with flatshard.keep_unsharded(model):
+                assert torch.equal(model(x), plain(x))
+    with flatshard.summon_full_params(model):
+        whole = model[0].base.weight
+        assert type(whole) is Quantised
+        assert isinstance(whole, nn.Parameter)
+        assert whole.note == [1]
+        for name in Quantised.fields:
+            got, expected = getattr(whole, name), getattr(plain[0].base.weight, name)
+            assert torch.equal(got, expected)
+            assert got.dtype is expected.dtype
+        whole.stored.mul_(-1)
+        plain[0].base.weight.stored.mul_(-1)
+    assert model[0].base.weight is weight
+    assert torch.equal(model(x), plain(x))
+    with flatshard.summon_full_params(model, offload_to_cpu=True):
+        model[1].base.weight.scale.mul_(3)
+    plain[1].base.weight.scale.mul_(3)
+    assert torch.equal(model(x), plain(x))
+    other = copy.deepcopy(model)
+    with flatshard.summon_full_params(other):
+        other[0].base.weight.stored.zero_()
+    assert torch.equal(model(x), plain(x))
+    assert not torch.equal(other(x), plain(x))
+    model(x).sum().backward()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_summoned_copied_and_evaluated(pool, world_size):
+    pool.run(shown, world_size=world_size)
+
+
+def from_rank_0(ctx) -> None:
+    torch.manual_seed(ctx.rank)
+    model = made(ctx, nested(), policy={Adapted}, sync_module_states=True, device_id="cpu")
+    torch.manual_seed(0)
+    plain = nested()
+    with flatshard.summon_full_params(model):
+        for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert type(got) is type(expected)
+            assert torch.equal(got * 1, expected * 1)
+
+
+def test_sync_module_states(pool):
+    pool.run(from_rank_0, world_size=3)
+
+
+def low_precision(ctx) -> None:
+    """What a dtype means to the class only it knows: it keeps its own. Everything else is cast."""
+    torch.manual_seed(0)
+    model = made(ctx, wrapped(), policy={nn.Linear}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    kinds = {(b.dtype, b.compute_dtype) for u in units_below(model) for b in u.handle.buffers}
+    assert kinds == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
+    torch.manual_seed(0)
+    model = made(ctx, adapted(), policy={Adapted}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model[0].base.register_forward_hook(lambda m, a, y: dtypes.append((m.weight.dtype, m.weight.scale.dtype, y.dtype)))
+    dtypes: list[Any] = []
+    with pytest.raises(RuntimeError, match="dtype"):  # a base that says it is float32, and inputs in bfloat16
+        model(vectors(0, 2))
+    for block in (plain := adapted()):
+        block.base.weight = frozen(Quantised.of(block.base.weight.dequantise().bfloat16()))
+    model = made(ctx, plain, policy={Adapted}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model[0].base.register_forward_hook(lambda m, a, y: dtypes.append((m.weight.dtype, m.weight.scale.dtype, y.dtype)))
+    model(vectors(0, 2)).sum().backward()
+    assert dtypes[-1] == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_mixed_precision(pool):
+    pool.run(low_precision, world_size=2)
+
+
+def held_by_an_optimizer(ctx) -> None:
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.warns(UserWarning, match=r"new parameters in the place of tensor subclasses.*'0\.weight', '3\.weight'"):
+        made(ctx, model)
+    del optimizer
+
+
+def test_an_optimizer_that_holds_the_old_parameters(pool):
+    pool.run(held_by_an_optimizer, world_size=2)
+
+
+def saved(ctx, path: str) -> None:
+    torch.manual_seed(0)
+    plain = nested() if ctx.world_size == 3 else adapted()
+    model = made(ctx, copy.deepcopy(plain), policy={Adapted})
+    flatshard.save_checkpoint(path, {"model": model}, process_group=ctx.group)
+    x = vectors(0, 2)
+    full = flatshard.checkpoint.full_state_dict(model)
+    assert type(full["0.base.weight"]) is type(plain[0].base.weight)
+    fresh = adapted() if ctx.world_size != 3 else nested()
+    fresh.load_state_dict(full, assign=True)
+    assert torch.equal(fresh(x), plain(x))
+    other = made(ctx, adapted() if ctx.world_size != 3 else nested())
+    assert not torch.equal(other(x), plain(x))
+    other.load_state_dict(plain.state_dict())  # each rank its part of a whole subclass
+    assert torch.equal(other(x), plain(x))
+    other = made(ctx, adapted() if ctx.world_size != 3 else nested())
+    flatshard.load_checkpoint(path, {"model": other}, process_group=ctx.group)
+    assert torch.equal(other(x), plain(x))
+    with pytest.raises(RuntimeError, match=r"0\.base\.weight"):
+        other.load_state_dict({**full, "0.base.weight": torch.randn(WIDTH, WIDTH)})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_checkpoints(pool, world_size, tmp_path):
+    pool.run(saved, str(tmp_path / "checkpoint"), world_size=world_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is not
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Opaque(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def linear(weight: Tensor, requires_grad: bool = False) -> nn.Module:
+    result = nn.Linear(WIDTH, WIDTH)
+    result.weight = nn.Parameter(weight, requires_grad)
+    return result
+
+
+def refuse(ctx) -> None:
+    weight = torch.randn(WIDTH, WIDTH)
+    quantised = Quantised.of(weight)
+    mesh = ctx.device_mesh((ctx.world_size,), ("tp",))
+    distributed = DTensor.from_local(weight, mesh, [Replicate()])
+    cases = {
+        r"is a Quantised, which requires grad and has 3 tensors inside.*freeze it": linear(quantised, True),
+        r"is a Copying, which copies what its __tensor_unflatten__ is given": linear(Copying.of(weight)),
+        r"is a Opaque, a tensor subclass that does not say what is inside": linear(weight.as_subclass(Opaque)),
+        r"is a Wrapped, which has a DTensor inside": linear(Wrapped(distributed)),
+        r"is a Wrapped on the meta device": linear(Wrapped(weight.to("meta"))),
+    }
+    for error, module in cases.items():
+        before = dict(module.named_parameters())
+        with pytest.raises(ValueError, match=rf"parameter 'weight' {error}"):
+            made(ctx, module)
+        assert all(p is before[n] for n, p in module.named_parameters())
+        made(ctx, module, ignored_states=[module.weight])
+
+
+def test_refused(pool):
+    pool.run(refuse, world_size=4)  # as it makes a mesh

@@ -1,0 +1,143 @@
+"""Parameters that some ranks do not use, and of which some hold no element: all ranks agree whether there is a gradient.
+
+The oracle is one process in which every slice of the batch uses what its rank uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from parity import in_texts
+from pool import Context
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+
+WIDTH = 4
+
+
+class Scales(nn.Module):
+    """A few numbers each, so that most ranks hold none of most of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(count))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        for index in used:
+            x = x * self.scales[index]
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.inner = Scales(count)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return self.inner(x * self.scale, used)
+
+
+def used_by(rank: int, step: int) -> list[int]:
+    """0: by all. 1: by none. 2: by rank 0. 3: by odd ranks. 4: by other ranks in each step. 5: in step 1 only."""
+    return [0] + [2] * (rank == 0) + [3] * (rank % 2 == 1) + [4] * (step % 2 == rank % 2) + [5] * (step == 1)
+
+
+def train(ctx: Context, strategy: str, optimizer: str, accumulate: str = "") -> None:
+    torch.manual_seed(0)
+    plain, model = Net().double(), Net().double()
+    model.load_state_dict(plain.state_dict())
+    where: dict[str, Any] = {"process_group": ctx.group}
+    if strategy.startswith("HYBRID"):
+        where = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    fully_shard(model, policy={Scales}, strategy=ShardingStrategy[strategy], **where)
+    if optimizer == "whole":
+        optimizers = [
+            flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adam, lr=0.1),
+            torch.optim.Adam(plain.parameters(), lr=0.1),
+        ]
+    else:
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, plain)]
+    for step in range(3):
+        ctx.note(f"{strategy} {optimizer} {accumulate} step {step}")
+        for backward in range(2 if accumulate else 1):
+            xs = torch.randn(
+                ctx.world_size, WIDTH, generator=torch.Generator().manual_seed(10 * step + backward)
+            ).double()
+            for rank, x in enumerate(xs):
+                (plain(x, used_by(rank, step + backward)).square().mean() / ctx.world_size).backward()
+            waits = contextlib.nullcontext()
+            if accumulate == "no_sync" and not backward:
+                waits = flatshard.no_sync(model)
+            if accumulate == "replicas":
+                flatshard.configure(model, all_reduce=bool(backward))
+            flatshard.unshard(model, recurse=True)
+            with waits:
+                model(xs[ctx.rank], used_by(ctx.rank, step + backward)).square().mean().backward()
+        expected = [n for n, p in plain.named_parameters() if p.grad is not None]
+        found = [n for n, p in model.named_parameters() if p.grad is not None]
+        assert found == expected, f"gradients of {found}, expected {expected}"
+        for name, p in model.named_parameters():  # communicates, so all ranks must have it
+            whole = plain.get_parameter(name).grad
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad.norm(), whole.norm(), rtol=1e-9, atol=0)
+        flatshard.unshard(model, recurse=True)  # what is gathered here is outdated after the step, on all ranks
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    flatshard.reshard(model)
+    whole = flatshard.checkpoint.full_state_dict(model, offload_to_cpu=True)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12)
+    if optimizer == "adamw":
+        ours, theirs = (
+            {n: int(o.state[p]["step"]) for n, p in m.named_parameters() if p in o.state}
+            for m, o in zip((model, plain), optimizers, strict=True)
+        )
+        assert ours == theirs
+        versions = in_texts(ctx, str([unit.handle.version() for unit in units_below(model)]))
+        assert len(set(versions)) == 1, versions
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_all_ranks_agree_what_was_used(pool, strategy):
+    pool.run(cases, strategy, world_size=4)
+
+
+def cases(ctx: Context, strategy: str) -> None:
+    for optimizer, accumulate in [("adamw", ""), ("whole", ""), ("adamw", "no_sync")]:
+        train(ctx, strategy, optimizer, accumulate)
+    if strategy == "HYBRID_SHARD":
+        train(ctx, strategy, "adamw", "replicas")
+
+
+def many_parameters(ctx: Context) -> None:
+    """More than one counter holds."""
+    before = counters(ctx)
+    torch.manual_seed(0)
+    model = fully_shard(Net(70).double(), policy={Scales}, process_group=ctx.group)
+    for step in range(3):
+        used = [i for i in range(70) if i % (ctx.rank + 2) == step]
+        model(torch.rand(WIDTH).double(), used).sum().backward()
+        expected = [i for i in range(70) if any(i % (rank + 2) == step for rank in range(ctx.world_size))]
+        assert [i for i, p in enumerate(model.inner.scales) if p.grad is not None] == expected
+        model.zero_grad()
+    left = counters(ctx) - before
+    assert len({key.split("/")[-3] for key in left}) <= 2, left  # those of the last reduction of each unit
+    assert len({key.split("/")[-2] for key in left}) <= 1, left
+
+
+def counters(ctx: Context) -> set[str]:
+    store = ctx.group.get_group_store()
+    return {key for key in store.list_keys() if "unused" in key}
+
+
+def test_more_parameters_than_a_counter_holds(pool):
+    pool.run(many_parameters, world_size=3)

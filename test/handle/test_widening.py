@@ -1,0 +1,224 @@
+"""Gradients are sent in the dtype that they were computed in, and added in the reduce dtype: bit for bit the same sums."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard.comm import builtin_collectives
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
+
+
+class Recording:
+    """The built-in collectives, with the dtypes of what they reduce."""
+
+    exact = out_of_place = True
+
+    def __init__(self, group: Any, device: torch.device, widens: bool) -> None:
+        self.inner, self.widens = builtin_collectives(group, device), widens
+        assert self.inner.widens
+        self.sent: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        return self.inner.all_gather(output, shard)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        self.sent.append((input.dtype, output.dtype))
+        return self.inner.reduce_scatter(output, input)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        self.sent.append((tensor.dtype, tensor.dtype))
+        return self.inner.all_reduce(tensor)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.sometimes, self.never = nn.Linear(width, 7), nn.Linear(width, 7), nn.Linear(width, 3)
+        self.outer = nn.Linear(7, width, bias=False)
+        self.uses = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.uses:
+            y = y + self.sometimes(x) * -0.0  # gradients of -0.0 are gradients
+        return x + self.outer(torch.tanh(y))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        return self.blocks[1](y.detach() if self.skips else y)
+
+
+class Trained:
+    """A model, what its reductions have sent, and its gradients."""
+
+    def __init__(
+        self, ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, widens: bool, steps: Steps
+    ) -> None:
+        options: dict[str, Any] = {"process_group": ctx.group}
+        if strategy is HYBRID:
+            options = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
+        made: list[Recording] = []
+
+        def make(group: Any, device: torch.device) -> Recording:
+            made.append(Recording(group, device, widens))
+            return made[-1]
+
+        torch.manual_seed(1)
+        self.model = fully_shard(
+            Net(width), policy={Block}, strategy=strategy, mixed_precision=policy, collectives=make, **options
+        )
+        self.rank = ctx.rank
+        self.sent: list[set[tuple[torch.dtype, torch.dtype]]] = []
+        self.grads: list[dict[str, Tensor | None]] = []
+        for _ in steps(self):
+            self.sent.append({dtypes for recording in made for dtypes in recording.sent})
+            for recording in made:
+                recording.sent.clear()
+            self.grads.append({name: p.grad for name, p in self.model.named_parameters() if p.numel()})
+            self.model.zero_grad()
+
+    def run(self, step: int, sync: bool = True, uses: bool = True) -> None:
+        torch.manual_seed(10 * step + self.rank)
+        for block in self.model.blocks:
+            block.uses = uses
+        with contextlib.nullcontext() if sync else flatshard.no_sync(self.model):
+            self.model(torch.randn(3, self.model.blocks[0].inner.in_features)).square().sum().backward()
+
+
+Steps = Callable[[Trained], Iterator[None]]
+"""Trains; yields where gradients are to be looked at."""
+
+
+def same_bits(
+    ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, steps: Steps
+) -> list[set[tuple[torch.dtype, torch.dtype]]]:
+    """Train with and without widening, and compare all gradients. Returns what was sent with it, each time."""
+    narrow, wide = (Trained(ctx, policy, width, strategy, widens, steps) for widens in (True, False))
+    assert all(sent is summed for each in wide.sent for sent, summed in each)
+    for mine, others in zip(narrow.grads, wide.grads, strict=True):
+        for name, a in mine.items():
+            b = others[name]
+            assert (a is None) is (b is None) is ("never" in name), name
+            if a is not None and b is not None:
+                assert a.dtype is b.dtype
+                assert torch.equal(a, b), name
+                assert torch.equal(torch.signbit(a), torch.signbit(b)), name
+    return narrow.sent
+
+
+def accumulate(trained: Trained) -> Iterator[None]:
+    for step in range(2):
+        trained.run(step, uses=step == trained.rank)  # another parameter is unused on each rank
+        yield
+    trained.run(2)
+    trained.run(3, uses=trained.rank == 0)  # added to what is in .grad
+    yield
+    for step in (4, 5):
+        trained.run(step, sync=False, uses=trained.rank == 0)
+    trained.run(6)
+    yield
+    trained.run(7)
+    yield
+    trained.run(8, sync=False)
+    flatshard.reduce_gradients(trained.model)
+    yield
+    trained.run(9)
+    yield
+
+
+def train(ctx, policy: MixedPrecision, width: int, strategy: ShardingStrategy) -> None:
+    reduce, param = policy.reduce_dtype or policy.param_dtype, policy.param_dtype or FP32
+    assert reduce is not None
+    fits = reduce in (FP32, FP64) and param.itemsize < reduce.itemsize
+    wide = {(reduce, reduce)}
+    narrow = {(param if fits else reduce, reduce)}
+    if strategy is HYBRID:
+        narrow |= wide  # between the replicas
+    assert same_bits(ctx, policy, width, strategy, accumulate) == [narrow, narrow, narrow, wide, narrow, wide, narrow]
+
+
+POLICIES = {
+    "bf16 to fp32": MixedPrecision(BF16, reduce_dtype=FP32),
+    "fp16 to fp32": MixedPrecision(FP16, reduce_dtype=FP32),
+    "fp32 to fp64": MixedPrecision(reduce_dtype=FP64),
+    "bf16 to bf16": MixedPrecision(BF16),
+    "fp32 to bf16": MixedPrecision(reduce_dtype=BF16),
+    "bf16 to fp16": MixedPrecision(BF16, reduce_dtype=FP16),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_bits(pool, policy: str):
+    for width in (5, 200):
+        pool.run(train, POLICIES[policy], width, FULL, world_size=3)
+
+
+@pytest.mark.parametrize("strategy", [GRAD_OP, HYBRID], ids=lambda s: s.name)
+def test_the_same_bits_in_other_strategies(pool, strategy: ShardingStrategy):
+    pool.run(train, POLICIES["bf16 to fp32"], 40, strategy, world_size=4)
+
+
+def hold_on_one_rank(trained: Trained) -> Iterator[None]:
+    trained.model.skips = trained.rank == 1  # its first block gets no gradient there
+    trained.run(0, sync=False)
+    trained.model.skips = False
+    trained.run(1)
+    yield
+    flatshard.configure(trained.model, gradient_sync=False)  # told so, and does not hold
+    flatshard.configure(trained.model, gradient_sync=True)
+    trained.run(2)
+    yield
+    trained.run(3)
+    yield
+
+
+def hold(ctx) -> None:
+    wide, narrow = {(FP32, FP32)}, {(BF16, FP32)}
+    assert same_bits(ctx, POLICIES["bf16 to fp32"], 40, FULL, hold_on_one_rank) == [wide, wide, narrow]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_hold_nothing_decide_alike(pool, world_size: int):
+    """What decides is what the unit was told, not whether this rank holds anything."""
+    pool.run(hold, world_size=world_size)
+
+
+def hook(ctx) -> None:
+    model = fully_shard(Net(40), policy={Block}, process_group=ctx.group, mixed_precision=POLICIES["bf16 to fp32"])
+    seen = []
+
+    def keep(state: Any, gradient: Tensor, output: Tensor) -> Any:
+        seen.append((gradient.dtype, output.dtype))
+        return state.reduce_scatter(output, gradient)
+
+    handle = flatshard.comm.register_comm_hook(model, None, keep)
+    model(torch.ones(2, 40)).sum().backward()
+    assert set(seen) == {(FP32, FP32)}
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    handle.remove()
+    model(torch.ones(2, 40)).sum().backward()
+    for a, param in zip(expected, model.parameters(), strict=True):
+        assert (a is None) is (param.grad is None)
+        assert a is None or torch.equal(a, param.grad)
+
+
+def test_communication_hooks_get_the_reduce_dtype(pool):
+    pool.run(hook)

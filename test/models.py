@@ -1,0 +1,46 @@
+"""Small models that many tests train. One with a feature of its own belongs into the test that needs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """One layer, and a way around it."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks between two layers of its own, called in the order of ``order``."""
+
+    def __init__(self, blocks: int = 3, width: int = 4, inputs: int = 4, outputs: int = 2) -> None:
+        super().__init__()
+        self.front = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, outputs)
+        self.order = list(range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for i in self.order:
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+class Mlp(nn.Module):
+    """Two layers, and a way around them. ``hidden``: the width between them, twice ``width`` by default."""
+
+    def __init__(self, width: int, hidden: int | None = None, bias: bool = True) -> None:
+        super().__init__()
+        hidden = hidden or 2 * width
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))

@@ -1,0 +1,655 @@
+"""Optimizers of whole parameters: bit for bit what one process computes from the same gradients, in any layout."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fuzz_options import layout_named
+from pairs import all_pairs
+from pool import Pool
+from saving import same
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard.layouts import Blocks, Rows, Whole
+from flatshard.optim import WholeParameterOptimizer, segment_reduce
+
+FREE = 1e9
+Optimizer = torch.optim.Optimizer
+Muon = getattr(torch.optim, "Muon", None)
+
+
+class Shampoo(Optimizer):
+    """Without roots: preconditions by inverses of the factors' sums. States of other shapes, and a count in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1, eps: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, state = p.grad.reshape(p.shape[0] if p.dim() else 1, -1), self.state[p]
+                if not state:
+                    state["left"] = group["eps"] * torch.eye(grad.shape[0], dtype=p.dtype)
+                    state["right"] = group["eps"] * torch.eye(grad.shape[1], dtype=p.dtype)
+                state["left"] += grad @ grad.T
+                state["right"] += grad.T @ grad
+                update = torch.linalg.inv(state["left"]) @ grad @ torch.linalg.inv(state["right"])
+                p.add_(update.reshape(p.shape), alpha=-group["lr"] / group["count"])
+
+
+class Counting(Optimizer):
+    """Counts steps in the group, as timm's Lamb does, in a tensor that its first step makes; and notes each in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "notes": []})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["notes"].append(len(group["notes"]))
+            if "step" in group:
+                group["step"] += 1
+            else:
+                group["step"] = torch.tensor(1.0)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["first"] = self.state[p].get("first", group["step"].clone())
+                    p.add_(p.grad, alpha=-group["lr"] / float(group["step"]))
+
+
+class LAMB(Optimizer):
+    """As published (arXiv 1904.00962), on whole tensors; ``norms`` says how norms are taken."""
+
+    works_on_shards = True
+
+    def __init__(self, params: Any, lr: float = 0.05, norms: Callable[..., Tensor] | None = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.norms = norms or (lambda tensors, params: torch.stack([t.double().norm() for t in tensors]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params, updates = [p for p in group["params"] if p.grad is not None], []
+            for p in params:
+                state, grad = self.state[p], p.grad.detach().as_subclass(Tensor)
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(grad), "v": torch.zeros_like(grad)}
+                state["step"] += 1
+                state["m"].lerp_(grad, 0.1)
+                state["v"].lerp_(grad * grad, 0.01)
+                m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.99 ** state["step"])
+                updates.append(m / (v.sqrt() + 1e-6) + 0.01 * p.detach())
+            if not params:
+                continue
+            norms = self.norms([p.detach() for p in params] + updates, params + params)
+            ratios = norms[: len(params)] / norms[len(params) :]
+            for p, update, ratio in zip(params, updates, ratios, strict=True):
+                p.add_(update.mul(ratio.to(p.dtype)), alpha=-group["lr"])
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "shampoo": (Shampoo, {}),
+    "counting": (Counting, {}),
+    "lamb": (LAMB, {}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+}
+if Muon is not None:
+    KINDS["muon"] = (Muon, {"lr": 0.05})
+
+LAYOUTS = ["", "rows", "blocks", "whole", "mixed"]
+
+
+def make(matrices_only: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(9, 14, bias=not matrices_only), nn.Tanh(), nn.Linear(14, 5, bias=not matrices_only)]
+    layers += [nn.Linear(5, 11, bias=not matrices_only), nn.Tanh(), nn.Linear(11, 3, bias=False)]
+    model = nn.Sequential(*layers)
+    if not matrices_only:
+        model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))  # unused: no gradient
+    return model
+
+
+def backward(ctx, model: nn.Module, reference: nn.Module, step: int) -> None:
+    """A backward of the sharded model; the reference gets the same gradients, whole."""
+    torch.manual_seed(100 * step + ctx.rank)
+    model(torch.randn(4, 9, dtype=next(model.parameters()).dtype)).square().mean().backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            p.grad = None if q.grad is None else q.grad.clone()
+
+
+def equal(model: nn.Module, reference: nn.Module) -> None:
+    for name, value in flatshard.checkpoint.full_state_dict(model).items():
+        assert torch.equal(value, reference.state_dict()[name]), name
+
+
+def train(ctx, kind: str, layout: str, limit: int = 300, strategy: str = "FULL_SHARD") -> None:
+    cls, options = KINDS[kind]
+    reference = make(kind == "muon")
+    policy = {nn.Linear} if ctx.world_size % 2 else None
+    model = fully_shard(
+        copy.deepcopy(reference),
+        process_group=ctx.group,
+        policy=policy,
+        layout=layout_named(layout or None),
+        strategy=ShardingStrategy[strategy],
+    )
+    ref_optimizer = cls(reference.parameters(), **options)
+    optimizer = WholeParameterOptimizer(model.parameters(), cls, limit_bytes=limit, **options)
+    scheduler, ref_scheduler = (torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ref_optimizer))
+    for step in range(3):
+        backward(ctx, model, reference, step)
+        ref_optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        ref_scheduler.step()
+        equal(model, reference)
+    ids = [n for n, _ in reference.named_parameters()]
+    expected = flatshard.checkpoint.rekey(ref_optimizer.state_dict(), ids)
+    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+    if strategy == "FULL_SHARD":  # each state is on one rank
+        here = torch.tensor([len(optimizer.state)])
+        torch.distributed.all_reduce(here, group=ctx.group)
+        assert int(here) == len(expected["state"])
+
+
+@pytest.mark.parametrize(("kind", "layout", "world_size"), all_pairs(list(KINDS), LAYOUTS, (1, 2, 3, 4)))
+def test_as_one_process_bit_for_bit(pool, kind, layout, world_size):
+    pool.run(train, kind, layout, world_size=world_size)
+
+
+@pytest.mark.parametrize("limit", [1, 10**9])
+def test_any_batches(pool, limit):
+    pool.run(train, "adafactor", "", limit, world_size=4)
+
+
+def test_no_shard(pool):
+    pool.run(train, "adafactor", "", 1, "NO_SHARD", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_eight_ranks():
+    pool = Pool(8)
+    try:
+        for kind in ("adafactor",):
+            for layout in ("", "whole"):
+                pool.run(train, kind, layout, world_size=8)
+    finally:
+        pool.close()
+
+
+def hybrid(ctx) -> None:
+    reference = make(True)
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    model = fully_shard(copy.deepcopy(reference), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    ref_optimizer = torch.optim.Adafactor(reference.parameters())
+    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+    for step in range(2):
+        backward(ctx, model, reference, step)
+        ref_optimizer.step()
+        optimizer.step()
+        equal(model, reference)
+
+
+def test_each_replica_steps_its_own(pool):
+    pool.run(hybrid, world_size=4)
+
+
+class Messages:
+    """Counts the messages between ranks that carry parameters or gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from flatshard._composable.state import units_below
+
+        self.builtin = units_below(model)[0].context.runtime._builtin
+        self.sent: list[int] = []
+        self.calls = 0
+
+    def __enter__(self) -> Messages:
+        original = self.builtin.exchange
+
+        def exchange(sent, received):
+            self.calls += bool(sent or received)
+            self.sent += [t.nbytes for t, _ in sent]
+            return original(sent, received)
+
+        self.builtin.exchange = exchange
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self.builtin.exchange
+
+
+def traffic(ctx) -> None:
+    """None for what lies on one rank; of the rest two parts to the owner and one back, and nothing else."""
+    for layout in (Whole(FREE), None):
+        model = fully_shard(make(True), process_group=ctx.group, layout=layout)
+        optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+        model(torch.ones(1, 9)).sum().backward()
+        with Messages(model) as messages:
+            optimizer.step()
+        total = torch.tensor([sum(messages.sent)])
+        torch.distributed.all_reduce(total, group=ctx.group)
+        if layout is not None:
+            assert int(total) == messages.calls == 0
+            continue
+        moved = 0
+        for p in model.parameters():
+            info = flatshard.tensors.shard_info(p)
+            if info.owner is None:
+                own = p.nbytes if ctx.rank == optimizer.owner(p) else 0
+                held = torch.tensor([own])
+                torch.distributed.all_reduce(held, group=ctx.group)
+                moved += 3 * (info.numel * p.element_size() - int(held))
+        assert int(total) == moved > 0, (int(total), moved)
+
+
+def test_what_travels(pool):
+    pool.run(traffic, world_size=2)
+
+
+def count(ctx) -> None:
+    """However many batches a step takes, and whatever asks for its states, options count it once."""
+    model = fully_shard(make(False), process_group=ctx.group)
+    optimizer = WholeParameterOptimizer(model.parameters(), Counting, limit_bytes=1)
+    (group,) = optimizer.param_groups
+    for _ in range(2):
+        for steps in range(1, 4):
+            flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)
+            assert float(group.get("step", 0)) == len(group["notes"]) == steps - 1
+            model(torch.ones(1, 9)).sum().backward()
+            optimizer.step()
+            assert float(group["step"]) == len(group["notes"]) == steps
+            if steps == 1:
+                held = group["step"]
+            assert group["step"] is held  # as somebody who holds it expects
+        model = fully_shard(make(False), process_group=ctx.group)
+        optimizer = Counting(model.parameters())
+        (group,) = optimizer.param_groups
+
+
+def test_options_that_count_steps(pool):
+    pool.run(count, world_size=2)
+
+
+class Watched(torch.optim.Adafactor):
+    """Calls back before each step."""
+
+    watch: Callable[[], Any] = staticmethod(bool)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        type(self).watch()
+        return super().step(closure)
+
+
+def hold(ctx) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 17, bias=False) if i % 2 else nn.Linear(17, 16, bias=False) for i in range(12)]
+    model = nn.Sequential(*layers)
+    for layer in layers:  # a unit each, so that each is cut
+        fully_shard(layer, process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    for limit, count in ((5000, 2), (1, 1), (10**6, 4)):
+        optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=limit)
+        owned = [o for o in optimizer._owned.values() if o is not None]
+        assert all(o.is_cut for o in owned)
+        assert sum(o.is_mine for o in owned) == 4  # balanced
+        held: list[int] = []
+        Watched.watch = functools.partial(note_held, owned, held)
+        model(torch.randn(3, 17)).sum().backward()
+        optimizer.step()
+        assert max(held) == min(3 * count, 4), (limit, held)
+        assert all(o._whole is o._grad is None for o in owned)
+
+
+def note_held(owned: list[Any], held: list[int]) -> None:
+    held.append(sum(o._whole is not None for o in owned))
+
+
+def test_what_is_held_is_bounded(pool):
+    pool.run(hold, world_size=3)
+
+
+def error() -> None:
+    raise ArithmeticError
+
+
+def fail(ctx) -> None:
+    """An optimizer that raises on all ranks: nothing is left under way, and the next step works."""
+    model = fully_shard(make(True), process_group=ctx.group)
+    optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=1)
+    model(torch.randn(3, 9)).sum().backward()
+    Watched.watch = error
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    Watched.watch = staticmethod(bool)
+    before = flatshard.checkpoint.full_state_dict(model)
+    optimizer.step()
+    after = flatshard.checkpoint.full_state_dict(model)
+    assert not any(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_after_an_error_the_next_step_works(pool):
+    pool.run(fail, world_size=2)
+
+
+def checkpoints(ctx, path: str) -> None:
+    """Saved in one layout, loaded in others, and into plain optimizers and back."""
+    reference = make(False)
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=Rows(max_padding=FREE))
+    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+    ref_optimizer = torch.optim.Adafactor(reference.parameters())
+    for step in range(2):
+        backward(ctx, model, reference, step)
+        ref_optimizer.step()
+        optimizer.step()
+    ids = [n for n, _ in reference.named_parameters()]
+    expected = flatshard.checkpoint.rekey(ref_optimizer.state_dict(), ids)
+    state = {"model": model.state_dict(), "optim": flatshard.checkpoint.optim_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path, process_group=ctx.group)
+    own = {"model": model, "optim": optimizer}
+    flatshard.save_checkpoint(path + "/own", own, process_group=ctx.group)
+    for layout in (None, Whole(FREE), Blocks(5, FREE)):
+        other = fully_shard(make(False), process_group=ctx.group, layout=layout)
+        fresh = WholeParameterOptimizer(other.parameters(), torch.optim.Adafactor)
+        saved = list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        state = {
+            "model": other.state_dict(),
+            "optim": flatshard.checkpoint.optim_state_dict(other, fresh, for_load=saved),
+        }
+        dcp.load(state, checkpoint_id=path, process_group=ctx.group)
+        other.load_state_dict(state["model"])
+        flatshard.checkpoint.load_optim_state_dict(other, fresh, state["optim"])
+        equal(other, reference)
+        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+        # Stepped since, whole state of a plain run.
+        backward(ctx, other, copy.deepcopy(reference), 9)
+        fresh.step()
+        flatshard.checkpoint.load_optim_state_dict(other, fresh, expected)
+        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+        flatshard.load_checkpoint(path + "/own", {"model": other, "optim": fresh}, process_group=ctx.group)
+        equal(other, reference)
+        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+        # This rank's own.
+        own = copy.deepcopy(fresh.state_dict())
+        fresh.load_state_dict(own)
+        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+        with pytest.raises(NotImplementedError, match="keeps each on one"):
+            get_optimizer_state_dict(other, fresh)
+
+
+def test_checkpoints_in_any_layout(pool, tmp_path):
+    pool.run(checkpoints, str(tmp_path), world_size=3)
+
+
+def adam_from_it(ctx, path: str) -> None:
+    """One checkpoint between an optimizer of whole parameters and one of parts."""
+    model = fully_shard(make(True), process_group=ctx.group)
+    whole = WholeParameterOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 9)).sum().backward()
+    whole.step()
+    expected = flatshard.checkpoint.optim_state_dict(model, whole, full=True)
+    dcp.save(
+        {"optim": flatshard.checkpoint.optim_state_dict(model, whole)}, checkpoint_id=path, process_group=ctx.group
+    )
+    parts = torch.optim.AdamW(model.parameters())
+    state = {"optim": flatshard.checkpoint.optim_state_dict(model, parts, for_load=True)}
+    dcp.load(state, checkpoint_id=path, process_group=ctx.group)
+    flatshard.checkpoint.load_optim_state_dict(model, parts, state["optim"])
+    same(flatshard.checkpoint.optim_state_dict(model, parts, full=True), expected)
+    with pytest.raises(ValueError, match="this rank needs all of it, and got its part"):
+        flatshard.checkpoint.load_optim_state_dict(model, whole, flatshard.checkpoint.optim_state_dict(model, parts))
+
+
+def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(pool, tmp_path):
+    pool.run(adam_from_it, str(tmp_path), world_size=2)
+
+
+def groups_and_closures(ctx) -> None:
+    reference = make(True)
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group)
+    optimizers = []
+    for m, build in (
+        (reference, torch.optim.Adafactor),
+        (model, lambda p, **kw: WholeParameterOptimizer(p, torch.optim.Adafactor, **kw)),
+    ):
+        params = list(m.parameters())
+        optimizer = build([{"params": params[:1], "lr": 0.1}, {"params": params[1:2]}], weight_decay=0.1)
+        optimizer.add_param_group({"params": params[2:], "lr": 0.3})
+        optimizers.append(optimizer)
+    assert [g["lr"] for g in optimizers[1].param_groups] == [0.1, 0.01, 0.3]
+    assert optimizers[1].param_groups[0]["beta2_decay"] == -0.8
+    backward(ctx, model, reference, 0)
+    assert optimizers[1].step(lambda: 7) == 7
+    optimizers[0].step()
+    equal(model, reference)
+    assert "WholeParameterOptimizer of Adafactor (4 parameters, " in repr(optimizers[1])
+    versions = [p._version for p in model.parameters()]
+    optimizers[1].step()
+    for p, before in zip(model.parameters(), versions, strict=True):
+        assert p._version > before or not p.numel()
+
+
+def test_groups_closures_and_versions(pool):
+    pool.run(groups_and_closures, world_size=2)
+
+
+def scaled(ctx) -> None:
+    """A plain parameter besides, clipping by torch, and a GradScaler that skips a step of infinities."""
+    reference = make(True)
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, ignored_states=[])
+    alone = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
+    optimizer = WholeParameterOptimizer([*model.parameters(), alone[0]], torch.optim.Adafactor)
+    ref_optimizer = torch.optim.Adafactor([*reference.parameters(), alone[1]])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        torch.manual_seed(100 * step + ctx.rank)
+        loss = model(torch.randn(4, 9)).square().mean() * (float("inf") if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        for p in alone:
+            p.grad = torch.full((3, 3), 0.5 + step)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with flatshard.summon_full_params(model, with_grads=True):
+            for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                p.grad = q.grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if norm.isfinite():
+            ref_optimizer.step()
+        equal(model, reference)
+        assert torch.equal(*alone)
+
+
+def test_with_a_scaler_and_plain_parameters(pool):
+    pool.run(scaled, world_size=2)
+
+
+def refuse(ctx) -> None:
+    model = fully_shard(make(True), process_group=ctx.group)
+    params = list(model.parameters())
+    with flatshard.summon_full_params(model), pytest.raises(ValueError, match="outside of its forward, unshard"):
+        WholeParameterOptimizer(list(model.parameters()), torch.optim.Adafactor)
+    with pytest.raises(ValueError, match="limit_bytes must be a positive number"):
+        WholeParameterOptimizer(params, torch.optim.Adafactor, limit_bytes=0)
+    with pytest.raises(ValueError, match=r"[Ll]earning rate"):
+        WholeParameterOptimizer(params, torch.optim.Adafactor, lr=-1.0)
+    with pytest.raises(RuntimeError, match=r"Adafactor looks at whole parameters, but ranks have parts of '0.weight'"):
+        torch.optim.Adafactor(params).step()
+    late = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
+    late.step()
+    late.add_param_group({"params": params})
+    early_module = make(True)
+    early = torch.optim.Adafactor(early_module.parameters())
+    early.step()
+    fully_shard(early_module, process_group=ctx.group)
+    for optimizer in (late, late, early):  # also when it is tried again
+        with pytest.raises(
+            RuntimeError, match=r"Adafactor looks at whole parameters, but ranks have parts of '0.weight'"
+        ):
+            optimizer.step()
+    flatshard.optim.check_whole_parameters([nn.Parameter(torch.ones(2))])
+    by_rows = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
+    if Muon is not None:
+        with pytest.raises(
+            RuntimeError,
+            match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer",
+        ):
+            Muon(by_rows.parameters()).step()
+    whole = fully_shard(make(True), process_group=ctx.group, layout=Whole(FREE))
+    flatshard.optim.check_whole_parameters(whole.parameters())
+    with pytest.raises(RuntimeError, match="Adafactor cannot step parameters of which a rank has no element"):
+        torch.optim.Adafactor(whole.parameters()).step()
+    (flat,) = flatshard.flat_parameters(whole)
+    with pytest.raises(ValueError, match=r"not those of flat_parameters\(\)"):
+        WholeParameterOptimizer([flat], torch.optim.Adafactor)
+
+
+def test_what_would_train_something_else_raises(pool):
+    pool.run(refuse, world_size=2)
+
+
+def refuse_parallel(ctx) -> None:
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, device_mesh=mesh["dp"], layout=Whole(FREE))
+    with pytest.raises(NotImplementedError, match=r"'0.weight', which is sharded over a tensor-parallel mesh as well"):
+        WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+    with pytest.raises(RuntimeError, match=r"no rank has all of '0.weight', '0.bias', '1.weight'"):
+        flatshard.optim.check_whole_parameters(model.parameters())
+    WholeParameterOptimizer(model[2].parameters(), torch.optim.Adafactor)
+
+
+def test_tensor_parallel_matrices_are_refused(pool):
+    pool.run(refuse_parallel, world_size=4)
+
+
+@pytest.mark.skipif(Muon is None, reason="this torch has no Muon")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_muon_itself_on_whole_parameters(pool, world_size):
+    pool.run(muon_itself, world_size=world_size)
+
+
+def muon_itself(ctx) -> None:
+    reference = make(True)
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=Whole(FREE))
+    optimizer, ref_optimizer = Muon(model.parameters(), lr=0.05), Muon(reference.parameters(), lr=0.05)
+    for step in range(3):
+        backward(ctx, model, reference, step)
+        ref_optimizer.step()
+        with Messages(model) as messages:
+            optimizer.step()
+        assert messages.calls == 0
+        equal(model, reference)
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+def lamb(ctx, layout: str) -> None:
+    """On parts, with norms of wholes by one all-reduce a step: as one process."""
+    reference = make(False).double()
+    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=layout_named(layout or None))
+    optimizer = LAMB(model.parameters(), norms=segment_reduce)
+    ref_optimizer = LAMB(reference.parameters())
+    for step in range(3):
+        backward(ctx, model, reference, step)
+        ref_optimizer.step()
+        optimizer.step()
+        torch.testing.assert_close(
+            flatshard.checkpoint.full_state_dict(model), reference.state_dict(), rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("layout", ["", "rows", "whole", "mixed"])
+def test_lamb_on_parts(pool, layout, world_size):
+    pool.run(lamb, layout, world_size=world_size)
+
+
+def reduce_all(ctx) -> None:
+    torch.manual_seed(3)
+    plain = nn.ParameterList(
+        [torch.randn(5, 7), torch.randn(40), torch.tensor(2.0), torch.empty(0, 3), torch.randn(3, 3)]
+    )
+    shapes: Any = nn.Module()
+    shapes.items = plain
+    shapes.forward = lambda: None
+    wholes = [p.detach().clone() for p in plain]
+    wholes[1][3] = float("nan")
+    with torch.no_grad():
+        plain[1][3] = float("nan")
+    beside = nn.Parameter(torch.tensor([3.0, 4.0]))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = plain
+
+        def forward(self) -> None: ...
+
+    model = fully_shard(Holder(), process_group=ctx.group, layout=layout_named("mixed"))
+    params, wholes = [*model.parameters(), beside], [*wholes, beside.detach()]
+    parts = [p.detach() for p in params]
+    for op, expected in {
+        "norm": [w.norm() for w in wholes],
+        "sum": [w.sum() for w in wholes],
+        "mean": [w.mean() for w in wholes],
+        "max": [w.max() if w.numel() else torch.tensor(-torch.inf) for w in wholes],
+        "min": [w.min() if w.numel() else torch.tensor(torch.inf) for w in wholes],
+    }.items():
+        found = segment_reduce(parts, params, op)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, torch.stack(expected), equal_nan=True, msg=f"{op}: {found} {expected}")
+    inf_norm = segment_reduce(parts, params, "norm", ord=float("inf"))
+    torch.testing.assert_close(inf_norm[0], wholes[0].abs().max())
+    assert segment_reduce([], []).shape == (0,)
+    assert segment_reduce([p.double() for p in parts], params, "sum").dtype is torch.float64
+    with pytest.raises(ValueError, match="op='median' must be one of"):
+        segment_reduce(parts, params, "median")
+    with pytest.raises(ValueError, match="5 tensors for 6 parameters"):
+        segment_reduce(parts[1:], params)
+    if ctx.world_size > 1:
+        with pytest.raises(ValueError, match=r"a tensor of shape \(5, 7\) for 'items.0', of which this rank has"):
+            segment_reduce([torch.ones(5, 7)], [params[0] if params[0].shape != (5, 7) else params[1]][:1])
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_segment_reduce(pool, world_size):
+    pool.run(reduce_all, world_size=world_size)
+
+
+def readme(ctx, code: str) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["norms"].shape == (4,)
+    assert "4 parameters" in repr(names["optimizers"][0])
+
+
+def test_the_example_in_the_readme(pool):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    code = text.partition("<!-- example: muon -->\n```python\n")[2].partition("```")[0]
+    assert "WholeParameterOptimizer" in code
+    pool.run(readme, code, world_size=4)  # of all ranks: it shards over the default group

@@ -1,0 +1,828 @@
+"""``plan``: what it predicts is what is counted when the same model is built and trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from counted import SMALL_WIDTH, WIDTH, Block, Net
+from counting import Wire
+from expecttest import assert_expected_inline
+from no_communication import NoCommunication
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
+from flatshard._composable.backward import Backward
+from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.state import units_below
+from flatshard._handle.handle import FlatParamHandle
+from flatshard.layouts import Blocks, Rows, Whole
+from flatshard.planning import Bandwidths, Memory, Plan
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+STRATEGIES = (FULL, GRAD_OP, NO_SHARD)
+BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+PURE = MixedPrecision(torch.bfloat16)
+LOW = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+KEPT = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, keep_cast_shard=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counting
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def nbytes(tensors: Any) -> dict[int, int]:
+    """Bytes of the memory behind tensors, by address: each once."""
+    found = [t.untyped_storage() for t in tensors]
+    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
+
+
+class Counted(TorchDispatchMode):
+    """What the units of a model, and its optimizer, hold at each operation: the most, by ``Memory.held``."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        super().__init__()
+        self.flats = [
+            (b, g, u) for u in units_below(model) for b, g in zip(u.handle.buffers, u.handle.grads, strict=True)
+        ]
+        self.handles = [u.handle for u in units_below(model)]
+        self.optimizer = optimizer
+        self.peak = 0
+        self.of: Memory | None = None
+
+    def held(self, *more: Tensor) -> Memory:
+        shards = nbytes(b.shard for b, _, _ in self.flats)
+        gradients = nbytes(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
+        unsharded = nbytes(
+            t
+            for b, _, _ in self.flats
+            for t in (b.unsharded.flat, b._cast)
+            if t is not None and not (t is b.unsharded.flat and b.is_alias)
+        )
+        kept = [h.inner._alive for h in self.handles if h.inner is not None and h.inner._alive is not None]
+        unsharded |= nbytes(t for k in kept for t in k.shards or ())
+        unsharded |= nbytes(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
+        reductions = nbytes(t for _, g, _ in self.flats for t in (g._input, g.reduction._output) if t is not None)
+        arriving = nbytes(c.grad for b, _, _ in self.flats for c in b.computes if c.grad is not None)
+        for at in gradients:
+            reductions.pop(at, None)
+        known = shards | gradients | unsharded | reductions | arriving
+        arriving |= {at: n for at, n in nbytes(more).items() if at not in known}
+        state = (
+            0
+            if self.optimizer is None
+            else sum(
+                t.numel() * t.itemsize
+                for s in self.optimizer.state.values()
+                for t in s.values()
+                if isinstance(t, Tensor)
+            )
+        )
+        sizes = [sum(d.values()) for d in (shards, gradients, unsharded, reductions, arriving)]
+        return Memory(sizes[0], sizes[1], state, sizes[2], sizes[3], sizes[4])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        files = ("gradients.py", "reduction.py", "unsharded.py")
+        more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
+        self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
+        return result
+
+    def look(self, *more: Tensor) -> None:
+        held = self.held(*more)
+        if held.held > self.peak:
+            self.peak, self.of = held.held, held
+
+
+def _caller() -> str:
+    """The file of this package that called an operation."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in ("_handle", "_composable"):
+        frame = frame.f_back
+    return Path(frame.f_code.co_filename).name
+
+
+def put_on_wire(model: nn.Module, accelerator: bool = False) -> Wire:
+    wire = Wire(widens=not accelerator)  # as gloo
+    for unit in units_below(model):
+        for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.replicas):
+            if runtime is not None:
+                runtime.collectives = wire
+        if unit.handle.inner is not None:
+            unit.handle.inner.runtime.collectives = wire
+    return wire
+
+
+def check(
+    make: Callable[[], nn.Module],
+    size: int | tuple[int, int],
+    world: Callable[[int], None],
+    policy: Any = Block,
+    microbatches: int = 1,
+    no_sync: bool = False,
+    x: Tensor | None = None,
+    freeze: Callable[[nn.Module], None] = lambda model: None,
+    optimizer_class: Any = torch.optim.AdamW,
+    example_inputs: Any = None,
+    accelerator: bool = False,
+    **options: Any,
+) -> None:
+    """Plan, build, train, count, compare: all of it is equal, to the byte."""
+    x = torch.ones(2, 3) if x is None else x
+    with torch.device("meta"):
+        on_meta = make()
+    freeze(on_meta)
+    predicted = plan(
+        on_meta,
+        policy=policy,
+        world_size=size,
+        optimizer=optimizer_class,
+        microbatches=microbatches,
+        no_sync=no_sync,
+        example_inputs=example_inputs,
+        compare=False,
+        **({} if accelerator else {"device": "cpu"}),
+        **options,
+    )
+    world(math.prod(size) if isinstance(size, tuple) else size)
+    model = make()
+    freeze(model)
+    mesh = init_device_mesh("cpu", size) if isinstance(size, tuple) else None
+    fully_shard(model, policy=policy, device_mesh=mesh, **options)
+    wire = put_on_wire(model, accelerator)
+    for unit in units_below(model):
+        unit.context.backward.waits_early = not accelerator
+    assert [u.flats for u in predicted.units] == [u.flats for u in describe(model).units]
+    assert [(u.fqn, u.module, u.strategy) for u in predicted.units] == [
+        (u.fqn, u.module, u.strategy) for u in describe(model).units
+    ]
+    optimizer = optimizer_class([p for p in model.parameters() if p.requires_grad])
+
+    def step() -> None:
+        for number in range(microbatches):
+            with flatshard.no_sync(model) if no_sync and number < microbatches - 1 else torch.enable_grad():
+                model(x).sum().backward()
+
+    for _ in range(3):
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+    del wire.sent[:]
+    counted = Counted(model, optimizer)
+    between = counted.held()
+
+    def look_first(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def look_and_go_on(self: Any, *args: Any) -> None:
+            counted.look()  # autograd has made a gradient, and no operation has seen it
+            method(self, *args)
+
+        patch.setattr(owner, name, look_and_go_on)
+
+    with pytest.MonkeyPatch.context() as patch, counted:
+        for owner, name in (
+            (FlatParamHandle, "receive"),
+            (Backward, "finish_previous"),
+            (UnitHooks, "complete"),
+        ):
+            look_first(owner, name)
+        step()
+        counted.look()
+    planned = [(c.kind, c.nbytes) for c in predicted.collectives]
+    assert wire.sent == planned
+    assert between.shards == predicted.between_steps.shards == describe(model).shard_nbytes
+    state = predicted.between_steps.optimizer - between.optimizer  # more on the fullest rank than here
+    assert state == 0 if options.get("layout") is None else state >= 0
+    grads = sum(u.gradient_nbytes for u in predicted.units) - counted.held().gradients
+    assert grads >= 0
+    counted.peak += state
+    # Of a unit of which this rank has nothing but padding, it drops the gradient shard at once.
+    most = 0 if options.get("layout") is None else grads
+    assert 0 <= predicted.peak.nbytes - counted.peak <= most, (counted.of, predicted.peak)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+@pytest.mark.parametrize("precision", [None, BF16, PURE, LOW, KEPT])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("width", [WIDTH, SMALL_WIDTH])
+def test_a_step_is_as_planned(world, size, precision, strategy, width):
+    # AdamW wants gradients in the parameters' dtype.
+    optimizer = torch.optim.SGD if precision is LOW else torch.optim.AdamW
+    make = functools.partial(Net, width=width)
+    check(make, size, world, strategy=strategy, mixed_precision=precision, optimizer_class=optimizer)
+
+
+@pytest.mark.parametrize("forward_prefetch", [True, False])
+@pytest.mark.parametrize("backward_prefetch", [None, *BackwardPrefetch])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_prefetch(world, strategy, forward_prefetch, backward_prefetch):
+    options = {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch, "strategy": strategy}
+    check(Net, 8, world, **options)
+    block = 4 * sum(p.numel() for p in Block(WIDTH).parameters())
+    check(Net, 8, world, prefetch_limit_bytes=block // 2, **options)
+    check(Net, 8, world, prefetch_limit_bytes=2 * block, **options)
+
+
+@pytest.mark.parametrize("value", [True, False, 1, 2, 4, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reshard_after_forward(world, strategy, value):
+    if strategy is NO_SHARD and value:
+        with pytest.raises(ValueError, match="has no meaning with NO_SHARD"):
+            check(Net, 8, world, strategy=strategy, reshard_after_forward=value)
+        return
+    check(Net, 8, world, strategy=strategy, reshard_after_forward=value)
+    check(Net, 8, world, strategy=strategy, reshard_after_forward=value, mixed_precision=BF16)
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+@pytest.mark.parametrize("layout", [Rows(), Rows(4, max_padding=2), Blocks(64, max_padding=5), Whole(max_padding=99)])
+def test_layouts(world, layout, size):
+    check(Net, size, world, layout=layout)
+    check(Net, size, world, layout=lambda name, param: layout if name.endswith("weight") else None)
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("width", [WIDTH, SMALL_WIDTH])
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation(world, strategy, size, width, no_sync):
+    check(lambda: Net(width=width), size, world, strategy=strategy, microbatches=3, no_sync=no_sync)
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_with_kept_casts(world, strategy, size, no_sync):
+    check(Net, size, world, strategy=strategy, mixed_precision=KEPT, microbatches=3, no_sync=no_sync)
+
+
+def freeze_blocks(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.requires_grad_(False)
+
+
+def adapters(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.norm.requires_grad_(True)
+
+
+def freeze_front(model: nn.Module) -> None:
+    for part in (model.front, model.blocks[0], model.blocks[1]):
+        part.requires_grad_(False)
+
+
+@pytest.mark.parametrize("freeze", [freeze_blocks, adapters, freeze_front])
+@pytest.mark.parametrize("backward_prefetch", [None, *BackwardPrefetch])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_parameters(world, strategy, freeze, backward_prefetch):
+    check(Net, 8, world, strategy=strategy, freeze=freeze, backward_prefetch=backward_prefetch)
+
+
+class Mixed(Block):
+    """Two dtypes in a unit, and units in a unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.low = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.inside = Block(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(super().forward(x) + self.low(x.to(self.low.weight.dtype)).to(x.dtype))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList(Mixed(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("policy", [{Mixed}, {Mixed, Block}, {Mixed, Block, nn.Embedding, nn.Linear}, None])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nested_units_shared_parameters_and_dtypes(world, strategy, policy):
+    x = torch.tensor([[1, 2], [3, 4]])
+    for precision in (None, BF16):
+        check(Deep, 8, world, policy=policy, strategy=strategy, mixed_precision=precision, x=x)
+
+
+def test_overrides_of_a_policy(world):
+    def choose(module: nn.Module) -> Any:
+        if isinstance(module, nn.LayerNorm):
+            return {"strategy": NO_SHARD, "backward_prefetch": None}
+        return isinstance(module, Block) and {"reshard_after_forward": False, "layout": Rows()}
+
+    check(Net, 8, world, policy=CustomPolicy(choose))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1), (3, 8)])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2])
+def test_hybrid(world, strategy, shape):
+    check(Net, shape, world, strategy=strategy)
+    check(Net, shape, world, strategy=strategy, mixed_precision=BF16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order recorded on the meta device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Backwards(Net):
+    """Runs its blocks in another order than they are registered, one twice, one never, one in a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for number in (3, 1, 0, 1):
+            x = self.blocks[number](x)
+        x = checkpoint(self.blocks[2], x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("backward_prefetch", [None, *BackwardPrefetch])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recorded_order(world, strategy, backward_prefetch):
+    x = torch.ones(2, 3)
+    for precision in (None, BF16):
+        options = {"mixed_precision": precision, "strategy": strategy, "backward_prefetch": backward_prefetch}
+        check(Net, 8, world, example_inputs=(x,), freeze=freeze_front, **options)
+        check(lambda: Backwards(5), 8, world, example_inputs={"x": x}, freeze=skip_last, **options)
+
+
+def skip_last(model: nn.Module) -> None:
+    model.blocks[4].requires_grad_(False)
+
+
+class Reentrant(Net):
+    """Its backward runs backwards inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reentrant_checkpoints(world, strategy):
+    check(Reentrant, 8, world, example_inputs=torch.ones(2, 3), strategy=strategy)
+
+
+def test_operations_are_recorded():
+    """And the module stays as it is."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    before = [p.clone() for p in model.parameters()]
+    planned = plan(model, policy=nn.Linear, world_size=2, example_inputs=torch.ones(5, 8))
+    assert planned.timeline.compute_seconds == pytest.approx(2 * 5 * (8 * 16 * 2 + 16 * 4 * 3) / (989e12 * 0.5))
+    assert planned.memory[-1][1].activations == 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not model._forward_pre_hooks
+    assert "forward" not in vars(model[0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def measured_peak(step: Callable[[], None]) -> int:
+    """Bytes that ``step`` takes at most, as the CPU's allocator says."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [2, 512])
+def test_the_peak_is_what_the_allocator_measures(world, rows, strategy):
+    """Of everything: what is sharded, what is computed, and what autograd saves."""
+    predicted = plan(
+        Net(),
+        policy=Block,
+        world_size=8,
+        strategy=strategy,
+        optimizer=torch.optim.AdamW,
+        example_inputs=torch.ones(rows, 3),
+        device="cpu",
+        compare=False,
+    )
+    world(8)
+    model = fully_shard(Net(), policy=Block, strategy=strategy)
+    put_on_wire(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(rows, 3)).sum().backward()
+
+    for _ in range(3):
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_step = predicted.total_peak.nbytes - predicted.between_steps.total
+    assert 0 <= measured_peak(step) - of_step <= 16  # scalars that the kernels make
+
+
+def test_static_buffers(world):
+    """Made once, and kept between steps."""
+    for precision in (None, BF16):
+        predicted = plan(
+            Net(),
+            policy=Block,
+            world_size=8,
+            mixed_precision=precision,
+            static_buffers=True,
+            device="cpu",
+            compare=False,
+        )
+        world(8)
+        model = fully_shard(Net(), policy=Block, mixed_precision=precision, static_buffers=True)
+        wire = put_on_wire(model)
+        for _ in range(3):
+            del wire.sent[:]
+            model(torch.ones(2, 3)).sum().backward()
+            model.zero_grad()
+        context = units_below(model)[0].context
+        pools = {id(u.handle.buffers[0].pool): u.handle.buffers[0].pool for u in units_below(model)}
+        assert wire.sent == [(c.kind, c.nbytes) for c in predicted.collectives]
+        held = predicted.between_steps
+        assert held.unsharded + held.reductions == sum(pool.nbytes for pool in pools.values())
+        assert context.runtime.world_size == 8
+
+
+def test_widening():
+    """Over NCCL gradients are sent as they were computed if asked for, and take memory for one more input."""
+    sizes = {}
+    for widens in (None, False, True):
+        planned = plan(Net(), policy=Block, world_size=8, mixed_precision=BF16, widens=widens, compare=False)
+        reduced = [c.nbytes for c in planned.collectives if c.kind == "reduce-scatter"]
+        sizes[widens] = sum(reduced), max(m.reductions for _, m in planned.memory)
+    assert sizes[None] == sizes[False]
+    assert sizes[True][0] == sizes[False][0] // 2
+    largest = planned.units[1].flats[0]
+    whole, shard = 2 * largest.padded_numel, 4 * largest.shard_numel
+    assert sizes[True][1] == 2 * whole + shard
+    assert sizes[False][1] == 2 * whole + shard
+    on_cpu = plan(Net(), policy=Block, world_size=8, mixed_precision=BF16, device="cpu", compare=False)
+    assert sum(c.nbytes for c in on_cpu.collectives if c.kind == "reduce-scatter") == sizes[True][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Size, text and drawing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A block with the shapes of Llama 3 70B."""
+
+    def __init__(self, width: int = 8192, values: int = 1024, hidden: int = 28672) -> None:
+        super().__init__()
+        sizes = [(width, width), (width, values), (width, values), (width, width)]
+        sizes += [(width, hidden), (width, hidden), (hidden, width)]
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128256, 8192)
+        self.layers = nn.ModuleList(Layer() for _ in range(80))
+        self.norm = nn.RMSNorm(8192)
+        self.head = nn.Linear(8192, 128256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("layout", [None, Rows(max_padding=1)])
+def test_70_billion_parameters_on_10_000_ranks(layout):
+    """In seconds, of which most go into four strategies of 80 units; the bound is for the slowest of machines."""
+    with torch.device("meta"):
+        model = Llama()
+    start = time.process_time()
+    planned = plan(
+        model,
+        policy=Layer,
+        world_size=10_000,
+        optimizer=torch.optim.AdamW,
+        mixed_precision=BF16,
+        layout=layout,
+        tokens=4096,
+    )
+    assert time.process_time() - start < 30
+    assert planned.numel == sum(p.numel() for p in model.parameters()) == 70_553_706_496
+    assert len(planned.units) == 81
+    assert len(planned.collectives) == 3 * 80 + 2
+    assert [s.strategy for s in planned.strategies] == ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+    assert planned.strategies[3].step_seconds < planned.step_seconds
+    assert any("81 of 81 units are too small for 10,000 ranks" in text for text in planned.warnings)
+
+
+def example() -> Plan:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), *[nn.Linear(4096, 4096) for _ in range(3)])
+    return plan(
+        nn.Sequential(model, nn.Linear(4096, 10, device="meta")),
+        policy=lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel == 4096 * 4097,
+        world_size=16,
+        optimizer=torch.optim.AdamW,
+        mixed_precision=BF16,
+        tokens=16384,
+        activations=2**27,
+    )
+
+
+def test_the_table():
+    assert_expected_inline(
+        str(example()),
+        """\
+Sequential, FULL_SHARD over 16 ranks: 67,166,218 elements
+
+units (bytes on a rank, of a step; units that are alike share a line)
+unit             module           numel  padding     shard     .grad  optimizer  unsharded  reducing  collectives     sent
+---------------  ----------  ----------  -------  --------  --------  ---------  ---------  --------  -----------  -------
+<root>           Sequential      40,970    1,014  10.2 KiB  10.2 KiB   20.5 KiB     82 KiB   174 KiB            2  231 KiB
+0.0 ... 0.3 (4)  Linear      16,781,312        0     4 MiB     4 MiB      8 MiB     32 MiB    68 MiB            3  120 MiB
+all                          67,166,218    1,014    16 MiB    16 MiB     32 MiB    128 MiB   272 MiB           14  480 MiB
+
+memory on a rank
+             between steps  at the peak
+-----------  -------------  -----------
+shards              16 MiB       16 MiB
+optimizer           32 MiB       32 MiB
+unsharded              0 B       64 MiB
+arriving               0 B       88 KiB
+activations            0 B      544 MiB
+all                 48 MiB      656 MiB
+the peak is in backward, at unit 0.3
+
+strategies
+strategy           over         between steps      peak  collectives     sent     step  hidden
+-----------------  -----------  -------------  --------  -----------  -------  -------  ------
+FULL_SHARD (this)  16 ranks            48 MiB   656 MiB           14  480 MiB  12.9 ms     71%
+SHARD_GRAD_OP      16 ranks            48 MiB   720 MiB           10  360 MiB  12.7 ms     69%
+NO_SHARD           16 ranks           769 MiB  1.47 GiB            5  480 MiB  12.8 ms     70%
+HYBRID_SHARD       2 x 8 ranks       96.1 MiB   704 MiB           19  480 MiB  12.8 ms     73%
+
+time of a step
+12.9 ms: computing 12.2 ms, waiting for communication 618 us; communication 2.12 ms, hidden 71%
+
+warnings
+- 1 of 5 units are too small for 16 ranks: latency (61.6 us) is more than half of the time of an all-gather of
+  '<root>': make larger units (several layers each), or shard over fewer ranks: strategy=HYBRID_SHARD
+
+assumptions
+- a step from the second on; gradients dropped before forward; sizes of the fullest rank
+- modules run one after the other, in the order of registration; every trainable parameter is used
+- activations: as given
+- operations of a forward: 2 for each token (16,384) and matrix element; at 494 TFLOP/s
+- ring collectives: 450 GB/s and 3.4 us a hop in a node of 8, 50 GB/s a GPU and 14 us a hop between nodes; neither the
+  host's nor the optimizer's time""",
+    )
+
+
+def test_the_trace(tmp_path):
+    """Spans on a track of their own for each kind, and counters that add up to what is held."""
+    planned = example()
+    planned.trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(tracks.values()) == ["compute", "all-gather", "reduce-scatter"]
+    spans = [e for e in events if e["ph"] == "X"]
+    for span in spans:
+        kind, phase = span["cat"].split(",")
+        assert tracks[span["tid"]] == ("compute" if kind == "wait" else kind)
+        assert phase in ("forward", "backward")
+        assert 0 <= span["ts"] <= span["ts"] + span["dur"] <= planned.step_seconds * 1e6 + 1e-3
+    assert [s["name"] for s in spans if s["cat"] == "all-gather,forward"] == ["<root>", *(f"0.{i}" for i in range(4))]
+    for number in tracks:  # nothing runs twice at a time
+        mine = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == number)
+        assert all(stop <= start + 1e-6 for (_, stop), (start, _) in itertools.pairwise(mine))
+    counters = [e["args"] for e in events if e["ph"] == "C"]
+    assert [sum(c.values()) for c in counters] == [m.total for _, m in planned.memory]
+    assert max(sum(c.values()) for c in counters) == planned.total_peak.nbytes
+
+
+def test_the_picture(tmp_path, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(
+            ImportError, match="matplotlib, which is not installed: `pip install matplotlib`, or write a"
+        ):
+            example().plot(tmp_path / "plan.png")
+    pytest.importorskip("matplotlib")
+    example().plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_single_rank_has_nothing_to_wait_for(tmp_path):
+    planned = plan(Net(), policy=Block, world_size=1)
+    planned.trace(tmp_path / "step.json")
+    assert planned.collectives == ()
+    assert planned.step_seconds == 0
+    assert "Net, FULL_SHARD over 1 ranks" in str(planned)
+
+
+def test_times():
+    """A ring: bytes over bandwidth, and a latency for each step."""
+    hardware = Bandwidths(intra=100.0, inter=10.0, gpus_per_node=4, latency_intra=1.0, latency_inter=2.0)
+    assert hardware.seconds("all-gather", 400, 4, 4) == 3 / 4 * 400 / 100 + 3
+    assert hardware.seconds("all-reduce", 400, 4, 4) == 2 * (3 / 4 * 400 / 100 + 3)
+    assert hardware.seconds("reduce-scatter", 800, 8, 4) == 7 / 8 * 800 / 40 + 6 * 1 + 1 * 2
+    assert hardware.seconds("all-reduce", 800, 2, 1) == 2 * (1 / 2 * 800 / 10 + 2)
+    assert hardware.seconds("all-gather", 800, 1, 1) == 0
+    model = nn.Sequential(*[nn.Linear(64, 64, device="meta") for _ in range(4)])
+    slow = plan(model, policy=nn.Linear, world_size=4, bandwidths=hardware)
+    assert slow.hidden_share is None
+    assert slow.step_seconds == pytest.approx(slow.timeline.communication_seconds)
+    fast = Bandwidths(intra=1e15, inter=1e15, latency_intra=1e-15, latency_inter=1e-15)
+    hidden = plan(model, policy=nn.Linear, world_size=4, tokens=1000, bandwidths=fast)
+    assert hidden.hidden_share > 0.7
+    assert hidden.step_seconds == pytest.approx(hidden.timeline.compute_seconds, rel=0.01)
+
+
+def test_times_of_replicas():
+    """Under NO_SHARD replicas are consecutive ranks, under a hybrid strategy they are as far apart as there are shards."""
+    hardware = Bandwidths(intra=100.0, inter=10.0, gpus_per_node=4, latency_intra=1.0, latency_inter=2.0)
+    model = nn.Linear(64, 64, device="meta")
+    for strategy, size, in_node in (
+        (NO_SHARD, 4, 4),
+        (NO_SHARD, 8, 4),
+        (ShardingStrategy.HYBRID_SHARD, (2, 4), 1),
+        (ShardingStrategy.HYBRID_SHARD, (4, 2), 2),
+        (ShardingStrategy.HYBRID_SHARD, (4, 1), 4),
+    ):
+        planned = plan(model, world_size=size, strategy=strategy, bandwidths=hardware)
+        (reduced,) = [c for c in planned.collectives if c.kind == "all-reduce"]
+        (span,) = [s for s in planned.timeline.spans if s.kind == "all-reduce"]
+        expected = hardware.seconds("all-reduce", reduced.nbytes, reduced.ranks, min(in_node, reduced.ranks))
+        assert span.stop - span.start == pytest.approx(expected), (strategy, size)
+    times = {}
+    for unit_strategy in (FULL, NO_SHARD):
+        policy = CustomPolicy(lambda m, s=unit_strategy: {"strategy": s} if isinstance(m, nn.Linear) else False)
+        planned = plan(nn.Sequential(model), policy=policy, world_size=8, bandwidths=hardware)
+        times[unit_strategy] = planned.timeline.communication_seconds
+    # An all-reduce is a reduce-scatter and an all-gather; sharded there is one all-gather more.
+    assert times[FULL] == pytest.approx(1.5 * times[NO_SHARD], rel=0.1)  # padding
+
+
+@pytest.mark.parametrize("precision", [None, BF16, KEPT])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_default_device(world, strategy, precision):
+    """An accelerator waits late for reductions, which have the dtype that they are added in. Counted on the CPU, as if."""
+    assert plan(Net(), policy=Block, world_size=8).device == "cuda"
+    check(Net, 8, world, strategy=strategy, mixed_precision=precision, microbatches=2, accelerator=True)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    pair: Pair
+    more: dict[str, list[Tensor]]
+    name: str = "batch"
+
+
+class TakesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch: Batch, either: Pair) -> Tensor:
+        assert isinstance(batch.pair, Pair)
+        assert batch.name == "batch"
+        return self.layer(batch.pair.x) * either.scale + batch.more["y"][0] + either.x
+
+
+def test_inputs_in_named_tuples_and_dataclasses():
+    x = torch.ones(2, 4)
+    example = Batch(Pair(x, 2.0), {"y": [x]})
+    planned = plan(TakesBatch(), world_size=2, example_inputs=(example, example.pair))
+    assert "recorded" in str(planned)
+    assert example.pair.x.device.type == "cpu"  # what was given is as it was
+
+
+def test_optimizers_that_look_at_shapes():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    cure = r"WholeParameterOptimizer, .* pass optimizer=the number of bytes"
+    kinds = [torch.optim.Adafactor, functools.partial(torch.optim.Adafactor, lr=0.1)]
+    if hasattr(torch.optim, "Muon"):
+        kinds += [torch.optim.Muon, torch.optim.Muon(model.parameters(), lr=0.1)]
+        whole = plan(model, policy=nn.Linear, world_size=4, optimizer=torch.optim.Muon, layout=Whole(max_padding=99))
+        assert whole.between_steps.optimizer == 4 * 64 * 64
+    for kind in kinds:
+        for layout in (None, Rows(max_padding=99)):
+            with pytest.raises(ValueError, match=r"^plan: (Muon|Adafactor) .*" + cure):
+                plan(model, policy=nn.Linear, world_size=4, optimizer=kind, layout=layout)
+
+
+def test_offloaded_shards_are_on_the_host():
+    model = Net()
+    device, host = (plan(model, policy=Block, world_size=8, optimizer=8, cpu_offload=c) for c in (False, True))
+    assert host.between_steps.total == 0
+    assert host.host == device.between_steps
+    assert host.host_peak.memory.gradients == sum(u.gradient_nbytes for u in host.units)
+    assert host.peak.nbytes < device.peak.nbytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each", "scalars"),
+    [
+        (None, 0, 0),
+        (6, 6, 0),
+        (torch.optim.AdamW, 8, 4),
+        (torch.optim.SGD, 0, 0),
+        (functools.partial(torch.optim.SGD, momentum=0.9), 4, 0),
+        (functools.partial(torch.optim.AdamW, amsgrad=True), 12, 4),
+    ],
+)
+def test_state_of_optimizers(optimizer, bytes_each, scalars):
+    model = nn.Linear(64, 64)
+    planned = plan(model, world_size=1, optimizer=optimizer)
+    assert planned.between_steps.optimizer == bytes_each * (64 * 64 + 64) + 2 * scalars
+    if optimizer is not None and not isinstance(optimizer, int):
+        made = optimizer([{"params": [model.weight]}, {"params": [model.bias], "lr": 1.0}])
+        assert plan(model, world_size=1, optimizer=made).between_steps == planned.between_steps
+        assert not made.state
+
+
+def refused(error: type[Exception], message: str, model: Any = None, **arguments: Any) -> None:
+    arguments = {"world_size": 8} | arguments
+    with pytest.raises(error, match=message):
+        plan(nn.Linear(4, 4) if model is None else model, **arguments)
+
+
+def test_errors(world):
+    refused(ValueError, "world_size must be a number of ranks of at least 1", world_size=0)
+    refused(ValueError, "world_size must be a number of ranks", world_size=(1, 2, 3))
+    refused(ValueError, "which hybrid strategies take, but strategy is", world_size=(2, 4))
+    refused(ValueError, "8 GPUs a node do not divide 12 ranks", world_size=12, strategy=ShardingStrategy.HYBRID_SHARD)
+    refused(ValueError, "reshard_after_forward=3 does not divide the 8 ranks", reshard_after_forward=3)
+    refused(ValueError, "microbatches must be an int of at least 1", microbatches=0)
+    refused(ValueError, "activations must be bytes for each unit", activations=-1)
+    refused(ValueError, "activations has 'block', which is no unit", activations={"block": 1})
+    refused(ValueError, "leave out tokens and activations", tokens=1, example_inputs=torch.ones(1, 4))
+    refused(TypeError, "example_inputs must be a tuple", example_inputs=1)
+    refused(TypeError, "optimizer must be an optimizer on the model's parameters", optimizer="adam")
+    refused(ValueError, "not among those the plan shards", optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    refused(TypeError, "bandwidths must be a flatshard.planning.Bandwidths", bandwidths=1)
+    refused(TypeError, "fully_shard takes an nn.Module", model=3)
+    refused(
+        NotImplementedError,
+        "the policy overrides collectives",
+        nn.Sequential(nn.Linear(2, 2)),
+        policy=CustomPolicy(lambda m: isinstance(m, nn.Linear) and {"collectives": NoCommunication()}),
+    )
+    with pytest.raises(ValueError, match="intra must be a positive number"):
+        Bandwidths(intra=0)
+    world(2)
+    refused(ValueError, "is sharded already. describe.. tells what was built", fully_shard(nn.Linear(4, 4)))
+
+
+def test_what_cannot_be_recorded():
+    x = torch.ones(2, 4)
+
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x.sum().item()
+
+    with pytest.raises(RuntimeError) as caught:
+        plan(Reads(4, 4), world_size=2, example_inputs=(x,))
+    assert "leave example_inputs out" in caught.value.__notes__[0]
+
+
+def test_the_example_in_the_readme(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    code = text.partition("<!-- example: plan -->\n```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert json.loads((tmp_path / "plan.json").read_text())["traceEvents"]

@@ -1,0 +1,470 @@
+"""The rules that keep the package readable in an afternoon, checked on its syntax trees.
+
+Imports go down only. Each fact has one writer. Files and functions fit on a few screens. Every public function says what
+it does, and every note that is cited is there to read. A rule with exceptions lists them here, with their reasons.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from expecttest import assert_expected_inline
+
+import flatshard
+
+PACKAGE = Path(flatshard.__file__).parent
+
+PACKAGES = [
+    ["_errors", "_names", "_config", "_trace", "_host_memory", "layouts"],
+    ["_comm"],
+    ["_runtime"],
+    ["_handle", "_handle.adapters", "_handle.tensors"],
+    ["_composable", "_composable.construct"],
+    ["_composable.features", "_comm.monitor", "_comm.quantized"],
+    ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
+    ["planning"],
+    ["_extensions"],
+    [""],
+]
+"""From the bottom up: a module imports from its own row and those before it. A module that is not named itself belongs to
+the longest package that its name begins with; "" is the top one."""
+
+CORE = [package for row in PACKAGES[:5] for package in row]
+"""Packages, or modules beside packages, that know no feature and no product."""
+
+UPWARD_IMPORTS: set[tuple[str, str]] = set()
+"""(module, what it imports from further up)."""
+
+TYPE_CHECKING_IMPORTS = {
+    "_composable.state": {"_composable.context"},  # a unit holds its context, and the context makes and orders units
+}
+"""Imports that only a type checker sees. They may go up; each is a knot to know of."""
+
+INNER_IMPORTS = {
+    ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
+    ("_composable.features.compile", "torch._dynamo"),  # two seconds of `import flatshard`
+    ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
+    ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
+    ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
+    ("checkpoint._sharded_value", "torch.distributed.checkpoint.planner"),
+}
+"""(module, what it imports inside a function)."""
+
+MAX_FILE_LINES = 600  # a thought that is split over two files is worse than a long file
+MAX_FUNCTION_LINES = 80
+
+
+def _name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__") or "_"
+
+
+SOURCES = {_name_of(p): p.read_text() for p in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
+
+
+def outside(*names: str) -> Iterator[tuple[str, ast.AST]]:
+    """Every syntax node of every module but ``names``, with the module's name."""
+    for name, nodes in NODES.items():
+        if name not in names:
+            yield from ((name, node) for node in nodes)
+
+
+def show(name: str, node: ast.AST) -> str:
+    return f"{name}:{getattr(node, 'lineno', '?')}: {ast.unparse(node)}"
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` for an attribute chain on a name, with '' where the chain starts at anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def written(node: ast.AST) -> list[ast.expr]:
+    """The targets that a statement assigns to, adds to or deletes."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str, list[str]]]:
+    """(statement, module, names) of each import; no names for ``import x``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name, []
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import: {ast.unparse(node)}"
+            yield node, node.module or "", [alias.name for alias in node.names]
+
+
+def imported_modules(module: str, names: list[str]) -> set[str]:
+    """Which of our modules ``from module import names`` needs, as named in ``LAYERS``."""
+    if module.partition(".")[0] != "flatshard":
+        return set()
+    short = module.removeprefix("flatshard").removeprefix(".")
+    inner = {f"{short}.{n}".removeprefix(".") for n in names}
+    return {n for n in inner if n in TREES} or {short or "_"}
+
+
+def type_checking_only(tree: ast.AST) -> set[ast.stmt]:
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and dotted(n.test) == "TYPE_CHECKING"]
+    return {s for block in guarded for s in block.body}
+
+
+def package_of(name: str) -> str:
+    """The package of ``PACKAGES`` that a module belongs to."""
+    known = {package for row in PACKAGES for package in row}
+    while name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def needed(name: str, type_checking: bool = False) -> set[str]:
+    """Our modules that ``name`` imports when it runs; or for a type checker only."""
+    hidden = type_checking_only(TREES[name])
+    chosen = [i for i in imports(TREES[name]) if (i[0] in hidden) == type_checking]
+    return {m for _, module, names in chosen for m in imported_modules(module, names)} - {name}
+
+
+def test_imports_go_down():
+    row = {package: number for number, packages in enumerate(PACKAGES) for package in packages}
+    up = {(n, m) for n in TREES for m in needed(n) if row[package_of(m)] > row[package_of(n)]}
+    assert up == UPWARD_IMPORTS
+
+
+def test_no_imports_go_round():
+    order = graphlib.TopologicalSorter({name: needed(name) for name in TREES})
+    order.prepare()
+
+
+def test_the_core_imports_no_feature_and_no_product():
+    core = {n for n in TREES if package_of(n) in CORE}
+    known = {(n, m) for n in core for m in needed(n) - core}
+    assert known == UPWARD_IMPORTS
+
+
+def test_imports_for_the_type_checker_are_listed():
+    found = {name: needed(name, type_checking=True) for name in TREES}
+    assert {name: modules for name, modules in found.items() if modules} == TYPE_CHECKING_IMPORTS
+
+
+def test_imports_inside_functions_are_listed():
+    found = set()
+    for name, tree in TREES.items():
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                found |= {(name, module) for _, module, _ in imports(function)}
+    assert found == INNER_IMPORTS
+
+
+def test_nothing_imports_the_fsdp_of_torch():
+    """This project re-does it, and it is on its way out upstream. Its policies are known by their shape."""
+    for name in TREES:
+        banned = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed._tools")
+        for statement, module, names in imports(TREES[name]):
+            full = [module, *(f"{module}.{n}" for n in names)]
+            assert not any(f.startswith(banned) for f in full), show(name, statement)
+
+
+def test_nothing_imports_beyond_torch_and_the_standard_library():
+    found = {module.partition(".")[0] for tree in TREES.values() for _, module, _ in imports(tree)}
+    assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions"}
+
+
+# -- one writer per fact -----------------------------------------------------------------------------------------------
+
+
+def test_only_lifetime_assigns_a_state():
+    for name, node in outside("_handle.lifetime"):
+        for target in written(node):
+            assert ".lifetime." not in dotted(target), show(name, node)
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None and not isinstance(value, ast.Compare):
+            assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
+
+
+def test_only_unsharded_and_gradients_resize_storages():
+    for name, node in outside("_handle.unsharded", "_handle.gradients"):
+        assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
+
+
+WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem__", "__delitem__"}
+
+
+def test_only_slots_registers_parameters():
+    for name, node in outside("_handle.slots"):
+        for target in written(node):
+            if isinstance(target, ast.Subscript):
+                assert not dotted(target.value).endswith("._parameters"), show(name, node)
+        if isinstance(node, ast.Call):
+            called = dotted(node.func) or getattr(node.func, "attr", "")
+            assert called not in ("setattr", "delattr"), show(name, node)
+            assert called.rpartition(".")[2] != "register_parameter", show(name, node)
+            owner, _, method = called.rpartition(".")
+            assert not (owner.endswith("._parameters") and method in WRITING_METHODS), show(name, node)
+
+
+# What may be asked of torch.distributed without communicating, and the types to annotate with.
+DISTRIBUTED_QUERIES = {
+    "ProcessGroup",
+    "GroupMember.NON_GROUP_MEMBER",
+    "is_available",
+    "is_initialized",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "get_backend_config",
+    "distributed_c10d._get_default_group",
+}
+
+
+# Types, and arithmetic on them.
+DISTRIBUTED_MODULES = {
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor._utils",
+    "torch.distributed.checkpoint.default_planner",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+}
+
+
+def test_only_backends_communicates():
+    for name, node in outside("_comm.backends", "_comm.messages"):
+        if isinstance(node, ast.Attribute):
+            for prefix in ("dist.", "torch.distributed."):
+                if dotted(node).startswith(prefix):
+                    query = dotted(node).removeprefix(prefix)
+                    assert any(q == query or q.startswith(f"{query}.") for q in DISTRIBUTED_QUERIES), show(name, node)
+            assert dotted(node.value).rpartition(".")[2] not in ("group", "process_group"), show(name, node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            assert node.module in DISTRIBUTED_MODULES, show(name, node)
+
+
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now", "exchange"}
+
+
+def test_only_handles_start_collectives_and_construction_broadcasts():
+    """``_composable`` decides when; ``_handle`` and the runtime do. Only new modules are broadcast from above.
+
+    Left out is what collectives are made of others.
+    """
+    found = {
+        (name, node.func.attr)
+        for name, node in outside("_runtime", "_comm.backends", "_comm.quantized", "_composable.features.comm_hooks")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
+    }
+    above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}
+    assert above == {
+        ("_composable.construct.materialize", "broadcast_now"),
+        ("_comm.monitor.order_check", "all_gather"),
+        ("debug._replicas", "all_gather"),
+        ("optim._owned", "exchange"),
+    }
+
+
+def test_only_hooks_registers_hooks():
+    features = {n for n in TREES if n.startswith("_composable.features.")}
+    # Those of a copy on meta; and hooks of no forward.
+    others = ("planning._program", "checkpoint._state_dict_hooks", "optim._hooks")
+    for name, node in outside("_composable.hooks", *features, *others):
+        if name == "_handle.tensors.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
+            continue  # super().register_hook: what a user may call on a parameter includes this
+        if isinstance(node, ast.Attribute):
+            assert not re.fullmatch(r"_?register_\w*hook\w*", node.attr), show(name, node)
+            writes_hooks = re.fullmatch(r"_(forward|backward)_(pre_)?hooks", node.attr)
+            assert not (writes_hooks and isinstance(node.ctx, ast.Store | ast.Del)), show(name, node)
+
+
+def test_only_config_reads_the_environment():
+    for name, node in outside("_config"):
+        assert dotted(node) not in ("os.environ", "os.getenv", "os.putenv"), show(name, node)
+        assert not (isinstance(node, ast.ImportFrom) and node.module == "os"), show(name, node)
+
+
+# -- what a layer must not know ----------------------------------------------------------------------------------------
+
+TREE_WORDS = {"modules", "named_modules", "children", "named_children", "get_submodule", "_modules", "named_parameters"}
+
+
+def test_a_handle_knows_no_hooks_and_no_module_tree():
+    """Only ``slots`` looks at a module, by its parameters. Others may name the type, and hand modules on."""
+    for name in [n for n in TREES if n.startswith("_handle.")]:
+        for node in ast.walk(TREES[name]):
+            word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name != "_handle.tensors.sharded_parameter":  # hooking a parameter is part of what the user sees of it
+                assert "hook" not in word, show(name, node)
+            assert word not in TREE_WORDS, show(name, node)
+            if name != "_handle.slots":
+                assert word not in ("_parameters", "_buffers"), show(name, node)
+
+
+def test_layout_knows_no_torch():
+    found = {module for _, module, _ in imports(TREES["_handle.layout"])}
+    assert not any(m.startswith("torch") for m in found)
+
+
+def test_nothing_outside_layout_computes_an_offset():
+    """Whether by rows, in blocks or whole, it is all in ``layout`` and ``packing``. Nobody else rounds up or cuts shards."""
+    for name, node in outside("_handle.layout", "_handle.packing"):
+        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "round_up", "pack"), show(name, node)
+
+
+# -- private API of torch ----------------------------------------------------------------------------------------------
+
+
+def private_torch_api() -> set[tuple[str, str]]:
+    """(module, API): attribute chains from torch, or from what is imported from torch, with a ``_private`` part.
+
+    Not the ``_foreach`` functions: their underscore is history, every optimizer is built on them.
+    """
+    found = set()
+    for name, tree in TREES.items():
+        from_torch = {"torch", "dist"}
+        for statement, module, names in imports(tree):
+            if module.partition(".")[0] == "torch" and isinstance(statement, ast.ImportFrom):
+                from_torch |= {a.asname or a.name for a in statement.names}
+                found |= {(name, f"{module}.{n}") for n in names if "._" in f".{module}.{n}"}
+        inner = {n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute)}  # of a longer chain
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node not in inner:
+                chain = dotted(node)
+                if chain.partition(".")[0] in from_torch and re.search(r"\._(?!foreach_[a-z_]+$)[a-z]", chain):
+                    found.add((name, chain))
+    return found
+
+
+def test_each_private_api_of_torch_is_used_in_one_file():
+    uses = private_torch_api()
+    assert_expected_inline(
+        "\n".join(sorted(f"{name}: {api}" for name, api in uses)),
+        """\
+_composable.backward: Variable._execution_engine.queue_callback
+_composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
+_composable.backward: torch._C._current_graph_task_id
+_composable.backward: torch._C._will_engine_execute_node
+_composable.construct.validate: dist.distributed_c10d._get_default_group
+_composable.construct.validate: torch._C._disabled_torch_function_impl
+_composable.features.compile: torch._dynamo.trace_rules
+_composable.features.precision: torch.utils._pytree.tree_map
+_composable.features.transforms: forward_ad._current_level
+_composable.features.transforms: torch._C._functorch.get_unwrapped
+_composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
+_composable.features.transforms: torch._C._functorch.peek_interpreter_stack
+_composable.hooks: torch.utils._pytree.tree_flatten
+_composable.hooks: torch.utils._pytree.tree_unflatten
+_handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
+_handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
+_handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
+_handle.tensors.sharded_gradient: torch.utils._foreach_utils
+_handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
+_trace: torch.autograd._profiler_enabled
+checkpoint._sharded_value: torch.Tensor._make_wrapper_subclass
+checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
+checkpoint._sharded_value: torch.utils._pytree
+checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
+planning._memory: torch.ops.aten._local_scalar_dense.default
+planning._memory: torch.utils._python_dispatch.TorchDispatchMode""",
+    )
+    apis = [api for _, api in uses]
+    assert len(apis) == len(set(apis)), sorted({a for a in apis if apis.count(a) > 1})
+
+
+# -- size and prose ----------------------------------------------------------------------------------------------------
+
+
+def test_files_read_in_a_sitting():
+    for name in TREES:
+        lines = SOURCES[name].count("\n")
+        assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def test_functions_fit_on_a_screen_or_two():
+    """Docstrings not counted: arguments deserve prose."""
+    for name in TREES:
+        for function in functions(TREES[name]):
+            start = function.lineno
+            if ast.get_docstring(function) is not None:
+                start = function.body[0].end_lineno
+            lines = function.end_lineno - start + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{name}.{function.name} has {lines} lines"
+
+
+def test_every_module_begins_with_what_it_is_for():
+    for name in TREES:
+        assert ast.get_docstring(TREES[name])
+
+
+def test_what_a_user_calls_is_documented():
+    for name in flatshard.__all__:
+        thing = getattr(flatshard, name)
+        assert thing.__doc__, name
+        # Not inherited, and not what a dataclass makes up.
+        assert not thing.__doc__.startswith(f"{name}("), name
+        for method, value in vars(thing).items() if isinstance(thing, type) else ():
+            if not method.startswith("_") and callable(value):
+                assert value.__doc__, f"{name}.{method}"
+
+
+def test_all_is_sorted_and_complete():
+    assert flatshard.__all__ == sorted(flatshard.__all__)
+    assert len(set(flatshard.__all__)) == len(flatshard.__all__)
+    imported = {n for _, module, names in imports(TREES["_"]) for n in names if not n.startswith("_")}
+    assert imported == set(flatshard.__all__)
+
+
+NOTE = re.compile(r"\[Note: ([^\]]+)\]")
+
+
+def test_every_note_that_is_cited_is_defined_once():
+    """A note is defined where its title stands alone on a line of a docstring, and cited everywhere else."""
+    defined: dict[str, list[str]] = {}
+    cited: dict[str, list[str]] = {}
+    for name, source in SOURCES.items():
+        for number, line in enumerate(source.splitlines(), 1):
+            for title in NOTE.findall(line):
+                where = defined if line.strip() == f"[Note: {title}]" else cited
+                where.setdefault(title, []).append(f"{name}:{number}")
+    twice = {title: at for title, at in defined.items() if len(at) > 1}
+    assert not twice
+    missing = {title: at for title, at in cited.items() if title not in defined}
+    assert not missing
+
+
+IMPORT_TESTS = {
+    ("test_core_alone.py", "test_structure"),  # the packages as they are listed there
+}
+
+
+def test_no_tests_import_from_other_tests():
+    """What two files of tests need is in a module beside them: see test/README.md."""
+    found = set()
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", None) or "", *(alias.name for alias in node.names)}
+                modules = {part for name in names for part in name.split(".")}
+                found |= {(path.name, m) for m in modules if m.startswith("test_")}
+    assert found <= IMPORT_TESTS
+
+
+def test_no_line_speaks_of_unfinished_business():
+    for name, source in SOURCES.items():
+        assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", source), name

@@ -1,0 +1,151 @@
+"""What the tests of checkpoints share: models with every kind of parameter, comparisons, and watches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+class Model(nn.Module):
+    """Tied, frozen, empty, 0-dim, transposed, channels-last and 16-bit parameters; buffers, one of them not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(5)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.turned = nn.Parameter(torch.randn(6, 5).t())
+        self.short = nn.Parameter(torch.randn(9).bfloat16())
+        self.ignored = nn.Parameter(torch.randn(3))
+        self.down, self.head = nn.Linear(7, 5, bias=False), nn.Linear(7, 5, bias=False)
+        self.head.weight = self.down.weight
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.register_buffer("steps", torch.tensor([1, 2, 3]))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.up(self.norm(x)) * self.scale) @ self.turned @ self.turned.t() + self.short.sum()
+        return self.head(self.up(x)) + self.conv(x.new_ones(1, 3, 3, 3)).sum() + self.frozen.sum() + self.ignored.sum()
+
+
+def make(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def shard(ctx, model: Model, strategy=ShardingStrategy.FULL_SHARD, policy=None) -> Model:
+    return fully_shard(model, policy=policy, strategy=strategy, process_group=ctx.group, ignored_states=[model.ignored])
+
+
+def check_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    """All values of a sharded model, bit for bit."""
+    with flatshard.summon_full_params(model):
+        found = model.state_dict()
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+
+
+class CommunicationWatch(TorchDispatchMode):
+    """Notes every collective, with the dtypes that it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            self.seen += [(str(func), t.dtype) for t in leaves if isinstance(t, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> list[tuple[str, torch.dtype]]:
+        """Leaving out objects, which are pickled: torch's planners send their plans, which are about names and sizes."""
+        return [(f, d) for f, d in self.seen if d not in (torch.uint8, torch.int64)]
+
+
+class MemoryWatch(TorchDispatchMode):
+    """The most bytes that were alive at once, of tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for out in torch.utils._pytree.tree_leaves(result):
+            memory = (
+                isinstance(out, Tensor) and not out.is_meta and not isinstance(out, flatshard.checkpoint.ShardedValue)
+            )
+            if memory and out.untyped_storage()._cdata not in known:
+                storage = out.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        storages = {k: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for k, ref in self._alive.items()}
+        self._alive = {k: ref for k, ref in self._alive.items() if storages[k] is not None}
+        self.peak = max(self.peak, sum(s.nbytes() for s in storages.values() if s is not None))  # they are resized
+        return result
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bit for bit; groups may come in another order of parameters."""
+    assert found["state"].keys() == expected["state"].keys()
+    for fqn, values in expected["state"].items():
+        assert found["state"][fqn].keys() == values.keys(), fqn
+        for key, value in values.items():
+            other = found["state"][fqn][key]
+            if isinstance(value, Tensor):
+                assert type(other) is Tensor, (fqn, key)
+                assert (other.dtype, other.shape) == (value.dtype, value.shape), (fqn, key)
+                assert torch.equal(other, value), (fqn, key)
+            else:
+                assert other == value
+    assert options(found) == options(expected)
+
+
+def options(state: dict[str, Any]) -> dict[str, Any]:
+    """Each parameter's. torch's helpers make lists of tuples."""
+    return {
+        name: {
+            k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k not in ("params", "param_names")
+        }
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(self.up(x)))
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(3)
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,160 @@
+"""Activation checkpointing: every kind of it, in every place, under every strategy and precision, with dropout.
+
+The oracle is the plain model without checkpoints in one process, which runs each rank's slice after the other from that
+rank's random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import BF16, FULL, GRAD_OP, HYBRID, KINDS, PLACES, WIDTH, Block, Net
+from pairs import all_pairs
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    checkpoint,
+)
+
+import flatshard
+from flatshard import CPUOffload, fully_shard
+from flatshard._trace import record_events
+
+
+def make(kind: str, place: str) -> Net:
+    torch.manual_seed(0)
+    return Net(kind, place).double()
+
+
+def loss_of(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
+    torch.manual_seed(100 * step + rank)  # each rank's dropout
+    return model(x).double().square().mean()
+
+
+def train(ctx, kind: str, place: str, options: dict[str, Any], steps: int = 3) -> dict[str, Tensor]:
+    """Train sharded and plain, and compare. Returns the sharded model's parameters."""
+    options = dict(options)
+    accumulates = options.pop("accumulates", False)
+    low_precision = "mixed_precision" in options
+    hybrid = options.get("strategy") is HYBRID
+    plain, model = make("none", place), make(kind, place)
+    if options.pop("frozen", False):
+        for m in (plain, model):
+            for name, param in m.named_parameters():
+                param.requires_grad_("norm" not in name and "up" not in name)
+    group = (ctx.group, ctx.alone) if hybrid else ctx.group
+    fully_shard(model, policy={Block}, process_group=group, **options)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
+    for step, micro in itertools.product(range(steps), range(2)):
+        x = torch.randn(ctx.world_size, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        if not accumulates and micro:
+            continue
+        for rank in range(ctx.world_size):
+            (loss_of(plain, x[rank], rank, step + micro) / ctx.world_size).backward()
+        holds = flatshard.no_sync(model) if accumulates and not micro else contextlib.nullcontext()
+        with holds, record_events() as events:
+            loss_of(model, x[ctx.rank], ctx.rank, step + micro).backward()
+        # A reentrant checkpoint runs forward without gradients, so a unit in it does not stay unsharded for backward.
+        stays = options.get("strategy") is GRAD_OP and (kind != "reentrant" or place == "inside")
+        check_collectives(events, 1 if stays else 2, int(not accumulates or micro))
+        if accumulates and not micro:
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with flatshard.summon_full_params(model, writeback=False):
+        got = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if not low_precision:
+        for (name, a), b in zip(plain.named_parameters(), got.values(), strict=True):
+            torch.testing.assert_close(b, a.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    return got
+
+
+def check_collectives(events: list[str], gathers: int, reductions: int) -> None:
+    """Each unit is gathered for forward and once more for recomputation and backward together, and reduced once."""
+    counts = Counter(e.replace("._checkpoint_wrapped_module", "") for e in events)
+    for index in range(4):
+        assert counts[f"all-gather blocks.{index}"] == gathers, events
+        assert counts[f"reduce-scatter blocks.{index}"] == reductions, events
+
+
+def run_place(ctx, kinds: list[str], place: str, options: dict[str, Any]) -> None:
+    expected: dict[str, Tensor] | None = None
+    for kind in kinds:
+        ctx.note(f"{kind} {place} {options}")
+        got = train(ctx, kind, place, options)
+        if expected is None:
+            expected = got
+        if "mixed_precision" in options:
+            for (name, a), b in zip(expected.items(), got.values(), strict=True):
+                assert torch.equal(a, b), f"{kind}: {name}"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"{s.name}": {"strategy": s} for s in (FULL, GRAD_OP, HYBRID)},
+    **{f"{s.name}, bf16": {"strategy": s, "mixed_precision": BF16} for s in (FULL, HYBRID)},
+    "offload": {"cpu_offload": CPUOffload()},
+    "no_sync": {"accumulates": True},
+    "frozen": {"frozen": True},
+}
+
+
+# Every two choices come together: 48 cases of 192.
+CASES = all_pairs(list(OPTIONS), PLACES, KINDS)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_kind(pool, place: str, name: str):
+    kinds = [kind for other, where, kind in CASES if (other, where) == (name, place)]
+    if "mixed_precision" in OPTIONS[name]:
+        kinds = [KINDS[0], *(kind for kind in kinds if kind != KINDS[0])]  # to compare bits with
+    pool.run(run_place, kinds, place, OPTIONS[name], world_size=3 if name == "FULL_SHARD" else 2)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class Nested(nn.Module):
+    """A unit around a reentrant checkpoint, inside another checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.unit, self.head = nn.Linear(4, 4), Around(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(checkpoint(self.unit, self.front(x), use_reentrant=False)))
+
+
+def run_twice(ctx) -> None:
+    """The unit gets its gradients in nested backwards, and is come to once more when the first have been reduced."""
+    torch.manual_seed(0)
+    plain = Nested().double()
+    model = copy.deepcopy(plain)
+    fully_shard(model, policy={Around}, process_group=ctx.group, strategy=GRAD_OP)
+    for _ in range(2):
+        x = torch.randn(2 * ctx.world_size, 3, 4).double()
+        for module, given in ((plain, x), (model, x.chunk(ctx.world_size)[ctx.rank])):
+            first, second = module(given), module(given.flip(1))
+            (first.square().mean() + second.mean()).backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(b.grad, a.grad, msg=lambda m, n=name: f"{n}: {m}")
+        for module in (plain, model):
+            module.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_two_forwards_of_a_unit_around_a_reentrant_checkpoint(pool, world_size: int):
+    pool.run(run_twice, world_size=world_size)

@@ -1,0 +1,263 @@
+"""Sharded units beside other kinds of parallelism: pipelines, experts, DistributedDataParallel; and adapters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+import flatshard
+from flatshard import fully_shard
+from flatshard._composable.state import unit_of, units_below
+from flatshard._trace import record_events
+
+WIDTH = 6
+
+
+class Block(Mlp):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2 * WIDTH + 1)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    with flatshard.summon_full_params(model, writeback=False):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(got: dict[str, Tensor], expected: nn.Module) -> None:
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(got[name], param.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+MICROBATCHES, DEPTH = 4, 4
+
+SCHEDULES = {"GPipe": (ScheduleGPipe, 1), "1F1B": (Schedule1F1B, 1), "interleaved 1F1B": (ScheduleInterleaved1F1B, 2)}
+"""The schedule, and how many stages a rank has."""
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def run_pipeline(ctx, name: str, holds: bool) -> None:
+    """Two ranks deep, two wide. ``holds``: one reduction at the end, else one a microbatch."""
+    schedule_class, per_rank = SCHEDULES[name]
+    mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block() for _ in range(DEPTH)]).double()
+    stages_in_all = 2 * per_rank
+    depth = DEPTH // stages_in_all
+    indices = range(pp, stages_in_all, 2)
+    parts = [copy.deepcopy(plain[i * depth : (i + 1) * depth]) for i in indices]
+    for part in parts:
+        fully_shard(part, policy={Block}, device_mesh=mesh["dp"])
+        if holds:
+            flatshard.configure(part, divide_factor=2 * MICROBATCHES)
+    group = mesh.get_group("pp")
+    # A microbatch between two stages. Told, not asked: stages that ask each other for shapes do so with numpy.
+    like = torch.empty(2, WIDTH, dtype=torch.double, requires_grad=True)
+    stages = [
+        PipelineStage(
+            part,
+            index,
+            stages_in_all,
+            torch.device("cpu"),
+            input_args=(like if index else like.detach(),),
+            output_args=(like,),
+            group=group,
+        )
+        for part, index in zip(parts, indices, strict=True)
+    ]
+    # Where nothing is held, the schedule itself divides ``.grad`` by the number of microbatches.
+    options = {"loss_fn": loss, "scale_grads": not holds}
+    schedule = schedule_class(stages if per_rank > 1 else stages[0], MICROBATCHES, **options)
+    optimizers = [
+        torch.optim.Adam(p, lr=1e-2) for p in (plain.parameters(), [p for m in parts for p in m.parameters()])
+    ]
+    holder = nn.ModuleList(parts)
+    for step in range(3):
+        x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        loss(plain(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+        args = (x[dp],) if pp == 0 else ()
+        kwargs: dict[str, Any] = {"target": y[dp]} if pp == 1 else {}
+        with record_events() as events:
+            if holds:
+                with flatshard.no_sync(holder):
+                    schedule.step(*args, **kwargs)
+                flatshard.reduce_gradients(holder)
+            else:
+                schedule.step(*args, **kwargs)
+        units = [u for u in units_below(holder) if u.handle.buffers]
+        reductions = len([e for e in events if e.startswith("reduce-scatter")])
+        assert reductions == len(units) * (1 if holds else MICROBATCHES)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for part, index in zip(parts, indices, strict=True):
+        assert_equal(whole(part), plain[index * depth : (index + 1) * depth])
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["", "one reduction"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pipelines(pool, name: str, holds: bool):
+    pool.run(run_pipeline, name, holds, world_size=4)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """The tensors of all ranks of a group, stacked. (torch's own takes a group's ranks for those of the world.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        rows = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(rows, x.contiguous(), group=group)
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None
+
+
+class Experts(nn.Module):
+    """Every token goes through all experts. ``group``: each of its ranks has one of them."""
+
+    def __init__(self, experts: int, group: Any = None) -> None:
+        super().__init__()
+        self.front, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Block() for _ in range(experts))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        if self.group is None:
+            y = sum(expert(x) for expert in self.experts)
+        else:
+            mine = self.experts[0](Gather.apply(x, self.group))
+            y = Gather.apply(mine, self.group).sum(0)[self.group.rank()]
+        return self.back(torch.tanh(y))
+
+
+def run_experts(ctx) -> None:
+    """Experts are sharded over the ranks that hold the same one, the rest over all; each with its own divisor."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
+    ep = mesh["ep"].get_local_rank()
+    torch.manual_seed(0)
+    plain = Experts(2).double()
+    model = Experts(1, mesh.get_group("ep")).double()
+    model.front.load_state_dict(plain.front.state_dict())
+    model.back.load_state_dict(plain.back.state_dict())
+    model.experts[0].load_state_dict(plain.experts[ep].state_dict())
+    fully_shard(model.experts[0], device_mesh=mesh["dp"])
+    # Its gradient on a rank is the sum over the tokens of two ranks, so the mean over all ranks is a quarter of the sum.
+    flatshard.configure(model.experts[0], divide_factor=4)
+    fully_shard(model, process_group=ctx.group)
+    assert unit_of(model.experts[0]).context is not unit_of(model).context
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(3):
+        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[ctx.rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    got = whole(model)
+    assert_equal(
+        {k: v for k, v in got.items() if "experts" not in k}
+        | {f"experts.{ep}.{k.removeprefix('experts.0.')}": v for k, v in got.items() if "experts" in k}
+        | {n: p.detach() for n, p in plain.named_parameters() if f"experts.{1 - ep}" in n},
+        plain,
+    )
+
+
+def test_experts_on_other_groups(pool):
+    pool.run(run_experts, world_size=4)
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+
+def run_beside_ddp(ctx) -> None:
+    """A part that DDP replicates, ignored by fully_shard, in the same model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3)).double()
+    model = copy.deepcopy(plain)
+    model[1] = DistributedDataParallel(model[1], process_group=ctx.group)
+    fully_shard(model, policy={Block}, process_group=ctx.group, ignored_states=[model[1]])
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(3):
+        x = torch.randn(ctx.world_size, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[ctx.rank]).square().mean().backward()
+        norms = [torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), flatshard.clip_grad_norm_(model, 0.5)]
+        torch.testing.assert_close(norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal({name.replace("1.module.", "1."): p for name, p in whole(model).items()}, plain)
+
+
+def test_beside_distributed_data_parallel(pool):
+    pool.run(run_beside_ddp, world_size=3)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A frozen bfloat16 weight and trainable adapters of a wide dtype, in one unit.
+
+    Not float32: rounding of an activation to bfloat16 would make differences of 1e-7 some of 1e-3.
+    """
+
+    def __init__(self, width: int = 32, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.a, self.b = nn.Linear(width, rank, bias=False).double(), nn.Linear(rank, width, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x.bfloat16()).double() + self.b(self.a(x))
+
+
+def run_adapters(ctx) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(LoRA(), nn.Tanh(), LoRA())
+    model = copy.deepcopy(plain)
+    fully_shard(model, policy={LoRA}, process_group=ctx.group)
+    for unit in units_below(model)[1:]:
+        frozen, trained = unit.handle.buffers
+        assert (frozen.dtype, trained.dtype) == (torch.bfloat16, torch.float64)
+        assert [g.is_reduced and True in g.buffers.requires_grad for g in unit.handle.grads] == [False, True]
+        assert trained.layout.padded_numel <= 2 * 32 * 2 + 64 * ctx.world_size
+    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in trainable]
+    for step in range(4):
+        x = torch.randn(ctx.world_size, 3, 32, generator=torch.Generator().manual_seed(step)).double()
+        for part in x:
+            (plain(part).square().mean() / ctx.world_size).backward()
+        model(x[ctx.rank]).square().mean().backward()
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(whole(model)[name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_adapters_on_a_frozen_base(pool):
+    for world_size in (2, 4):  # by these dividing is exact, in the gradients that pass the bfloat16 base too
+        pool.run(run_adapters, world_size=world_size)
