@@ -52,7 +52,7 @@ from typing import Any
 
 MAX_WORLD_SIZE = 4
 START_TIMEOUT = 60.0
-RENEW_TIMEOUT = 30.0
+RENEW_TIMEOUT = 20.0
 GRACE = 5.0
 """Seconds that the other ranks get to answer once one rank has failed."""
 
@@ -213,11 +213,16 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
 
 
 def _forget_meshes() -> None:
-    """Clear the DTensor caches: an equal mesh of the new groups would get results on the old mesh, whose groups are gone."""
-    if "torch.distributed.tensor" in sys.modules:  # else there are none, and to import it takes a second
-        from torch.distributed.tensor import debug
+    """Clear the DTensor caches: an equal mesh of the new groups would get results on the old mesh, whose groups are gone.
 
-        debug._clear_sharding_prop_cache()
+    As ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does, which can't be imported without numpy.
+    """
+    if "torch.distributed.tensor" in sys.modules:  # else there are none, and to import it takes a second
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _rank_main(

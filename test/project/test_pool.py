@@ -131,15 +131,7 @@ def test_mesh(pool):
     assert pool.run(mesh_size, world_size=3) == [(3, True)] * 3
 
 
-def test_an_error_on_all_ranks_names_them_and_keeps_the_processes():
-    pool = Pool()  # of its own: what other tests have left in the ranks may make a renewal slow
-    try:
-        fail_and_go_on(pool)
-    finally:
-        pool.close()
-
-
-def fail_and_go_on(pool: Pool) -> None:
+def test_an_error_on_all_ranks_names_them_and_keeps_the_processes(pool):
     pool.run(rank_sum)
     pids = pool.pids
     with pytest.raises(RankFailure, match="fail_everywhere failed on ranks 0, 1, 2 of 3") as e:
