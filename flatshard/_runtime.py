@@ -33,7 +33,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ from flatshard._comm.backends import (
     Addressed,
     BuiltinCollectives,
     FakeCollectives,
-    GlooCollectives,
     builtin_collectives,
     subgroup,
 )
@@ -86,6 +85,13 @@ class Monitor(Protocol):
         """The wait for ``issued`` has failed. Returns an error that says why, if that is known."""
 
 
+class Unended(NamedTuple):
+    """A collective that may never end, as other ranks have issued another one. Nobody waits for it."""
+
+    issued: Issued
+    pending: Pending | None
+
+
 class Awaited:
     """A collective that blocks the host while it is waited for.
 
@@ -96,7 +102,8 @@ class Awaited:
     it before it issues another one. To destroy works that are under way would leave half of a message on the connection.
 
     Where ranks turn out to do different things, works may never end, so nobody waits for them: they are the group's to its
-    end (``Progress.unended``). So is their memory, which those that it belonged to leave: see ``settle``.
+    end (``Progress.unended``). So is their memory, which those that it belonged to leave: see ``settle``. No other collective
+    is issued on such a group: it could receive what was sent for one of those.
     """
 
     __slots__ = ("_check", "_issued", "_monitor", "_pending")
@@ -134,7 +141,7 @@ class Awaited:
         try:
             check.wait()
         except OutOfStepError:
-            self._issued.progress.unended.append(self._pending)
+            self._issued.progress.unended.append(Unended(self._issued, self._pending))
             raise
 
 
@@ -251,7 +258,7 @@ class Runtime:
     # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
 
-    make_monitor: ClassVar[Callable[[Runtime, dist.ProcessGroup], Monitor] | None] = None
+    make_monitor: ClassVar[Callable[[BuiltinCollectives, torch.device, Progress], Monitor] | None] = None
     """What makes a monitor for a group of several processes; None: nobody does."""
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -299,7 +306,7 @@ class Runtime:
         if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
             self.progress = self._progress.setdefault(group, Progress())
             make = type(self).make_monitor
-            self.monitor = None if make is None else make(self, group)
+            self.monitor = None if make is None else make(self._builtin, self.device, self.progress)
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
         """The same group, device and streams with the collectives that ``factory`` makes; None: with these.
@@ -428,6 +435,8 @@ class Runtime:
         *tensors: torch.Tensor,
     ) -> Pending:
         """Issue a collective by ``start``, known to the monitor."""
+        if progress.unended:
+            raise self._out_of_step(progress.unended[0].issued, verb, label)
         if progress.abandoned:
             settle(progress.abandoned)
         issued, monitor = progress.issue(verb, kind, label, again), self.monitor
@@ -449,19 +458,18 @@ class Runtime:
         finally:
             here.label = before
 
+    def _out_of_step(self, first: Issued, verb: str, label: Label) -> OutOfStepError:
+        """The error for a collective on a group on which messages of another one may still arrive."""
+        text = (
+            f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, "
+            f"at the {first}{first.when}, and messages of that may still arrive. Save what is needed by other means, remove "
+            "the cause that the first error names, and start the ranks anew"
+        )
+        return OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
+
     def store(self) -> Any:
         """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
         return self._builtin.store()
-
-    @property
-    def can_be_interrupted(self) -> bool:
-        """Whether there is a way to end waits on the group: ``interrupt``."""
-        return isinstance(self._builtin, GlooCollectives)
-
-    def interrupt(self) -> None:
-        """See ``GlooCollectives.interrupt``."""
-        if isinstance(self._builtin, GlooCollectives):
-            self._builtin.interrupt()
 
     def broadcast_now(self, tensor: torch.Tensor) -> None:
         """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""

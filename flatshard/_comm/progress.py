@@ -126,7 +126,7 @@ class Progress:
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         # Collectives under way that nobody waits for any more. _runtime.py, [Note: Memory lives as long as its works]
         self.abandoned: list[Any] = []
-        self.unended: list[Any] = []  # and those that may never end, as another rank does something else
+        self.unended: list[Any] = []  # and those that may never end, as another rank does something else: `Unended`
         self.place: Callable[[], Place | None] = lambda: None
         self._last_place: Place | None = None  # of the last collective
         self.first = (0, 0)  # key and count of the first collective there
@@ -144,8 +144,8 @@ class Progress:
         return label
 
     def units(self) -> dict[int, str]:
-        """All that there have been: their FQNs by tag. Read by the watch's thread, too."""
-        found = (_labels.get(tag) for tag in list(self._tags))
+        """All that were made for this group or have come to it: their FQNs by tag. Read by the watch's thread, too."""
+        found = (_labels.get(tag) for tag in {*self._tags, *(key >> 2 << 2 for key in list(self.counts))})
         return {label.tag: label.unit for label in found if label is not None and label.identity}
 
     def issue(self, verb: str, kind: int, label: Label, again: bool) -> Issued:

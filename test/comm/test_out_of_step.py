@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
+import json
 import logging
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, skip
 from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.monitor import watch
+from flatshard._comm.progress import NOBODY, Progress, here
 
 SECONDS = 20
 """That an error may take on a busy machine. The group's timeout is longer."""
@@ -120,6 +125,25 @@ def test_another_order_of_reductions_in_the_first_pass(errors):
     all_out_of_step(errors(leave_out_without_gathers), r"all-reduce of 'blocks\.2'", r"all-reduce of 'blocks\.1'")
 
 
+def go_on_after(ctx) -> None:
+    """What one rank has sent for a unit, nobody has received: another gather of it would take that for its own."""
+    model, _ = make(ctx, order_check="first")
+    with pytest.raises(OutOfStepError, match="ranks run different units"):
+        train(model, "0213" if ctx.rank == 1 else "0123")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    train(model)
+
+
+def test_a_group_out_of_step_is_not_used_again(errors):
+    all_out_of_step(
+        errors(go_on_after),
+        r"all-gather of 'blocks\.0' was not issued: ranks got out of step before.*at the all-gather of 'blocks\.[12]'",
+        r"start the ranks anew",
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The watch, and what keeps data apart, in passes that nobody checks
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,6 +184,30 @@ def interrupt_after_another(ctx) -> None:
 
 def test_interrupt_when_a_connection_is_closed_already(errors):
     assert [type_name for type_name, _ in errors(interrupt_after_another, world_size=3)] == ["Ends"] * 3
+
+
+def swap_in_a_smaller_group(ctx) -> None:
+    """After forward all ranks keep a half of each unit: backward gathers it among two of the four."""
+    _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, "off"
+    group = dist.new_group(list(range(4)), timeout=datetime.timedelta(seconds=60))
+    model = fully_shard(Net(), policy={nn.Linear}, process_group=group, reshard_after_forward=2)
+    for _ in range(2):
+        train(model)
+    outputs = [model.blocks[index](torch.ones(2, 4)).sum() for index in range(2)]
+    if ctx.rank > 1:
+        return
+    for output in reversed(outputs) if ctx.rank == 1 else outputs:
+        output.backward()
+
+
+def test_another_order_in_a_smaller_group(errors):
+    found = errors(swap_in_a_smaller_group, world_size=4)
+    assert [type_name for type_name, _ in found[2:]] == ["Ends"] * 2
+    all_out_of_step(
+        found[:2],
+        r"ranks wait for each other, as they run different units",
+        r"rank 0 waits for the all-gather of 'blocks\.0'",
+    )
 
 
 def leave_out_later(ctx) -> None:
@@ -371,3 +419,35 @@ def run_alone(ctx) -> None:
 @pytest.mark.parametrize("body", [be_slow, run_alone])
 def test_slow_is_no_error(errors, body):
     assert [type_name for type_name, _ in errors(body)] == ["Ends", "Ends"]
+
+
+class Collectives(GlooCollectives):
+    """Of two ranks that have a store and no group."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.rank, self.size = 0, 2
+        self.store = lambda: store
+
+
+def test_the_watch_holds_nothing_of_a_group(monkeypatch):
+    """Works of a group that is gone live in its progress: they would keep memory that nobody uses."""
+    monkeypatch.setattr(_config, "WATCH_SECONDS", 1e-6)
+    store, progress = dist.HashStore(), Progress()
+    collectives = Collectives(store)
+    watched = watch._Watched(collectives, progress)
+    waits = progress.issue("all-gather", 0, NOBODY, False)
+    other = dict(watch.position(progress, 1), counts={})
+    here.waiting = waits
+    try:
+        for at in range(1, 4):
+            store.set("flatshard/position/1", json.dumps(dict(other, at=at, place=None)))
+            assert watched.look()
+        assert watched._told is not None  # that it waits for a slow one
+    finally:
+        here.waiting = None
+    alive = weakref.ref(progress)
+    del progress, waits
+    gc.collect()
+    assert alive() is None
+    assert watched.is_over
+    assert not watched.look()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 
 from flatshard import _config
+from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.collectives import Collectives, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
-from flatshard._comm.progress import GATHER, REDUCE, Issued
+from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
 from flatshard._errors import OutOfStepError
 
 
@@ -21,20 +23,20 @@ class GroupMonitor:
     # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
     _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, ranks: watch.Ranks, group: dist.ProcessGroup) -> None:
-        self._ranks = weakref.ref(ranks)
+    def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:
+        self._builtin = builtin
         self._checked = _config.checked_collectives()  # of each unit and kind
-        self._order = self._orders.setdefault(group, OrderCheck(group, ranks.device))
-        if ranks.can_be_interrupted:
-            watch.start(ranks)
+        group = builtin.group
+        self._order = self._orders.setdefault(group, OrderCheck(group, device))
+        if isinstance(builtin, GlooCollectives):
+            watch.start(builtin, progress)
 
     def announce(self, issued: Issued, collectives: Collectives) -> Pending | None:
         compared = getattr(collectives, "compared", (GATHER, REDUCE))
         return self._order.announce(issued) if issued.count <= self._checked and issued.kind in compared else None
 
     def explain(self, issued: Issued) -> OutOfStepError | None:
-        ranks = self._ranks()
-        text = None if ranks is None else watch.verdict(ranks)
-        if ranks is None or text is None:
+        text = watch.verdict(self._builtin)
+        if text is None:
             return None
-        return OutOfStepError(issued.verb, issued.unit, ranks.rank, ranks.world_size, text)
+        return OutOfStepError(issued.verb, issued.unit, self._builtin.rank, self._builtin.size, text)

@@ -25,13 +25,12 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from flatshard import _config, _trace
+from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import CURE, described, difference
-from flatshard._comm.progress import SAME_ORDER, Issued, Progress, here
+from flatshard._comm.progress import SAME_ORDER, Progress, here
 
 _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
 
@@ -41,29 +40,10 @@ Position = dict[str, Any]
 grows with every publication."""
 
 
-class Ranks(Protocol):
-    """What the watch needs of a runtime."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    progress: Progress | None
-
-    @property
-    def can_be_interrupted(self) -> bool:
-        """Whether there is a way to end waits on the group: ``interrupt``."""
-
-    def store(self) -> Any:
-        """The process group's store; None when it has been destroyed."""
-
-    def interrupt(self) -> None:
-        """End all waits on the group, on all ranks. It cannot be used any more."""
-
-
-def verdict(ranks: Ranks) -> str | None:
+def verdict(collectives: BuiltinCollectives) -> str | None:
     """Why the group was interrupted, if it was by a rank that found itself stuck."""
     try:
-        store = ranks.store()
+        store = collectives.store()
         return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
     except RuntimeError as e:  # the rank that hosts the store is gone, which explains less than the error in hand
         _trace.logger.debug("no verdict: %s", e)
@@ -148,30 +128,42 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-class _Watched:
-    """What the thread knows of one group."""
+_Wait = tuple[int, int, int]
+"""Which wait it is: the group's progress (its ``id``), key and count. Not the collective, which would hold a dead group's."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ref = weakref.ref(ranks)
-        self._waiting: Issued | None = None
+
+class _Watched:
+    """What the thread knows of one group. It holds nothing of it."""
+
+    def __init__(self, collectives: GlooCollectives, progress: Progress) -> None:
+        self._collectives = weakref.ref(collectives)
+        self._progress = weakref.ref(progress)
+        self.world_size = collectives.size
+        self._waiting: _Wait | None = None
         self._since = 0.0
-        self._told: Issued | None = None  # the wait that was logged last
+        self._told: _Wait | None = None  # the wait that was logged last
         self._alarmed = False  # by us
         self._at = 0
         self._first: dict[int, Position] = {}  # of the positions that have not changed, when they were seen first
         self.is_alarmed = False  # by anybody
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group is gone, or all models that used it."""
+        return self._collectives() is None or self._progress() is None
+
     def look(self) -> bool:
         """One look. Returns whether there is to be another."""
-        ranks = self.ref()
-        store = None if ranks is None else ranks.store()
-        if ranks is None or store is None or ranks.progress is None:
+        collectives, progress = self._collectives(), self._progress()
+        store = None if collectives is None else collectives.store()
+        if collectives is None or store is None or progress is None:
             return False
         waiting, now = here.waiting, time.monotonic()
-        if waiting is not self._waiting:
-            self._waiting, self._since = waiting, now
-        mine = waiting is not None and waiting.progress is ranks.progress
-        stalled = mine and now - self._since >= limit(ranks)
+        wait = None if waiting is None else (id(waiting.progress), waiting.key, waiting.count)
+        if wait != self._waiting:
+            self._waiting, self._since = wait, now
+        mine = waiting is not None and waiting.progress is progress
+        stalled = mine and now - self._since >= limit()
         if stalled is not self._alarmed:
             store.add(_ALARM, 1 if stalled else -1)
             self._alarmed = stalled
@@ -180,16 +172,16 @@ class _Watched:
             self._first.clear()
             return True
         self._at += 1
-        store.set(f"{_POSITION}{ranks.rank}", json.dumps(position(ranks.progress, self._at)))
-        return not (stalled and self._judge(ranks, store))
+        store.set(f"{_POSITION}{collectives.rank}", json.dumps(position(progress, self._at)))
+        return not (stalled and self._judge(collectives, store))
 
-    def _judge(self, ranks: Ranks, store: Any) -> bool:
+    def _judge(self, collectives: GlooCollectives, store: Any) -> bool:
         """Whether this rank is stuck. Then the group has been interrupted."""
         if store.check([_VERDICT]):  # by another rank, which closed its own connections: we may wait for a third's
-            ranks.interrupt()
+            collectives.interrupt()
             return True
         settled = {}
-        for rank in range(ranks.world_size):
+        for rank in range(self.world_size):
             key = f"{_POSITION}{rank}"
             if not store.check([key]):
                 continue
@@ -200,27 +192,28 @@ class _Watched:
             elif first["at"] != now["at"]:
                 settled[rank] = now
         found = stuck(settled)
-        if ranks.rank not in found:
-            self._tell(ranks.rank, settled)
+        if collectives.rank not in found:
+            self._tell(collectives.rank, settled)
             return False
         store.compare_set(_VERDICT, "", describe(settled, found))
-        ranks.interrupt()
+        collectives.interrupt()
         return True
 
     def _tell(self, rank: int, settled: Mapping[int, Position]) -> None:
         """Log, once, whom this rank waits for, though it may be slow only."""
-        waiting = self._waiting
-        late = _missing(settled, rank) if rank in settled and settled[rank]["waits"] is not None else []
-        if late and waiting is not self._told:
-            self._told = waiting
+        if rank not in settled or (waits := settled[rank]["waits"]) is None:
+            return
+        late = _missing(settled, rank)
+        if late and self._waiting != self._told:
+            self._told = self._waiting
             _trace.logger.warning(
-                "rank %d has waited %.0f s for the %s%s, which rank %s has not come to: it is slow, or its data ended "
+                "rank %d has waited %.0f s for the %s, which rank %s has not come to: it is slow, or its data ended "
                 "before those of others (then have it call flatshard.skip)",
-                *(rank, time.monotonic() - self._since, waiting, waiting.when if waiting else "", late[0]),
+                *(rank, time.monotonic() - self._since, waits[2], late[0]),
             )
 
 
-def limit(ranks: Ranks) -> float:
+def limit() -> float:
     """Seconds after which a wait is a long one. Shorter in the first passes, where mistakes show."""
     waiting = here.waiting
     checked = waiting is not None and waiting.count <= _config.checked_collectives()
@@ -242,8 +235,8 @@ class _Watch:
         self._watched.clear()
         self._thread = None
 
-    def add(self, ranks: Ranks) -> None:
-        self._watched.append(_Watched(ranks))
+    def add(self, collectives: GlooCollectives, progress: Progress) -> None:
+        self._watched.append(_Watched(collectives, progress))
         self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flatshard-watch", daemon=True)
@@ -271,9 +264,9 @@ class _Watch:
     def _pause(self) -> float | None:
         pauses = []
         for watched in self._watched:
-            if (ranks := watched.ref()) is None:
+            if watched.is_over:
                 return 0.0  # to forget it
-            pauses.append(max(0.25, ranks.world_size / 100) if watched.is_alarmed else limit(ranks) / 4)
+            pauses.append(max(0.25, watched.world_size / 100) if watched.is_alarmed else limit() / 4)
         return min(pauses, default=None)
 
     @staticmethod
@@ -288,7 +281,7 @@ class _Watch:
 _watch = _Watch()
 
 
-def start(ranks: Ranks) -> None:
-    """Look after ``ranks`` until it is destroyed."""
+def start(collectives: GlooCollectives, progress: Progress) -> None:
+    """Look after the ranks of a group until it is destroyed. ``progress``: what this one issues by whichever collectives."""
     if _config.WATCH_SECONDS > 0:
-        _watch.add(ranks)
+        _watch.add(collectives, progress)
