@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.slots import SHARDED
+
+
+def storage_nbytes(tensor: torch.Tensor | None) -> int:
+    """Bytes of what a tensor lies in; None has none."""
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -22,8 +28,8 @@ def check_clean(model: nn.Module) -> None:
         assert handle.slots.shows is SHARDED, unit
         for buffers, grads in zip(handle.buffers, handle.grads, strict=True):
             assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0, unit
-            assert grads._input.untyped_storage().nbytes() == 0, unit
-            assert not grads.any_filled, unit
+            assert storage_nbytes(grads.incoming.input) == 0, unit
+            assert grads.incoming.is_empty, unit
         assert (unit.claims, unit.handle.arrivals.pending, unit.record) == ([], 0, None), unit
         assert unit.context.is_idle
         assert backward._reducing is None

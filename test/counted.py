@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH = 96
-"""Makes a block large enough that each gradient is copied as it comes: see ``SMALL`` in gradients.py."""
+"""Makes a block large enough that each gradient is copied as it comes: see ``SMALL`` in incoming.py."""
 
 
 SMALL_WIDTH = 24

@@ -233,7 +233,15 @@ class Shown:
 
     scope: set[str]
     options: dict[str, bool]
+    before: dict[str, tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=dict)
+    """Values and gradients to go back to, where it writes nothing back."""
     changed: bool = False
+
+    def note(self, plain: nn.Module, names: set[str]) -> None:
+        """What ``plain`` has now is what to go back to, of parameters ``names``."""
+        for name in self.scope & names:
+            p = plain.get_parameter(name)
+            self.before[name] = p.detach().clone(), None if p.grad is None else p.grad.clone()
 
 
 class Twin:
@@ -534,6 +542,8 @@ class Machine:
         changing = [i for i, kind in enumerate(self.program.blocks) if kind == "change"]
         # A unit with a reentrant checkpoint inside may not be skipped in one forward and run in another of one backward.
         kept = [i for i, kind in enumerate(self.program.blocks) if kind in ("change", "reentrant")]
+        if changing and twin.shown and isinstance(statement, Forward):
+            return None  # it may be refused at a later unit, when some have changed already
         if bomb and changing and bomb.error == "KeyboardInterrupt":
             bomb = None  # what the forward changed before it is lost, or not
         fuse = Fuse(bomb.error) if bomb else None
@@ -736,20 +746,15 @@ class Machine:
 
     def _summon(self, s: Summon, twin: Twin, module: nn.Module) -> None:
         options = dict(s.options)
-        if any(not each.options.get("writeback", True) for each in twin.shown):
-            options["writeback"] = (
-                False  # what an outer one that writes nothing back makes of an inner one's is not said
-            )
         shown = Shown(set(), options)
-        before: dict[str, tuple[Tensor, Tensor | None]] = {}
         units = {unit.fqn for unit in units_registered_in(module, options.get("recurse", True), "")}
 
         def enter() -> None:
             self.interrupted = False
-            for name, p in twin.plain.named_parameters():
+            for name in dict(twin.plain.named_parameters()):
                 if twin.owner[name] in units and twin.seen(name) is not twin.own[name]:
                     shown.scope.add(name)
-                    before[name] = p.detach().clone(), None if p.grad is None else p.grad.clone()
+            shown.note(twin.plain, shown.scope)
             twin.shown.append(shown)
 
         def leave(well: bool) -> None:
@@ -758,13 +763,17 @@ class Machine:
             if shown.changed and not keeps:
                 self._discard_losses(twin)
             if not keeps and shown.changed:
-                for name, (value, grad) in before.items():
+                for name, (value, grad) in shown.before.items():
                     p = twin.plain.get_parameter(name)
                     p.data.copy_(value)
                     if options.get("with_grads"):
                         p.grad = grad
-            if keeps and shown.changed and twin.shown:
-                twin.shown[-1].changed = True
+            if keeps:  # what is shown is kept for good, whoever changed it, and whatever becomes of those around
+                for outer in twin.shown:
+                    shown.changed |= outer.changed
+                    outer.note(twin.plain, shown.scope)
+                if twin.shown:
+                    twin.shown[-1].changed |= shown.changed
             if shown.changed:  # perhaps by a forward inside, whose backward may be refused then
                 twin.unsharded_at = -1
                 twin.changes += 1

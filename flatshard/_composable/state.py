@@ -298,7 +298,8 @@ def owner_of(param: nn.Parameter) -> Unit | None:
 
 def all_units() -> list[Unit]:
     """Of this process, whatever they are in; those that own parameters."""
-    return list(dict.fromkeys(_owners.values()))
+    found = dict.fromkeys(_owners.values())
+    return [unit for unit in found if unit_of(unit.module) is unit]  # else a copy that was not finished
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -235,6 +235,11 @@ class FlatBuffers:
         return True in now
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether parameters of this dtype can require grad."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def all_require_grad(self) -> bool:
         """Whether all of the user's parameters do at this moment."""
         if self._synced_at == changes.count:

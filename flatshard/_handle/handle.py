@@ -80,7 +80,7 @@ class FlatParamHandle:
         self.all_trainable = all(p.param.requires_grad for p in params)
         self.any_trainable = any(p.param.requires_grad for p in params)
         self.accumulates = False  # some rank may hold gradients of earlier backwards for the next reduction
-        self._checked_at = -1  # `changes.count` when `check_parameters` looked last
+        self._checked_at = self._synced_at = -1  # `changes.count` at the last `check_parameters`, `sync_requires_grad`
         self._gathers: list[Pending] = []
         self.is_exact = True  # whether the last gather brought the shards bit for bit
         self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
@@ -322,6 +322,9 @@ class FlatParamHandle:
 
     def sync_requires_grad(self) -> None:
         """Follow what the user froze or unfroze."""
+        if self._synced_at == changes.count:
+            return
+        self._synced_at = changes.count
         self.any_trainable = any([b.sync_requires_grad() for b in self.buffers])
         self.all_trainable = all([False not in b.requires_grad for b in self.buffers])
         if self._nodes_epoch != sum([b.epoch for b in self.buffers]):
@@ -344,13 +347,13 @@ class FlatParamHandle:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def receive(self, group: int, index: int, task: int) -> None:
-        """Take a parameter's gradient, of graph task ``task``: see ``FlatGradients.receive``."""
+        """Take a parameter's gradient, of graph task ``task``: see ``Incoming.receive``."""
         if self.lifetime.grads is not GradState.FILLING:
             if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
                 self.finish_reduce()
             self.lifetime.move_grads("receive")
-        self.grads[group].receive(index)
-        self.arrivals.task = task if all([g.leaves_them for g in self.grads]) else -1
+        self.grads[group].incoming.receive(index)
+        self.arrivals.task = task if all([g.incoming.leaves_them for g in self.grads]) else -1
 
     def follow_stream(self) -> None:
         """Have autograd accumulate gradients on the stream that the forward which starts now runs on.
@@ -384,7 +387,7 @@ class FlatParamHandle:
         try:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
-                    grads.complete_input(self.runtime, self.accumulates)
+                    grads.incoming.complete(self.runtime, self.accumulates)
                 else:  # frozen since: what was held is dropped
                     grads.reduction.discard()
                 buffers.forget_cast()
@@ -400,7 +403,7 @@ class FlatParamHandle:
     def _start_reductions(self) -> None:
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             if True in buffers.requires_grad:
-                grads.reduce(self.runtime)
+                grads.incoming.reduce(self.runtime)
 
     def advance_reduce(self) -> None:
         """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
@@ -418,7 +421,7 @@ class FlatParamHandle:
         if self.lifetime.grads is GradState.FILLING:
             self.arrivals.task = -1
             for grads in self.grads:
-                grads.hold()
+                grads.incoming.hold()
             self.lifetime.move_grads("hold")
 
     @property
@@ -460,7 +463,7 @@ class FlatParamHandle:
         """
         self._wait_for_reductions()
         for grads in self.grads:
-            grads.free_reduced()
+            grads.incoming.free_reduced()
 
     def _wait_for_reductions(self) -> None:
         try:
@@ -480,7 +483,7 @@ class FlatParamHandle:
     def _finish_gradients(self, assign: bool) -> None:
         given = False
         for grads in self.grads:
-            if grads.any_filled:
+            if not grads.incoming.is_empty:
                 given |= grads.finish(assign)
         self.lifetime.move_grads("finish")
         if given:
@@ -502,7 +505,7 @@ class FlatParamHandle:
         ended = all([grads.reduction.settle() for grads in self.grads])
         for grads in self.grads:
             if not ended or out_of_step:  # some may never end
-                grads.leave_memory()
+                grads.incoming.leave_memory()
             grads.discard()
         self.lifetime.move_grads("finish")
 

@@ -28,10 +28,10 @@ class WholeParameters:
             if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
                 whole = buffers.gather_full_precision(self._handle.runtime).computes
             else:
-                whole = tuple([_copy(c, device or c.device) for c in buffers.computes])
+                whole = tuple([copy_whole(c, device or c.device) for c in buffers.computes])
             for param, value in zip(buffers.params, whole, strict=True):
                 value.requires_grad_(param.requires_grad)
-                copies[id(param)] = value if device in (None, value.device) else _copy(value, device)
+                copies[id(param)] = value if device in (None, value.device) else copy_whole(value, device)
         return copies
 
     def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
@@ -86,7 +86,8 @@ class WholeParameters:
                 compute.grad = None
 
 
-def _copy(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+def copy_whole(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    """A copy of an unsharded parameter, or of a copy of one, without its gradient. ``device``: None: where it is."""
     wrapping = wrapping_of(param)
     plain = param.detach() if wrapping is None else wrapping.unwrap(param)
     value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device).copy_(plain)

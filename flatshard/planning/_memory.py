@@ -3,7 +3,7 @@
 [Note: What is counted]
 Tensors on the meta device have no memory, but their storages have a size, are resized, and end, as real ones do. ``Books``
 sees every operation, and so each storage that one makes. What an operation called by a handle makes belongs to the handle:
-to the reduction, if it is called in ``gradients.py`` or ``reduction.py`` (or by a collective), else to what is unsharded.
+to the reduction, if it is called in ``reduction_input.py`` or ``reduction.py``, or by a collective; else to what is gathered.
 What any other operation makes is an activation. A gradient that comes, or becomes ``.grad``, is moved to another category.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flatshard._handle import gradients, pool, reduction
+from flatshard._handle import pool, reduction, reduction_input
 from flatshard.planning import _clock
 from flatshard.planning._clock import Clock
 
@@ -198,8 +198,8 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_HANDLE = str(Path(gradients.__file__).parent)
-_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, _clock.__file__)
+_HANDLE = str(Path(reduction.__file__).parent)
+_OF_REDUCTIONS = (reduction.__file__, reduction_input.__file__, _clock.__file__)
 
 
 def _category(frame: Any) -> str:

@@ -17,6 +17,7 @@ import pool as pool_module
 import pytest
 import torch
 import torch.distributed as dist
+from clean import storage_nbytes
 from models import Block
 from pool import RankFailure
 from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, make_input
@@ -48,7 +49,7 @@ def check_let_go(model: nn.Module) -> None:
         assert unit.handle._gathers == []
         for buffers, grads in zip(unit.handle.buffers, unit.handle.grads, strict=True):
             assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0
-            assert grads._input.untyped_storage().nbytes() == 0
+            assert storage_nbytes(grads.incoming.input) == 0
             assert grads.reduction._pending is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from typing import Any
@@ -203,3 +204,54 @@ def in_threads(ctx: Any) -> None:
 
 def test_two_threads(pool):
     pool.run(in_threads)
+
+
+def nested_copies(ctx: Any) -> None:
+    """What an outer ``summon_full_params`` shows, changed in it, is what an inner one shows, on whatever device."""
+    for options in OPTIONS:
+        for outer in ({}, {"offload_to_cpu": True}):
+            for inner in ({}, {"offload_to_cpu": True}):
+                for writeback in (False, True):
+                    ctx.note(f"{options} {outer} {inner} {writeback}")
+                    _, model = pair(ctx, **options)
+                    with torch.no_grad(), summon_full_params(model, **outer):
+                        if writeback:
+                            model.last.weight.fill_(3.0)
+                        else:
+                            model.last.weight.data = torch.full((3, 6), 3.0)
+                        with summon_full_params(model, writeback=writeback, **inner):
+                            assert model.last.weight.eq(3.0).all()
+                            model.last.weight.add_(1.0)
+                        assert model.last.weight.eq(4.0 if writeback else 3.0).all()
+                    with summon_full_params(model):
+                        assert model.last.weight.eq(4.0 if writeback else 3.0).all()
+
+
+def test_summon_inside_summon(pool):
+    pool.run(nested_copies)
+
+
+def written_by_the_inner_one(ctx: Any) -> None:
+    """What an inner ``summon_full_params`` has written back stays, however the outer one ends, and is noticed."""
+    for options in OPTIONS:
+        for outer in ({}, {"offload_to_cpu": True}, {"writeback": False}):
+            for inner in ({}, {"offload_to_cpu": True}):
+                ctx.note(f"{options} {outer} {inner}")
+                _, model = pair(ctx, **options)
+                with flatshard.keep_unsharded(model), torch.no_grad():
+                    model(X)
+                    with contextlib.suppress(ValueError), summon_full_params(model, **outer):
+                        model.last.weight.fill_(3.0)
+                        with summon_full_params(model, **inner):
+                            model.last.bias.fill_(2.0)
+                        model.last.bias.fill_(9.0)
+                        raise ValueError
+                    assert model(X).isfinite().all()
+                    with summon_full_params(model):
+                        assert model.last.weight.eq(3.0).all()
+                        assert model.last.bias.eq(2.0).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_an_inner_summon_has_written_back_stays(pool, world_size):
+    pool.run(written_by_the_inner_one, world_size=world_size)

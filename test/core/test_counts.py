@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from clean import storage_nbytes
 from counted import SMALL_WIDTH, WIDTH, Block, Net
 from counting import CopiedBytes, Wire
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import Unit, units_below
-from flatshard._handle.gradients import SMALL
+from flatshard._handle.incoming import SMALL
 from flatshard._handle.tensors.changes import changes
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -237,7 +238,7 @@ def parameter_storages(model: nn.Module) -> dict[int, int]:
                 *b.computes,
                 b.unsharded.wire,
                 b.unsharded.own_wire,
-                g._input,
+                *([] if g.incoming.input is None else [g.incoming.input]),
             ]
     return storages(tensors)
 
@@ -261,7 +262,7 @@ def test_between_steps_a_rank_holds_its_padded_shard(world, size, strategy):
         for unit in units_below(model):
             for buffers, grads in zip(unit.handle.buffers, unit.handle.grads, strict=True):
                 assert buffers.unsharded.flat.untyped_storage().nbytes() == 0
-                assert grads._input.untyped_storage().nbytes() == 0
+                assert storage_nbytes(grads.incoming.input) == 0
                 assert buffers.resident_nbytes == buffers.layout.shard_numel * 4
         assert sum(parameter_storages(model).values()) == shard
 
@@ -309,7 +310,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         held = sum(b.resident_nbytes for u in self.units for b in u.handle.buffers)
-        inputs = sum(g._input.untyped_storage().nbytes() for u in self.units for g in u.handle.grads)
+        inputs = sum(storage_nbytes(g.incoming.input) for u in self.units for g in u.handle.grads)
         self.parameters, self.gradients = max(self.parameters, held), max(self.gradients, inputs)
         return result
 

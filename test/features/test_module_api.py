@@ -920,3 +920,31 @@ def frozen_with_gradient(ctx) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_frozen_parameter_keeps_its_gradient(pool, world_size):
     pool.run(frozen_with_gradient, world_size=world_size)
+
+
+class NotCopied(nn.Module):
+    """Copied last, it cannot be."""
+
+    def __deepcopy__(self, memo: Any) -> NotCopied:
+        raise ValueError("cannot be copied")
+
+
+def step_after_a_copy_that_failed(ctx) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), process_group=ctx.group)
+    model.append(NotCopied())
+    kept = []
+    try:
+        copy.deepcopy(model)
+    except ValueError as e:
+        kept.append(e)  # with its frames, and so with all that was copied
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert len(kept) == 1
+    del model[2]
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_copy_that_failed_leaves_nothing_behind(pool):
+    pool.run(step_after_a_copy_that_failed)

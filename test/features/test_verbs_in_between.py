@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
@@ -131,3 +132,50 @@ def frozen_and_copied(ctx: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_and_copied_between_forward_and_backward(pool, world_size):
     pool.run(frozen_and_copied, world_size=world_size)
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=True)
+
+
+def thawed(ctx: Any) -> None:
+    """What requires grad when its gradient comes has one, whatever was so in a forward since."""
+    for strategy in STRATEGIES:
+        for name in ("0.0", ""):
+            ctx.note(f"{strategy.name} {name}")
+            plain, model = make(ctx, strategy)
+            losses = [m(x).square().mean() for m, x in zip((plain, model), batch(ctx, 0), strict=True)]
+            for m, x in zip((plain, model), batch(ctx, 1), strict=True):
+                m.get_submodule(name).requires_grad_(False)
+                m(x)  # has the unit follow
+                m.get_submodule(name).requires_grad_(True)
+            for loss in losses:
+                loss.backward()
+            assert_whole_gradients(model, plain)
+        torch.manual_seed(0)
+        plain = Reentrant().double()
+        model = fully_shard(copy.deepcopy(plain), strategy=strategy, process_group=ctx.group)
+        for m in (plain, model):
+            m.second.weight.requires_grad_(False)
+        losses = [m(x).square().mean() for m, x in zip((plain, model), batch(ctx, 0), strict=True)]
+        for m, loss in zip((plain, model), losses, strict=True):
+            m.second.weight.requires_grad_(True)
+            loss.backward()
+        assert_whole_gradients(model, plain)
+
+
+def assert_whole_gradients(model: nn.Module, plain: nn.Module) -> None:
+    with flatshard.summon_full_params(model, with_grads=True, writeback=False):
+        for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert p.grad is not None, name
+            torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_thawed_between_forward_and_backward(pool, world_size):
+    pool.run(thawed, world_size=world_size)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clean import storage_nbytes
 from parity import adamw, adamw_float32, check_parity, full_params, mean_square, sgd
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -609,7 +610,7 @@ def cost_of_frozen(ctx) -> None:
 
     def look(*args: Any) -> None:
         for index, grads in enumerate(handle.grads):
-            size = grads._input.untyped_storage().nbytes()
+            size = storage_nbytes(grads.incoming.input)
             largest[index] = max(largest.get(index, 0), size)
 
     for param in [c for b in handle.buffers for c in b.computes if c.requires_grad]:
@@ -624,7 +625,7 @@ def cost_of_frozen(ctx) -> None:
     slack = handle.buffers[0].layout.world_size * 32 + len(trainable) * 4  # alignment, in elements
     assert needed <= reductions[0] <= needed + slack
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    assert all(g._input.untyped_storage().nbytes() == 0 for g in handle.grads)
+    assert all(storage_nbytes(g.incoming.input) == 0 for g in handle.grads)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -216,7 +216,10 @@ def bytes_of(ctx) -> list[Any]:
     unit = units_below(model)[1]
     found = [[(b.dtype, b.layout.numel, any(b.requires_grad)) for b in unit.handle.buffers]]
     found.append(
-        [g._nbytes if any(b.requires_grad) else 0 for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)]
+        [
+            b.layout.padded_numel * g.reduction.reduce_dtype.itemsize if any(b.requires_grad) else 0
+            for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)
+        ]
     )
     weight = model[0].base.weight
     assert type(weight) is ShardedParameter

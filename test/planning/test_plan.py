@@ -79,7 +79,9 @@ class Counted(TorchDispatchMode):
         kept = [h.inner._alive for h in self.handles if h.inner is not None and h.inner._alive is not None]
         unsharded |= nbytes(t for k in kept for t in k.shards or ())
         unsharded |= nbytes(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
-        reductions = nbytes(t for _, g, _ in self.flats for t in (g._input, g.reduction._output) if t is not None)
+        reductions = nbytes(
+            t for _, g, _ in self.flats for t in (g.incoming.input, g.reduction._output) if t is not None
+        )
         arriving = nbytes(c.grad for b, _, _ in self.flats for c in b.computes if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)

@@ -194,8 +194,8 @@ def test_only_lifetime_assigns_a_state():
             assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
 
 
-def test_only_unsharded_and_gradients_resize_storages():
-    for name, node in outside("_handle.unsharded", "_handle.gradients"):
+def test_only_unsharded_and_reduction_input_resize_storages():
+    for name, node in outside("_handle.unsharded", "_handle.reduction_input"):
         assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
 
 

@@ -13,7 +13,7 @@ from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.whole_parameters import WholeParameters
+from flatshard._handle.whole_parameters import WholeParameters, copy_whole
 
 
 @contextlib.contextmanager
@@ -29,7 +29,8 @@ def summon_full_params(
 
     Every rank of the group must enter. Values are exact, also where ``fully_shard(collectives=...)`` gathers approximations
     for training; inside a forward, they are those that it computes with. Forwards without gradients may run inside (with
-    mixed precision: in full precision). If the body raises, nothing is written back.
+    mixed precision: in full precision). If the body raises, nothing is written back. They nest: the inner one shows what the
+    outer one does, and what it writes back, the outer's changes so far included, stays.
 
     Args:
         module: a sharded module, or one that holds sharded ones.
@@ -76,11 +77,12 @@ class _Summoned(Claim):
         super().__init__()
         self.unit = unit
         self.on_rank0 = on_rank0  # and nowhere else
-        # The values at entry, where what the body changes would stay without a write-back: the shard is the whole, or an
-        # outer forward or `summon_full_params` shows the same memory.
+        # The values at entry, or written back by an inner one since, where what the body changes would stay without a
+        # write-back: the shard is the whole, or an outer forward or `summon_full_params` shows the same memory.
         self.before: list[torch.Tensor] | None = None
         self.shares_copies = False  # with an outer `summon_full_params`
         self.shows_gradients = with_grads and not shows_gradients(unit)
+        self.version = -1  # of what is shown at entry; -1: that has changed since
         unit.claims.append(self)
         try:
             self._gather(offload_to_cpu)
@@ -132,6 +134,9 @@ class _Summoned(Claim):
         whole = WholeParameters(handle)
         around = [claim.shows for claim in unit.claims if claim.by_user and isinstance(claim.shows, dict)]
         alone = unit.is_alone(self)
+        if any([b.unsharded.take_back_moved() for b in handle.buffers]):  # `p.data = ...` in an outer body
+            for outer in _summons(unit):
+                outer.version = -1
         if alone:
             handle.reshard()  # what an earlier forward left: the shards may have changed since
             handle.check_parameters()
@@ -143,26 +148,34 @@ class _Summoned(Claim):
         copies: dict[int, nn.Parameter] | None = None
         if around and not offload_to_cpu:
             copies, self.shares_copies = around[-1], True
-            self.before = [p.detach().clone() for p in copies.values()]
+        elif around:
+            copies = {key: copy_whole(shown, torch.device("cpu")) for key, shown in around[-1].items()}
         else:
-            if not mixed or not (around or alone):
+            if not mixed or not alone:
                 handle.unshard(exactly=True)
                 handle.wait()
                 unit.gathered_in = unit.context.pass_id
                 unit.gathered_version = handle.version()
             if offload_to_cpu or mixed:
                 copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
-            elif handle.is_alias or not alone:
-                self.before = whole.copy_unsharded()
         if self.shows_gradients:
             whole.gather_gradients(copies)
         elif copies is not None and shows_gradients(unit):
             whole.copy_shown_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
         self.pins = copies is None
+        if self.shares_copies or (copies is None and (handle.is_alias or not alone)):
+            self._note_values()
         unit.show()
         if not unit.is_pinned:
             handle.reshard()
+
+    def _note_values(self) -> None:
+        copies = self.copies
+        if copies is None:
+            self.before = WholeParameters(self.unit.handle).copy_unsharded()
+        else:
+            self.before = [p.detach().clone() for p in copies.values()]
 
     def hide(self) -> None:
         """On ranks other than the first, with ``rank0_only``: what was gathered goes, the claim stays, and says so."""
@@ -221,9 +234,13 @@ class _Summoned(Claim):
             whole.write_back(shows_gradients(unit))
         elif self.before is not None:
             whole.restore_unsharded(self.before)
-        if writeback and (changed or self._version_shown() != self.version):
+        if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
             handle.increment_version()
             unit.gathered_version = handle.version()  # what is gathered now shows the change
+        if writeback:  # for good, whatever becomes of those further out
+            for outer in _summons(unit):
+                if outer.before is not None:
+                    outer._note_values()
         if self.shows_gradients:
             whole.drop_full_gradients()
             for param in (copies or {}).values():

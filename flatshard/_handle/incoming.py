@@ -1,0 +1,354 @@
+"""A backward's gradients of one flat parameter, from autograd to the end of their reduction.
+
+There are two ways, chosen when the flat parameter is made. Where there is nothing to reduce or to move, each gradient becomes
+``.grad`` as it comes: :class:`HandedOver`. Otherwise all of them come into one input: :class:`Collected`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.adapters.wrapping import Wrapping
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.reduction import Reduction, exactly_sent_as
+from flatshard._handle.reduction_input import ReductionInput, make_input
+from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
+from flatshard._runtime import Runtime
+
+SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
+
+# Read of every parameter in every step: the loops are left to C.
+_grad = plain_grad.__get__
+_NONE = itertools.repeat(None)
+
+Held = list[tuple[int, torch.Tensor]]
+"""Gradients that wait for a later backward, by the number of their parameter: in the shapes of whole parameters."""
+
+
+def waits_for_all(is_whole: bool, nbytes: int) -> bool:
+    """Whether gradients stay where autograd puts them, until all have come. gradients.py, [Note: The gradient has two homes]
+
+    ``is_whole``: nothing is sharded; ``nbytes``: of the reduction's input.
+    """
+    return not is_whole or nbytes < SMALL
+
+
+class Incoming(Protocol):
+    """One of the two ways."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come since the last reduction."""
+
+    @property
+    def leaves_them(self) -> bool:
+        """Whether gradients stay where autograd puts them (which adds to what is there), until all have come."""
+
+    def receive(self, index: int) -> None:
+        """Take the gradient that autograd left in compute parameter ``index`` (None: a custom function withheld it).
+
+        Raises:
+            RuntimeError: the gradient is sparse, or has a graph of its own.
+        """
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Add a plain gradient of parameter ``index`` to what has come."""
+
+    def hold(self) -> None:
+        """A backward is over, and another will add to its gradients before they are reduced."""
+
+    def held(self) -> Held:
+        """What is held."""
+
+    def complete(self, runtime: Runtime, accumulates: bool) -> None:
+        """All gradients of the backward have come. ``accumulates``: some rank may add to gradients that it holds.
+
+        On the stream that backward computes on: the gradients that are copied and dropped here are its memory.
+        """
+
+    def reduce(self, runtime: Runtime) -> None:
+        """Start averaging over the ranks. After ``complete``."""
+
+    def free_reduced(self) -> None:
+        """The device has reduced the input: free it, ahead of ``end``."""
+
+    def end(self) -> tuple[torch.Tensor | None, list[bool]]:
+        """After the reduction: the gradient shard, if there is one for ``.grad``, and which parameters had a gradient here.
+
+        Without a shard these are the parameters that have got theirs already.
+        """
+
+    def drop(self) -> None:
+        """Forget what has come, and free its memory. ``.grad`` is not touched."""
+
+    def leave_memory(self) -> None:
+        """Take other memory from now on: collectives may use this for as long as their group lives."""
+
+    @property
+    def input(self) -> torch.Tensor | None:
+        """The reduction's input, if there is one. It has storage from ``complete`` to ``end``."""
+
+
+def check(buffers: FlatBuffers, index: int, grad: torch.Tensor) -> None:
+    """Refuse what cannot be reduced into a flat gradient."""
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"the gradient of {buffers.layout.params[index].fqn!r} has a graph of its own "
+            "(backward(create_graph=True)), which its sharded .grad cannot carry. For a gradient penalty take "
+            "torch.autograd.grad(..., create_graph=True) with respect to inputs, and call backward() on the penalty"
+        )
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {buffers.layout.params[index].fqn!r} is sparse, which cannot be reduced into a flat "
+            "gradient: build the module with sparse=False"
+        )
+
+
+def _wrappings(buffers: FlatBuffers) -> list[Wrapping | None]:
+    """What the gradients are taken out of, as they are of the kind that their parameters are of."""
+    return [wrapping_of(compute) for compute in buffers.computes]
+
+
+class HandedOver:
+    """Each gradient goes straight into ``.grad``: a single rank, which copies nothing."""
+
+    leaves_them = False
+    input = None
+
+    def __init__(self, buffers: FlatBuffers, reduction: Reduction) -> None:
+        self._buffers = buffers
+        self._reduction = reduction
+        self._wrappings = _wrappings(buffers)
+        self._given = [False] * len(buffers.params)
+
+    @property
+    def is_empty(self) -> bool:
+        return True not in self._given
+
+    def receive(self, index: int) -> None:
+        """See :class:`Incoming`."""
+        compute = self._buffers.computes[index]
+        grad, compute.grad = compute.grad, None
+        if grad is not None:
+            check(self._buffers, index, grad)
+            wrapping = self._wrappings[index]
+            self.put(index, grad if wrapping is None else wrapping.local_gradient(grad))
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """See :class:`Incoming`."""
+        param, reduction = self._buffers.params[index], self._reduction
+        if not param.requires_grad:  # frozen since forward
+            return
+        if grad.dtype is not reduction.dtype or grad.device != self._buffers.device:
+            grad = grad.to(self._buffers.device, reduction.dtype)
+        if reduction.divide_factor is not None:
+            grad = grad / reduction.divide_factor
+        self._given[index] = True
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.add_(grad)
+
+    def hold(self) -> None:
+        """They are in ``.grad`` already."""
+
+    def held(self) -> Held:
+        return []
+
+    def complete(self, runtime: Runtime, accumulates: bool) -> None:
+        """Nothing is left to do."""
+
+    def reduce(self, runtime: Runtime) -> None:
+        """Nothing to reduce."""
+
+    def free_reduced(self) -> None:
+        """Nothing to free."""
+
+    def end(self) -> tuple[None, list[bool]]:
+        """See :class:`Incoming`."""
+        given = self._given
+        self.drop()
+        return None, given
+
+    def drop(self) -> None:
+        """See :class:`Incoming`."""
+        self._given = [False] * len(self._buffers.params)
+
+    def leave_memory(self) -> None:
+        """No collective uses any."""
+
+
+class Collected:
+    """Gradients come into the reduction's input: all at the end, or, where nothing is sharded, each as it comes."""
+
+    def __init__(self, buffers: FlatBuffers, reduction: Reduction, tells_unused: bool) -> None:
+        """``tells_unused``: ranks are to agree which parameters none of them used."""
+        self._buffers = buffers
+        self._reduction = reduction
+        self._tells_unused = tells_unused
+        self._input: ReductionInput = make_input(buffers, reduction.reduce_dtype)
+        self._filled: list[bool] | None = (
+            None  # the slots of the input that took a gradient; None: there is no input yet
+        )
+        self._waiting = False  # gradients are still in the compute parameters' .grad
+        self._wrappings = _wrappings(buffers)
+        self._any_wrapped = any(w is not None for w in self._wrappings)
+        nbytes = buffers.layout.padded_numel * reduction.reduce_dtype.itemsize
+        self._is_small = nbytes < SMALL
+        self._waits = waits_for_all(buffers.is_whole, nbytes)
+        self._sent_dtype = exactly_sent_as(buffers.compute_dtype, reduction.reduce_dtype)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._filled is None and not self._waiting
+
+    @property
+    def leaves_them(self) -> bool:
+        return self._waiting or True not in self._buffers.requires_grad
+
+    @property
+    def input(self) -> torch.Tensor:
+        return self._input.flat
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def receive(self, index: int) -> None:
+        """See :class:`Incoming`."""
+        if self._waiting:
+            return
+        buffers = self._buffers
+        compute = buffers.computes[index]
+        grad = compute.grad
+        if grad is None:
+            return
+        if self._filled is None and self._waits:
+            self._waiting = True
+            return
+        compute.grad = None
+        check(buffers, index, grad)
+        if buffers.params[index].requires_grad:  # else frozen since its forward: autograd would drop it
+            self.put(index, self._local(index, grad))
+
+    def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        wrapping = self._wrappings[index]
+        return grad if wrapping is None else wrapping.local_gradient(grad)
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """See :class:`Incoming`."""
+        filled = self._filled if self._filled is not None else self._open(self._reduction.reduce_dtype)
+        slot = self._input.slots[index]
+        if filled[index]:
+            slot.add_(grad)
+            return
+        filled[index] = True
+        torch.add(grad, 0.0, out=slot)  # gradients.py, [Note: Negative zero marks an unused parameter]
+
+    def _open(self, dtype: torch.dtype) -> list[bool]:
+        """Have an input, of ``dtype`` if it is a new one."""
+        if self._filled is None:
+            self._input.allocate(dtype)
+            self._filled = [False] * len(self._buffers.params)
+        return self._filled
+
+    def _place(self, dtype: torch.dtype) -> None:
+        """Copy the gradients to their slots in an input of ``dtype``, from now on each as it comes."""
+        buffers, computes = self._buffers, self._buffers.computes
+        self._waiting = False
+        if not buffers.all_require_grad:
+            self._drop_of_frozen()
+        self._open(dtype)
+        grads = list(map(_grad, computes))
+        set_gradients_as_they_are(computes, _NONE)
+        here = list(map(operator.is_not, grads, _NONE))
+        slots, places = self._input.slots, list(range(len(grads)))
+        if False in here:
+            grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
+        if torch.is_grad_enabled() or not all([grad.layout is torch.strided for grad in grads]):
+            for index, grad in zip(places, grads, strict=True):
+                check(buffers, index, grad)
+        if self._any_wrapped:
+            grads = list(map(self._local, places, grads))
+        if self._is_small and grads:
+            torch._foreach_copy_(slots, grads)
+            self._input.flat.add_(0.0)  # gradients.py, [Note: Negative zero marks an unused parameter]
+            self._filled = here
+            return
+        grads.reverse()
+        for index in places:
+            self.put(index, grads.pop())
+
+    def _drop_of_frozen(self) -> None:
+        """Drop gradients of parameters that the user has frozen since their forward, as autograd would."""
+        for param, compute in zip(self._buffers.params, self._buffers.computes, strict=True):
+            if not param.requires_grad:
+                compute.grad = None
+
+    def hold(self) -> None:
+        """See :class:`Incoming`."""
+        if self._waiting:
+            self._place(self._reduction.reduce_dtype)
+
+    def held(self) -> Held:
+        """See :class:`Incoming`."""
+        return [(index, self._input.slots[index]) for index, filled in enumerate(self._filled or ()) if filled]
+
+    # -- reducing ----------------------------------------------------------------------------------------------------
+
+    def complete(self, runtime: Runtime, accumulates: bool) -> None:
+        """See :class:`Incoming`. Slots that took no gradient count as unused."""
+        buffers, reduction = self._buffers, self._reduction
+        if self._waiting or (self._filled is None and self._waits):
+            widens = getattr(runtime.collectives, "widens", False)
+            narrow = widens and not (accumulates or buffers.is_whole)
+            self._place(self._sent_dtype if narrow else reduction.reduce_dtype)
+        filled = self._open(reduction.reduce_dtype)
+        no_gradient: list[int] = []
+        if False in filled:
+            if self._tells_unused:
+                no_gradient = [i for i, f in enumerate(filled) if not f and buffers.params[i].requires_grad]
+            unused = complex(-0.0, -0.0) if buffers.dtype.is_complex else -0.0
+            for slot, was_filled in zip(self._input.slots, filled, strict=True):
+                if not was_filled:
+                    slot.fill_(unused)
+        reduction.unused.begin(no_gradient)
+        reduction.prepare(self._input.flat)
+
+    def reduce(self, runtime: Runtime) -> None:
+        """See :class:`Incoming`."""
+        self._reduction.start(runtime, self._input.flat)
+
+    def free_reduced(self) -> None:
+        """See :class:`Incoming`."""
+        if not self._buffers.is_whole:  # else it is the result
+            self._input.free()
+
+    def end(self) -> tuple[torch.Tensor | None, list[bool]]:
+        """See :class:`Incoming`."""
+        output, filled = self._reduction.take(), self._filled or []
+        self.drop()
+        return output, filled if output is not None else []
+
+    def drop(self) -> None:
+        """See :class:`Incoming`."""
+        if self._waiting:
+            self._waiting = False
+            set_gradients_as_they_are(self._buffers.computes, _NONE)
+        self._filled = None
+        self._input.free()
+
+    def leave_memory(self) -> None:
+        """See :class:`Incoming`."""
+        self._input.leave()
+
+
+def incoming_of(buffers: FlatBuffers, reduction: Reduction, flat_param: nn.Parameter | None) -> Incoming:
+    """The way that the gradients of ``buffers`` go. ``flat_param``: what gets all of them, if not each parameter its own."""
+    if reduction.ranks == 1 and flat_param is None and not buffers.is_offloaded:
+        return HandedOver(buffers, reduction)
+    return Collected(buffers, reduction, tells_unused=flat_param is None)

@@ -1,0 +1,120 @@
+"""Memory of one flat parameter's reduction: its input, with a view for each parameter's gradient.
+
+A tensor of ``padded_numel`` elements, laid out as the unsharded buffer. It exists from when a backward's gradients are
+complete to the end of their reduction. Where it lies then is chosen once: :func:`make_input`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.layout import FlatLayout
+from flatshard._handle.pool import BufferPool, Slot
+
+_Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+
+
+def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Each parameter's slot in ``flat``, in the parameter's shape and stride, and the padding between them."""
+    slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+    return slots, [flat[start:stop] for start, stop in layout.gaps()]
+
+
+class ReductionInput:
+    """The input, and where its memory comes from. This one resizes the storage of a permanent tensor for each dtype."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+        self._known: dict[object, _Views] = {}  # tensors that there have been, with their views
+        self._nothing: _Views = torch.empty(0, device=device), [], []
+        self.flat, self.slots, self.gaps = self._nothing
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Have memory, with the padding zeroed."""
+        self._take(dtype)
+        if self.gaps:
+            torch._foreach_zero_(self.gaps)
+
+    def _take(self, dtype: torch.dtype) -> None:
+        if dtype not in self._known:
+            self._know(dtype, torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device))
+        self.flat, self.slots, self.gaps = self._known[dtype]
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+
+    def _know(self, key: object, flat: torch.Tensor) -> None:
+        self._known[key] = flat, *views_of(flat, self._layout)
+
+    def free(self) -> None:
+        """Give the memory back. Idempotent."""
+        self.flat.untyped_storage().resize_(0)
+
+    def leave(self) -> None:
+        """Take other memory from now on: collectives may use this for as long as their group lives."""
+        self._known.clear()
+        self.flat, self.slots, self.gaps = self._nothing
+
+
+class NewInput(ReductionInput):
+    """A new tensor each time: nothing is sharded, so it is all-reduced in place and becomes the gradients themselves."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device, pool: BufferPool | None) -> None:
+        super().__init__(layout, device)
+        self._pool = pool
+
+    def _take(self, dtype: torch.dtype) -> None:
+        numel = self._layout.padded_numel
+        if self._pool is None:
+            self.flat = torch.empty(numel, dtype=dtype, device=self._device)
+        else:
+            self.flat = self._pool.allocate(numel, dtype)
+        self.slots, self.gaps = views_of(self.flat, self._layout)
+
+    def free(self) -> None:
+        self.flat, self.slots, self.gaps = self._nothing
+
+    leave = free
+
+
+class PooledInput(ReductionInput):
+    """A slot of the pool, which units take turns in. pool.py, [Note: Static buffers]"""
+
+    def __init__(self, layout: FlatLayout, device: torch.device, pool: BufferPool) -> None:
+        super().__init__(layout, device)
+        self._pool = pool
+        self._slot: Slot | None = None  # where the input lies now
+
+    def _take(self, dtype: torch.dtype) -> None:
+        numel = self._layout.padded_numel
+        self._slot = slot = self._pool.take_input(numel, dtype, self)
+        key = dtype, slot.flat.data_ptr()
+        if key not in self._known:
+            self._know(key, slot.flat[:numel])
+        self.flat, self.slots, self.gaps = self._known[key]
+
+    def free(self) -> None:
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
+        self.flat, self.slots, self.gaps = self._nothing
+
+    def leave(self) -> None:
+        if self._slot is not None:
+            self._pool.leave(self._slot)
+            self._slot = None
+        super().leave()
+
+
+def make_input(buffers: FlatBuffers, dtype: torch.dtype) -> ReductionInput:
+    """The input of a flat parameter. ``dtype``: that it usually has."""
+    layout, device, pool = buffers.layout, buffers.unsharded.flat.device, buffers.pool
+    if buffers.is_whole:
+        return NewInput(layout, device, pool)
+    if pool is not None:
+        return PooledInput(layout, device, pool)
+    result = ReductionInput(layout, device)
+    if buffers.is_trainable:
+        result.allocate(dtype)  # with its views: now, not in the first step
+        result.free()
+    return result
