@@ -207,6 +207,9 @@ class UnitHooks:
             for after in self._after:
                 if (new := after(forward, output)) is not None:
                     output = changed = new
+            has_raised = output is None and sys.exc_info()[1] is not None
+            if not (in_backward or has_raised):
+                unit.ran_inside = unit.context.ran_since(unit)
             if torch.is_grad_enabled():
                 # A list or dict among the inputs may have taken tensors out, too.
                 filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
@@ -222,8 +225,6 @@ class UnitHooks:
     def end_forward(self, forward: Forward, comes_back: bool, leaks: bool, in_backward: bool) -> None:
         """Let go of the parameters. ``comes_back``: backward may need them; ``leaks``: the output shows them."""
         context = self.unit.context
-        if not in_backward:
-            self.unit.ran_inside = context.ran_since(self.unit)
         outermost = context.is_idle
         for needed, claim in forward.claims:
             needed.claims.remove(claim)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +449,34 @@ def run_out_of_data(ctx) -> None:
 
 def test_a_rank_without_data(pool):
     pool.run(run_out_of_data)
+
+
+def skip_after_an_error(ctx) -> None:
+    """A forward that raised before its inner units ran tells nothing about which of them run."""
+    torch.manual_seed(0)
+    model = Nested()
+    model.use = [True, True]
+    fully_shard(model, policy={Linear, InnerExperts}, process_group=ctx.group)
+    layer, x = model.layers[0], torch.ones(1, WIDTH)
+
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    for _ in range(2):
+        with fail_in(layer.router, fail), pytest.raises(ValueError, match="^$"):
+            layer(x)
+        (skip(layer, x) if ctx.rank == 1 else layer(x)).sum().backward()
+
+
+@contextlib.contextmanager
+def fail_in(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(hook, prepend=True)
+    with handle:
+        yield
+
+
+def test_after_a_forward_that_raised(pool):
+    pool.run(skip_after_an_error)
 
 
 def run_example(ctx, code: str) -> None:

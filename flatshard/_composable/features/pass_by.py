@@ -44,6 +44,8 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
             comes_back = any([t.requires_grad for t in tensors])
         else:
             tensors = inside(tensors)
+        if not in_backward:
+            unit.ran_inside = unit.context.ran_since(unit)
     finally:
         if (forward := unit.context.exit_forward(unit)) is not None:
             hooks.end_forward(forward, comes_back, False, in_backward)
