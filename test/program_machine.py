@@ -636,6 +636,9 @@ class Machine:
         ):  # frozen since forward: in one process the recomputation follows that, which nobody needs
             self._fail_backward(involved)
         except RuntimeError as e:
+            if any(loss.twin.shown for loss in losses):  # what was changed may be copies, which the graph does not hold
+                self._fail_backward(involved)
+                return
             raise AssertionError(f"torch refuses this backward in one process, flatshard did not: {e}") from None
 
     def _fail_backward(self, involved: dict[int, Twin]) -> None:

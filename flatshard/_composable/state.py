@@ -154,7 +154,9 @@ class Unit:
         # What a forward that passes by the unit uses in place of its parameters. [Note: Taking part without running]
         self.anchor: torch.Tensor | None = None
         self.anchor_node: Node | None = None
-        self.ran_inside: list[Unit] | None = None  # the units that its last forward ran, in order; None: none ended well
+        self.ran_inside: list[Unit] | None = (
+            None  # the units that its last forward ran, in order; None: none ended well
+        )
         # Backward.
         self.record: BackwardRecord | None = None  # of the backward under way; None: it has not come here
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
