@@ -95,7 +95,7 @@ class Backward:
         """``unit`` is unsharded during backward: look after it at the end."""
         self._enter()
         if unit.record is None:
-            unit.handle.sync_requires_grad()
+            unit.handle.sync_thawed()
             unit.record = self._records[unit] = BackwardRecord()
         return unit.record
 

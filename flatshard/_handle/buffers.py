@@ -221,18 +221,20 @@ class FlatBuffers:
         self._compute_version = version
         return self.unsharded.take_back_moved() or changed
 
-    def sync_requires_grad(self) -> bool:
-        """Give the compute parameters the ``requires_grad`` of the user's. Returns whether any requires grad."""
+    def sync_requires_grad(self, thawed_only: bool = False) -> None:
+        """Give the compute parameters the ``requires_grad`` of the user's; ``thawed_only``: where that is True."""
         if self._synced_at == changes.count:
-            return True in self.requires_grad
-        self._synced_at = changes.count
+            return
         now = list(map(_requires_grad, self.params))
+        if thawed_only:
+            now = list(map(operator.or_, now, self.requires_grad))
+        else:
+            self._synced_at = changes.count
         if now != self.requires_grad:
-            for param, compute in zip(self.params, self.computes, strict=True):
-                compute.requires_grad_(param.requires_grad)
+            for compute, requires_grad in zip(self.computes, now, strict=True):
+                compute.requires_grad_(requires_grad)
             self.requires_grad = now
             self.epoch += 1
-        return True in now
 
     @property
     def is_trainable(self) -> bool:

@@ -325,7 +325,23 @@ class FlatParamHandle:
         if self._synced_at == changes.count:
             return
         self._synced_at = changes.count
-        self.any_trainable = any([b.sync_requires_grad() for b in self.buffers])
+        for buffers in self.buffers:
+            buffers.sync_requires_grad()
+        self._note_trainable()
+
+    def sync_thawed(self) -> None:
+        """Before a backward: follow what the user unfroze.
+
+        Not what the user froze, whose gradient is dropped: a recomputation under activation checkpointing must save what its
+        forward saved.
+        """
+        if self._synced_at != changes.count:
+            for buffers in self.buffers:
+                buffers.sync_requires_grad(thawed_only=True)
+            self._note_trainable()
+
+    def _note_trainable(self) -> None:
+        self.any_trainable = any([True in b.requires_grad for b in self.buffers])
         self.all_trainable = all([False not in b.requires_grad for b in self.buffers])
         if self._nodes_epoch != sum([b.epoch for b in self.buffers]):
             self._find_gradient_nodes()

@@ -134,13 +134,14 @@ def test_frozen_and_copied_between_forward_and_backward(pool, world_size):
     pool.run(frozen_and_copied, world_size=world_size)
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=True)
+        return checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
 
 
 def thawed(ctx: Any) -> None:
@@ -158,7 +159,7 @@ def thawed(ctx: Any) -> None:
                 loss.backward()
             assert_whole_gradients(model, plain)
         torch.manual_seed(0)
-        plain = Reentrant().double()
+        plain = Checkpointed(reentrant=True).double()
         model = fully_shard(copy.deepcopy(plain), strategy=strategy, process_group=ctx.group)
         for m in (plain, model):
             m.second.weight.requires_grad_(False)
@@ -174,6 +175,20 @@ def assert_whole_gradients(model: nn.Module, plain: nn.Module) -> None:
         for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert p.grad is not None, name
             torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-9, atol=1e-12)
+
+
+def frozen_under_a_checkpoint(ctx: Any) -> None:
+    """A recomputation runs as its forward did, so what was frozen since has a gradient, which is dropped."""
+    for strategy in STRATEGIES:
+        model = fully_shard(Checkpointed(reentrant=False), strategy=strategy, process_group=ctx.group)
+        loss = model(torch.ones(1, 3)).sum()
+        model.second.requires_grad_(False)
+        loss.backward()
+        assert [p.grad is not None for p in model.parameters()] == [True, True, False, False]
+
+
+def test_frozen_under_a_checkpoint_between_forward_and_backward(pool):
+    pool.run(frozen_under_a_checkpoint)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
