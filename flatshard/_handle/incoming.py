@@ -122,7 +122,7 @@ class HandedOver:
     input = None
 
     def __init__(self, buffers: FlatBuffers, reduction: Reduction) -> None:
-        self._buffers = buffers
+        self._flat = buffers
         self._reduction = reduction
         self._wrappings = _wrappings(buffers)
         self._given = [False] * len(buffers.params)
@@ -133,20 +133,20 @@ class HandedOver:
 
     def receive(self, index: int) -> None:
         """See :class:`Incoming`."""
-        compute = self._buffers.computes[index]
+        compute = self._flat.computes[index]
         grad, compute.grad = compute.grad, None
         if grad is not None:
-            check(self._buffers, index, grad)
+            check(self._flat, index, grad)
             wrapping = self._wrappings[index]
             self.put(index, grad if wrapping is None else wrapping.local_gradient(grad))
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """See :class:`Incoming`."""
-        param, reduction = self._buffers.params[index], self._reduction
+        param, reduction = self._flat.params[index], self._reduction
         if not param.requires_grad:  # frozen since forward
             return
-        if grad.dtype is not reduction.dtype or grad.device != self._buffers.device:
-            grad = grad.to(self._buffers.device, reduction.dtype)
+        if grad.dtype is not reduction.dtype or grad.device != self._flat.device:
+            grad = grad.to(self._flat.device, reduction.dtype)
         if reduction.divide_factor is not None:
             grad = grad / reduction.divide_factor
         self._given[index] = True
@@ -178,7 +178,7 @@ class HandedOver:
 
     def drop(self) -> None:
         """See :class:`Incoming`."""
-        self._given = [False] * len(self._buffers.params)
+        self._given = [False] * len(self._flat.params)
 
     def leave_memory(self) -> None:
         """No collective uses any."""
@@ -189,7 +189,7 @@ class Collected:
 
     def __init__(self, buffers: FlatBuffers, reduction: Reduction, tells_unused: bool) -> None:
         """``tells_unused``: ranks are to agree which parameters none of them used."""
-        self._buffers = buffers
+        self._flat = buffers
         self._reduction = reduction
         self._tells_unused = tells_unused
         self._input: ReductionInput = make_input(buffers, reduction.reduce_dtype)
@@ -210,7 +210,7 @@ class Collected:
 
     @property
     def leaves_them(self) -> bool:
-        return self._waiting or True not in self._buffers.requires_grad
+        return self._waiting or True not in self._flat.requires_grad
 
     @property
     def input(self) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Collected:
         """See :class:`Incoming`."""
         if self._waiting:
             return
-        buffers = self._buffers
+        buffers = self._flat
         compute = buffers.computes[index]
         grad = compute.grad
         if grad is None:
@@ -253,12 +253,12 @@ class Collected:
         """Have an input, of ``dtype`` if it is a new one."""
         if self._filled is None:
             self._input.allocate(dtype)
-            self._filled = [False] * len(self._buffers.params)
+            self._filled = [False] * len(self._flat.params)
         return self._filled
 
     def _place(self, dtype: torch.dtype) -> None:
         """Copy the gradients to their slots in an input of ``dtype``, from now on each as it comes."""
-        buffers, computes = self._buffers, self._buffers.computes
+        buffers, computes = self._flat, self._flat.computes
         self._waiting = False
         if not buffers.all_require_grad:
             self._drop_of_frozen()
@@ -285,7 +285,7 @@ class Collected:
 
     def _drop_of_frozen(self) -> None:
         """Drop gradients of parameters that the user has frozen since their forward, as autograd would."""
-        for param, compute in zip(self._buffers.params, self._buffers.computes, strict=True):
+        for param, compute in zip(self._flat.params, self._flat.computes, strict=True):
             if not param.requires_grad:
                 compute.grad = None
 
@@ -302,7 +302,7 @@ class Collected:
 
     def complete(self, runtime: Runtime, accumulates: bool) -> None:
         """See :class:`Incoming`. Slots that took no gradient count as unused."""
-        buffers, reduction = self._buffers, self._reduction
+        buffers, reduction = self._flat, self._reduction
         if self._waiting or (self._filled is None and self._waits):
             widens = getattr(runtime.collectives, "widens", False)
             narrow = widens and not (accumulates or buffers.is_whole)
@@ -325,7 +325,7 @@ class Collected:
 
     def free_reduced(self) -> None:
         """See :class:`Incoming`."""
-        if not self._buffers.is_whole:  # else it is the result
+        if not self._flat.is_whole:  # else it is the result
             self._input.free()
 
     def end(self) -> tuple[torch.Tensor | None, list[bool]]:
@@ -338,7 +338,7 @@ class Collected:
         """See :class:`Incoming`."""
         if self._waiting:
             self._waiting = False
-            set_gradients_as_they_are(self._buffers.computes, _NONE)
+            set_gradients_as_they_are(self._flat.computes, _NONE)
         self._filled = None
         self._input.free()
 
