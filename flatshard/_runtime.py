@@ -1,27 +1,28 @@
-"""The small runtime: where and when collectives run, streams and events. What they are is in ``_comm/backends.py``.
+"""Where and when collectives run: streams, events, and memory. The collectives themselves are in ``_comm/backends.py``.
 
 [Note: One code path for CUDA, gloo and the fake group]
-``all_gather``, ``reduce_scatter`` and ``all_reduce`` return a :class:`Pending`; whoever needs the result waits for it. On
-CPU waiting blocks until gloo's own thread has moved the bytes. On an accelerator the collective runs on a side stream,
-waiting makes the current stream wait for an event, and the host never blocks.
+``all_gather``, ``reduce_scatter`` and ``all_reduce`` return a :class:`Pending`. Code that needs the result calls ``wait``.
+On CPU, ``wait`` blocks until gloo's thread has moved the bytes. On an accelerator the collective runs on a side stream,
+``wait`` makes the current stream wait for an event, and the host never blocks.
 
 [Note: Memory follows the streams]
-No ``record_stream``, so memory is deterministic: memory belongs to the stream that it was allocated on, and whoever uses it
-on another stream is ordered before its next use. The unsharded buffer belongs to the gather stream. That stream waits for
-the current one twice: before each gather (for whatever wrote the shards: an optimizer's step, ``p.data = ...``), and when a
-unit is freed. A reduction's input is complete before the reduce stream is entered. It belongs to the stream that backward
-computes on, as does the output, which becomes ``.grad``: both are freed when that stream has waited for the reduction. Where
-anything else is read on a side stream, a :class:`Pending` holds it until the wait (``Holding``).
+flatshard does not use ``record_stream``, so peak memory is deterministic. Memory belongs to the stream that it was
+allocated on. Work on another stream is ordered before the next use of that memory. The unsharded buffer belongs to the
+gather stream. The gather stream waits for the current stream twice: before each all-gather (for whatever wrote the shards:
+an optimizer step, ``p.data = ...``), and when a unit is freed. The input of a reduction is complete before the reduce
+stream is entered. Input and output (which becomes ``.grad``) belong to the stream that runs the backward; they are freed
+after that stream has waited for the reduction. Any other tensor that a side stream reads is held by a :class:`Pending`
+until the wait (``Holding``).
 
 [Note: Memory of the host]
-Under CPU offload copies between the host and the device run late as well, and no stream orders code on the CPU. The host
-waits twice in a step: when the outermost forward is over (until the shards have been read, as the user may now change
-them), and when a backward is over (until the gradients are there). ``reads_host`` notes what there is to wait for.
+Under CPU offload, copies between host and device are asynchronous too, and streams do not order code on the CPU. So the
+host waits twice per step: at the end of the outermost forward (until the shards have been read, because the user may
+change them now), and at the end of backward (until the gradients have arrived). ``reads_host`` records the first event.
 
 [Note: CUDA graphs]
-A stream that is captured may wait for nothing from outside, and what it forked must have joined it at the end. So no event
-outlives what it orders: waits are issued when their reason arises. The side streams join the current one when a
-pass or a backward ends.
+A stream under capture must not wait for events from outside the capture, and streams that it forked must have joined it
+at the end. So no event is kept longer than needed: a wait is issued as soon as there is a reason for it. The side streams
+join the current stream when a pass or a backward ends.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from flatshard._host_memory import keep_freed_memory
 
 
 class Then:
-    """A collective to be issued when another is over: by ``advance``, or by who waits."""
+    """A second collective, issued when the first has ended: by ``advance``, or by ``wait``."""
 
     __slots__ = ("_first", "_next", "_second")
 
@@ -76,43 +77,44 @@ class Then:
 
 
 class Monitor(Protocol):
-    """What notices that ranks do different things: see ``_comm/monitor/monitor.py``. Collectives are the same without it."""
+    """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
 
     def announce(self, issued: Issued, collectives: Collectives) -> Pending | None:
-        """``issued`` is about to be started. Returns what to wait for before its data: it raises if ranks differ."""
+        """Called before ``issued`` starts. Returns a check to wait for before the data; it raises if ranks differ."""
 
     def explain(self, issued: Issued) -> Exception | None:
-        """The wait for ``issued`` has failed. Returns an error that says why, if that is known."""
+        """Called when the wait for ``issued`` has failed. Returns an error that gives the reason, if it is known."""
 
 
 class Unended(NamedTuple):
-    """A collective that may never end, as other ranks have issued another one. Nobody waits for it."""
+    """A collective that may never end, because other ranks have issued a different one. It is never waited for."""
 
     issued: Issued
     pending: Pending | None
 
 
 class Awaited:
-    """A collective that blocks the host while it is waited for.
+    """A collective whose wait blocks the host.
 
     [Note: Memory lives as long as its works]
-    Gloo's threads read and write a collective's memory until its works have ended, whatever happens to the unit: an
-    interrupted wait, a model that is dropped. So nobody frees memory before he has waited, and after an interrupt waits
-    again; and a collective that nobody waits for any more is left to the group (``Progress.abandoned``), which waits for
-    it before it issues another one. To destroy works that are under way would leave half of a message on the connection.
+    Gloo's threads read and write a collective's memory until its works end, even if a wait is interrupted or the model
+    is dropped. So memory is freed only after a wait; after an interrupt, the wait is repeated. A collective that is
+    garbage-collected before its wait is moved to the group (``Progress.abandoned``). The group waits for it before it
+    issues the next collective. Works cannot be destroyed instead: half a message would stay on the connection.
 
-    Where ranks turn out to do different things, works may never end, so nobody waits for them: they are the group's to its
-    end (``Progress.unended``). So is their memory, which those that it belonged to leave: see ``settle``. No other collective
-    is issued on such a group: it could receive what was sent for one of those.
+    When ranks turn out to issue different collectives, works may never end, so they are not waited for. They stay with
+    the group until it is destroyed (``Progress.unended``), and so does their memory: its owners drop it without freeing
+    it (see ``settle``). No further collective is issued on such a group: it could receive a message that was sent for
+    one of those works.
     """
 
     __slots__ = ("_check", "_issued", "_monitor", "_pending")
 
     def __init__(self, pending: Pending, issued: Issued, monitor: Monitor | None, check: Pending | None) -> None:
-        self._pending: Pending | None = pending  # None: it has ended
+        self._pending: Pending | None = pending  # None after it has ended
         self._issued = issued
         self._monitor = monitor
-        self._check = check  # that all ranks have issued the same: first, as else the data never come
+        self._check = check  # waited for first: if ranks issued different collectives, the data never arrive
 
     def __del__(self) -> None:
         if self._pending is not None:
@@ -146,7 +148,7 @@ class Awaited:
 
 
 class StreamEvent:
-    """A collective on a side stream of an accelerator: waiting orders the current stream behind it."""
+    """A collective on a side stream of an accelerator. ``wait`` makes the current stream wait for it."""
 
     __slots__ = ("_event", "_streams")
 
@@ -158,13 +160,13 @@ class StreamEvent:
         self._streams.current.wait_event(self._event)
 
     def wait_on_host(self) -> None:
-        """Wait as code on the CPU must, which nothing orders behind a stream."""
+        """Block the host until the event has completed, so that code on the CPU can read the result."""
         if not self._event.query():
             self._event.synchronize()
 
 
 class Holding:
-    """A collective that reads what nobody else keeps: ``what`` (tensors, or what holds some) lives until the wait."""
+    """A collective that keeps its inputs alive: ``what`` (tensors, or objects that hold tensors) is dropped at the wait."""
 
     __slots__ = ("_pending", "_what")
 
@@ -183,7 +185,7 @@ class Holding:
 
 
 def wait_on_host(pending: Pending) -> None:
-    """Have what ``pending`` brings readable by code on the CPU."""
+    """Wait until code on the CPU can read the result of ``pending``."""
     if isinstance(pending, StreamEvent | Holding):
         pending.wait_on_host()
     else:
@@ -194,17 +196,19 @@ class Streams:
     """The side streams of one accelerator. [Note: Memory follows the streams]"""
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        """``module``: ``torch.cuda``, ``torch.xpu``, ..."""
+        """``module``: the device module, such as ``torch.cuda`` or ``torch.xpu``."""
         self._module = module
         self._device = device
         self.gather = module.Stream(device=device, priority=-1)
         self.reduce = module.Stream(device=device, priority=-1)
-        self._forked: set[Any] = set()  # the side streams that have waited for another one since they were joined
-        self.host_read: StreamEvent | None = None  # when shards on the host have been read: [Note: Memory of the host]
+        self._forked: set[Any] = set()  # the side streams that have waited for another stream since the last join
+        self.host_read: StreamEvent | None = (
+            None  # completes when host shards have been read: [Note: Memory of the host]
+        )
 
     @classmethod
     def of(cls, device: torch.device) -> Streams | None:
-        """None on CPU, where whoever waits for a collective blocks.
+        """The side streams of ``device``; None on CPU, where waiting for a collective blocks.
 
         Raises:
             NotImplementedError: the device has no streams.
@@ -221,27 +225,27 @@ class Streams:
 
     @property
     def current(self) -> Any:
-        """The stream that the caller's work is enqueued on."""
+        """The device's current stream: the one that the caller enqueues on."""
         return self._module.current_stream(self._device)
 
     def record(self) -> StreamEvent:
-        """An event behind what the current stream has to do so far."""
+        """Record an event on the current stream."""
         return StreamEvent(self, self.current.record_event())
 
     @contextlib.contextmanager
     def running_on(self, side: Any) -> Iterator[None]:
-        """Enqueue on ``side`` what the caller does inside, behind what the current stream has to do so far."""
+        """Make ``side`` the current stream inside the context, after it has waited for the current one."""
         self.fork(side)
         with self._module.stream(side):
             yield
 
     def fork(self, side: Any) -> None:
-        """Order ``side`` behind what the current stream has to do so far."""
+        """Make ``side`` wait for the work that is on the current stream now."""
         side.wait_stream(self.current)
         self._forked.add(side)
 
     def join(self) -> None:
-        """Order the current stream behind the side streams that were forked. [Note: CUDA graphs]"""
+        """Make the current stream wait for all forked side streams. [Note: CUDA graphs]"""
         while self._forked:
             self.current.wait_stream(self._forked.pop())
 
@@ -249,17 +253,17 @@ class Streams:
 class Runtime:
     """The collectives of one process group on one device, with their streams.
 
-    One per group and device (see ``of``), and one more for each factory of other collectives (see ``using``).
+    One per group and device (see ``of``), and one more for each factory of custom collectives (see ``using``).
     """
 
-    # By id of the group; another group may have the id after that one's end.
+    # Keyed by the group's id, which Python may reuse for another group after the first has been freed.
     _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
 
-    # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
+    # Lives as long as the group: the numbering must be the same on all ranks, whenever each collects garbage.
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
 
     make_monitor: ClassVar[Callable[[BuiltinCollectives, torch.device, Progress], Monitor] | None] = None
-    """What makes a monitor for a group of several processes; None: nobody does."""
+    """Makes the monitor of a group of several processes. None: there is no monitor."""
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
@@ -268,28 +272,28 @@ class Runtime:
     ) -> None:
         """
         Args:
-            builtin: communicates among the ranks of the group.
-            device: what the tensors are on.
-            streams: of the device; None: whoever waits for a collective blocks.
-            host: where shards under CPU offload lie; None: on the device, which is the host.
+            builtin: the backend's collectives among the ranks of the group.
+            device: the device of the tensors.
+            streams: the device's side streams. None: waiting for a collective blocks.
+            host: where CPU offload keeps the shards. None: ``device`` is the host.
         """
-        # Orders groups alike on all ranks, as they are first sharded over in one order.
+        # Increases in the order in which groups are first used. This order is the same on all ranks.
         self.number = next(self._numbers)
         self.device = device
         self.host = host
         self._builtin = builtin
         self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
-        self._made: dict[CollectivesFactory, Collectives] = {}  # by others' factories, which are called once
+        self._made: dict[CollectivesFactory, Collectives] = {}  # each custom factory is called once
         self._inner: dict[int, Runtime] = {}  # by size: see `split`
-        self._exact: Runtime | None = None  # the one with the built-in collectives, where those here are not exact
+        self._exact: Runtime | None = None  # with the built-in collectives, if `self.collectives` are not exact
         self.streams = streams
-        self.progress: Progress | None = None  # None for one rank and for the fake group, which have no peers
+        self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
         self.monitor: Monitor | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
-        """The runtime of ``group`` on ``device``: units share it, so that they share streams."""
+        """The runtime of ``group`` on ``device``. All units share it, and so share its streams."""
         found = cls._instances.get((id(group), device))
         if found is None or found._group() is not group:
             host = None if device.type == "cpu" else torch.device("cpu")
@@ -299,7 +303,7 @@ class Runtime:
         return found
 
     def _join(self, group: dist.ProcessGroup) -> None:
-        """Issue collectives on ``group``."""
+        """Attach to ``group``, on which the collectives run."""
         self._group = weakref.ref(group)
         if self.device.type == "cpu" and self.world_size > 1:
             keep_freed_memory()
@@ -309,10 +313,10 @@ class Runtime:
             self.monitor = None if make is None else make(self._builtin, self.device, self.progress)
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """The same group, device and streams with the collectives that ``factory`` makes; None: with these.
+        """A runtime with the same group, device and streams, and the collectives that ``factory`` makes. None: this one.
 
         Raises:
-            TypeError: it makes what cannot be used.
+            TypeError: ``factory`` returned an object that is not usable as collectives.
         """
         if factory is None:
             return self
@@ -322,26 +326,27 @@ class Runtime:
         return self.replacing(made)
 
     def replacing(self, collectives: Collectives) -> Runtime:
-        """The same group, device and streams with other ``collectives``."""
+        """A runtime with the same group, device and streams, and other ``collectives``."""
         result = copy.copy(self)
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
         return result
 
     def split(self, size: int) -> None:
-        """Make ``within(size)`` known. Every rank of the world must call it at the same time: see ``subgroup``."""
+        """Create the subgroup for ``within(size)``. All ranks of the world must call it together: see ``subgroup``."""
         self.add_inner(Runtime.of(subgroup(self.group, size, self.device), self.device))
 
     def add_inner(self, inner: Runtime) -> None:
-        """Have ``within`` know the runtime of some consecutive ranks, this one among them."""
+        """Register the runtime of a subgroup of consecutive ranks that contains this rank, for ``within``."""
         if inner.world_size not in self._inner:
             self._inner[inner.world_size] = inner = copy.copy(inner)
             inner.streams = self.streams
 
     def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
-        """The ``size`` consecutive ranks of the group that this rank is among, on the same streams. After ``split(size)``.
+        """The runtime of the ``size`` consecutive ranks that contain this rank, on the same streams. Needs ``split(size)``.
 
-        It hands on what was gathered before, so it is exact; or left out, where that was.
+        It gathers values again that were gathered before, so it uses exact collectives. Exception: collectives with
+        ``everywhere``, which also apply here (``benchmarks/no_communication.py`` leaves out all communication).
         """
         made = self._inner[size].using(factory)
         return made if getattr(made.collectives, "everywhere", False) else made.exact
@@ -352,41 +357,41 @@ class Runtime:
 
     @property
     def exact(self) -> Runtime:
-        """For what must arrive bit for bit: this one, unless its collectives approximate."""
+        """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
         return self._exact or self
 
     # -- where collectives run ---------------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Allocate the unsharded buffer and issue the all-gather inside."""
+        """Context in which the unsharded buffer is allocated and the all-gather is issued."""
         return contextlib.nullcontext() if self.streams is None else self.streams.running_on(self.streams.gather)
 
     def reducing(self) -> AbstractContextManager[None]:
-        """Issue the reduction inside. Its input is complete, and its output allocated, before."""
+        """Context in which a reduction is issued. Its input is complete, and its output allocated, before it is entered."""
         return contextlib.nullcontext() if self.streams is None else self.streams.running_on(self.streams.reduce)
 
     def before_free(self) -> None:
-        """The current stream is done with a unit: its memory may be used again after what has been issued so far."""
+        """Called before a unit is freed: the gather stream waits for the current stream before it reuses the memory."""
         if self.streams is not None:
             self.streams.fork(self.streams.gather)
 
     @property
     def current_stream(self) -> Any:
-        """The stream that the caller's work is enqueued on; None on CPU."""
+        """The device's current stream; None on CPU."""
         return None if self.streams is None else self.streams.current
 
     def join(self) -> None:
-        """A pass or a backward is over: nothing is under way on a side stream that the current one is not ordered behind."""
+        """Called at the end of a pass or a backward: make the current stream wait for all work on side streams."""
         if self.streams is not None:
             self.streams.join()
 
     def reads_host(self) -> None:
-        """A copy of a shard on the host has just been enqueued on the current stream. [Note: Memory of the host]"""
+        """Record that a read of a host shard has been enqueued on the current stream. [Note: Memory of the host]"""
         if self.streams is not None:
             self.streams.host_read = self.streams.record()
 
     def wait_for_host_reads(self) -> None:
-        """Have the host wait until shards in its memory have been read, and may change."""
+        """Block until the shards in host memory have been read, and may be changed."""
         if self.streams is not None and self.streams.host_read is not None:
             event, self.streams.host_read = self.streams.host_read, None
             event.wait_on_host()
@@ -394,7 +399,7 @@ class Runtime:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
-        """``label``: whom it is for. ``again``: for a backward, of what a forward has had."""
+        """``label``: the unit. ``again``: the backward gathers parameters that the forward has already gathered."""
         if self.progress is None:
             here.label = label
             pending = self.collectives.all_gather(output, shard)
@@ -418,7 +423,7 @@ class Runtime:
         return self._issue(self.progress, "all-reduce", REDUCE, label, False, self.collectives.all_reduce, tensor)
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
-        """Addressed between any ranks, by the backend: see ``BuiltinCollectives``. Nothing is lost on the way."""
+        """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
         if self.progress is None:
             return self.issued(self._builtin.exchange(sent, received))
         start = functools.partial(self._builtin.exchange, sent, received)
@@ -434,14 +439,14 @@ class Runtime:
         start: Callable[..., Pending],
         *tensors: torch.Tensor,
     ) -> Pending:
-        """Issue a collective by ``start``, known to the monitor."""
+        """Announce a collective to the monitor, then issue it by ``start(*tensors)``."""
         if progress.unended:
             raise self._out_of_step(progress.unended[0].issued, verb, label)
         if progress.abandoned:
             settle(progress.abandoned)
         issued, monitor = progress.issue(verb, kind, label, again), self.monitor
         check = None if monitor is None else monitor.announce(issued, self.collectives)
-        if check is not None and self.streams is None and len(tensors) == 1:  # an all-reduce, which has no tag
+        if check is not None and self.streams is None and len(tensors) == 1:  # an all-reduce: it carries no tag
             return Awaited(Then(check, lambda: start(*tensors)), issued, monitor, None)
         before, here.label = here.label, label
         try:
@@ -451,7 +456,7 @@ class Runtime:
                 return self.issued(start(*tensors))
             return Awaited(start(*tensors), issued, monitor, check)
         except BaseException:
-            if check is not None and self.streams is None:  # its messages are under way
+            if check is not None and self.streams is None:  # the check's messages are in flight
                 with contextlib.suppress(Exception):
                     Awaited(check, issued, monitor, None).wait()
             raise
@@ -459,52 +464,54 @@ class Runtime:
             here.label = before
 
     def _out_of_step(self, first: Issued, verb: str, label: Label) -> OutOfStepError:
-        """The error for a collective on a group on which messages of another one may still arrive."""
+        """The error for a new collective on a group whose ranks are out of step: old messages may still arrive."""
         text = (
             f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, "
-            f"at the {first}{first.when}, and messages of that may still arrive. Save what is needed by other means, remove "
-            "the cause that the first error names, and start the ranks anew"
+            f"at the {first}{first.when}, and messages of that collective may still arrive. Save what you need without "
+            "collectives, fix the cause that the first error names, and restart all ranks"
         )
         return OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
-        """The process group's store, by which ranks tell each other what they wait for. None: there is none any more."""
+        """The process group's store. None after the group has been destroyed."""
         return self._builtin.store()
 
     def broadcast_now(self, tensor: torch.Tensor) -> None:
-        """Make ``tensor`` (any shape and dtype) that of the group's rank 0."""
+        """Overwrite ``tensor`` (any shape and dtype) with the values of the group's rank 0."""
         if self.world_size > 1 and tensor.numel():
             dense = tensor.detach().contiguous()
-            self._builtin.broadcast(dense.view(-1).view(torch.uint8)).wait()  # bytes: no backend knows every dtype
+            self._builtin.broadcast(
+                dense.view(-1).view(torch.uint8)
+            ).wait()  # as bytes: no backend supports every dtype
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """Make ``tensor`` (a few numbers, dense) the sum or the maximum over the ranks, on the current stream."""
+        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream."""
         self._builtin.all_reduce_now(tensor, op)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
-        """``next_one`` after ``pending``: at once behind it on the stream, or when somebody waits for it (CPU)."""
+        """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""
         if self.streams is None:
             return Then(pending, next_one)
         return Holding(next_one(), [pending])
 
     def issued(self, pending: Pending) -> Pending:
-        """``pending`` as something that any stream can wait for."""
+        """Turn ``pending`` into a :class:`Pending` that any stream can wait for."""
         if self.streams is None:
             return pending
-        pending.wait()  # orders the side stream (the current one here) behind a backend's own streams
+        pending.wait()  # makes the side stream (the current stream here) wait for the backend's own streams
         return self.streams.record()
 
     def fail(self, phase: str, unit: str, error: Exception) -> NoReturn:
-        """Say which collective of which unit it was that ``error`` ended.
+        """Raise ``error`` as a :class:`CollectiveError` that names the collective and the unit.
 
         Raises:
-            CollectiveError: from ``error``. Where memory ran out, the error itself.
+            CollectiveError: chained to ``error``. An out-of-memory error is raised as it is.
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
             raise error
-        text = str(error)  # in whole in the error that ours comes from
+        text = str(error)  # the chained error has the full text
         text = text if len(text) <= 400 else f"{text[:400]}..."
         where = describe_place(self.progress.place()) if self.progress is not None else ""
         cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where

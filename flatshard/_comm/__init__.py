@@ -1,1 +1,1 @@
-"""Collectives: the interface, the backends, what wraps them, and what notices when ranks differ."""
+"""Collectives: the interface, the backends, wrappers around them, and the monitor that detects ranks out of step."""

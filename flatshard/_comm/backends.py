@@ -1,18 +1,18 @@
-"""Collectives per backend: gloo, the fake group, and the others'. With ``_comm/messages.py`` the only file that talks to
-``torch.distributed``.
+"""Collectives per backend: gloo, the fake group, and others such as NCCL. Only this file and ``_comm/messages.py`` call
+``torch.distributed`` to communicate.
 
 [Note: Order of collectives]
-Collectives of one communicator match by order, and all ranks must agree on it. Ranks that take different paths through a
-unit complete it at different times, so only gathers among themselves, and reductions among themselves, have one order on
-all ranks. Over gloo each kind has a tag of its own for each unit, and nothing more is needed. Over NCCL both kinds share
-the group's communicator, unless :class:`DefaultCollectives` is given a second group for reductions. It is not made
-unasked:
+Collectives of one communicator match by order, so all ranks must issue them in the same order. Ranks that use different
+parameters of a unit complete its gradients at different times. So all ranks have the same order of gathers, and the same
+order of reductions, but gathers and reductions may interleave differently. Over gloo each kind of collective has its own
+tag for each unit, and nothing more is needed. Over NCCL both kinds share the group's communicator, unless
+:class:`DefaultCollectives` is given a second group for reductions. flatshard does not make one by default:
 
-- NCCL's manual calls two communicators whose operations are launched in different orders on different ranks a
-  deadlock in waiting ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at once.
-- ``new_group`` is collective over all ranks of the world, not only over the group's; with ``use_local_synchronization``
-  it names the group by a count that each process keeps (ranks in different other groups disagree, and hang), and with
-  an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank.
+- NCCL's manual warns of a deadlock if operations of two communicators are launched in different orders on different ranks
+  ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at the same time.
+- ``new_group`` is collective over all ranks of the world, not only over the group's. With ``use_local_synchronization``
+  it names the group by a count that each process keeps, so ranks that are in different other groups disagree, and hang.
+  With an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank.
 - A communicator costs GPU memory.
 """
 
@@ -32,24 +32,24 @@ from flatshard._comm.collectives import Done, Pending, Works, as_real
 from flatshard._comm.progress import EXCHANGE, GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
-"""Tensors, each with the rank of the group that it goes to or comes from."""
+"""Tensors, each with its destination or source: a rank of the group."""
 
 
 class BuiltinCollectives:
-    """What flatshard communicates by, and what it needs besides: broadcasts, and an all-to-all to build others upon.
+    """The collectives that flatshard uses by default, with more operations: broadcast, all-to-all, point-to-point.
 
-    The process group is held weakly: ``destroy_process_group`` must really end it. A sharded model lies in reference
-    cycles, so it may outlive that call; gloo's threads, kept alive by it, would meet the interpreter's end and abort the
-    process.
+    The process group is held weakly, so that ``destroy_process_group`` really ends it. A sharded model is part of reference
+    cycles and may outlive that call. If it kept the group's gloo threads alive until the interpreter exits, they would
+    abort the process.
     """
 
     exact = True
     out_of_place = False
-    """Whether ``all_gather`` also takes a shard that lies elsewhere, and puts it into its place: a copy less for some."""
+    """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
-    """Whether ``reduce_scatter`` also takes an input of a dtype that fits into the output's, and adds in that one."""
+    """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
-    """The kinds of collectives whose order is compared on all ranks: see ``OrderCheck``. Others may have it, too."""
+    """The kinds of collectives whose order ranks compare: see ``OrderCheck``. Custom collectives may set it, too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -77,24 +77,24 @@ class BuiltinCollectives:
         raise NotImplementedError
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, whose part for us becomes the ``k``-th of
-        ``output``. It counts as a reduction in [Note: Order of collectives].
+        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive its part for this rank as the ``k``-th
+        of ``output``. In [Note: Order of collectives] it counts as a reduction.
         """
         raise NotImplementedError
 
     def exchange(self, sent: Addressed, received: Addressed) -> Pending:
-        """Send each tensor of ``sent`` to its rank, and fill those of ``received`` from theirs, all at once.
+        """Send each tensor of ``sent`` to its rank, and fill each tensor of ``received`` from its rank, all concurrently.
 
-        Messages from one rank to another match in the order in which both list them. Tensors are 1-D and contiguous.
+        Messages between two ranks match in the order in which each of them lists its tensors. Tensors are 1-D, contiguous.
         """
         raise NotImplementedError
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """Make ``tensor`` that of the group's rank 0."""
+        """Overwrite ``tensor`` with the values of the group's rank 0."""
         raise NotImplementedError
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """Make ``tensor`` the sum or the maximum over the ranks, on the current stream."""
+        """Replace ``tensor`` by its sum or maximum over the ranks, on the current stream."""
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
 
 
@@ -106,12 +106,12 @@ def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 class GlooCollectives(BuiltinCollectives):
-    """Gloo on CPU: point-to-point in place of gloo's built-in all-gather and reduce-scatter.
+    """Gloo on CPU. All-gather and reduce-scatter use point-to-point messages instead of gloo's own collectives.
 
-    Those copy the whole output once more, and do an all-reduce on a clone of the input. Measured on 2 CPU cores at 32 MB:
-    the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5. Sends and receives between
-    two ranks match in the order of issue, so any number may be under way. Gathers and reductions have a tag each: see
-    [Note: Order of collectives]. And so have units: [Note: Data of different units never mix].
+    Gloo's own all-gather copies the whole output once more; its reduce-scatter does an all-reduce on a clone of the input.
+    Measured on 2 CPU cores at 32 MB: the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5.
+    Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
+    collective and each unit has a tag: [Note: Order of collectives], [Note: Data of different units never mix].
     """
 
     out_of_place = widens = True
@@ -120,14 +120,14 @@ class GlooCollectives(BuiltinCollectives):
         """See :class:`Collectives`."""
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
-            rows[self.rank].copy_(shard)  # and sent from there: the shard may change
+            rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
         return self._exchange(rows, [rows[self.rank]] * self.size, GATHER)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
         output, input = as_real(output), as_real(input)
         rows = input.view(self.size, -1).unbind()
-        # Row k holds what rank k sends, so the sum below runs in rank order whatever arrives first.
+        # Row k holds the part from rank k, so the sum below is in rank order, whichever message arrives first.
         others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
         received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
 
@@ -159,7 +159,7 @@ class GlooCollectives(BuiltinCollectives):
         kind: int,
         then: Callable[[], object] | None = None,
     ) -> Pending:
-        """Receive ``received[k]`` from every other rank ``k`` and send ``sent[k]`` to it; do ``then`` at the end."""
+        """Receive ``received[k]`` from each other rank ``k``, send ``sent[k]`` to it, and call ``then`` at the end."""
         group, rank, size, tag = self.group, self.rank, self.size, here.label.tag + kind
         sources = [(rank - step) % size for step in range(1, size)]
         works = [group.recv([received[source]], source, tag) for source in sources]
@@ -186,7 +186,7 @@ class GlooCollectives(BuiltinCollectives):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
         tensor, tag = as_real(tensor), here.label.tag
-        tags = torch.tensor([tag, -tag])  # their maxima: the largest, and minus the smallest
+        tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
 
         def average() -> None:
             largest, smallest = tags.tolist()
@@ -203,9 +203,9 @@ class GlooCollectives(BuiltinCollectives):
         for step in range(1, self.size):
             try:
                 never = self.group.recv([torch.empty(1)], (self.rank + step) % self.size, INTERRUPT_TAG)
-            except RuntimeError:  # that rank has closed the connection; others may be open
+            except RuntimeError:  # that rank has closed its connection; connections to other ranks may still be open
                 continue
-            with contextlib.suppress(RuntimeError):  # that it timed out
+            with contextlib.suppress(RuntimeError):  # the timeout
                 never.wait(timedelta(milliseconds=1))
             return
 
@@ -215,10 +215,10 @@ class GlooCollectives(BuiltinCollectives):
 
 
 class FakeCollectives(BuiltinCollectives):
-    """The fake process group: every rank has this rank's values.
+    """The fake process group: every rank is simulated to have this rank's values.
 
-    The fake group's own all-gather fills the output in one call per rank: host time that no real backend spends, 2 ms
-    at 4,096 ranks. The same result comes here from a single operation, and one call into the group keeps its dispatch cost.
+    The fake group's own all-gather fills the output with one call per rank: 2 ms of host time at 4,096 ranks, which no real
+    backend takes. Here a single operation gives the same result, and one call into the group keeps its dispatch cost.
     """
 
     out_of_place = True
@@ -255,7 +255,7 @@ class FakeCollectives(BuiltinCollectives):
         return self.group.broadcast(output, 0)
 
     def exchange(self, sent: Addressed, received: Addressed) -> Pending:
-        """See :class:`BuiltinCollectives`. What would come are other ranks' values, which nobody has: zeros."""
+        """See :class:`BuiltinCollectives`. There are no other ranks to receive from, so ``received`` becomes zeros."""
         for tensor, _ in received:
             tensor.zero_()
         return self.group.broadcast(received[0][0], 0) if received else Done()
@@ -275,18 +275,19 @@ class DefaultCollectives(BuiltinCollectives):
     """The backend's own collectives, on the current stream (NCCL and other accelerator backends).
 
     [Note: Averages of the backend]
-    NCCL's AVG multiplies by 1/N before it adds. That is exact where N is a power of two. For other N the sum is divided
-    afterwards, on the result only, except in float16, where the sum of N gradients overflows N times earlier than their
-    average.
+    NCCL's AVG multiplies by 1/N before it adds. That is exact if N is a power of two. For other N the collective computes a
+    sum, and only the result is divided. Exception: in float16 AVG is used for every N, because the sum of N gradients
+    overflows at values N times smaller than their average does.
 
     Args:
         group: the ranks to communicate among.
-        widens: send gradients in the dtype that they were computed in, and add them in ``reduce_dtype``, where that is
-            wider: an all-to-all and a local sum in rank order take the place of the reduce-scatter. Half of the bytes for
-            bfloat16 reduced in float32, and the sums are those of float32 gradients. It takes memory for one more input.
-        reduce_group: a second group of the same ranks in the same order, with a communicator of its own, for reductions:
-            then ranks may use different parameters of a unit over NCCL too. Read [Note: Order of collectives] in
-            ``_comm/backends.py`` first. All ranks of the world make it, by ``new_group``, and pass it like this::
+        widens: send gradients in the dtype that they were computed in, and add them in ``reduce_dtype``, if that is wider.
+            An all-to-all and a local sum in rank order replace the reduce-scatter. With bfloat16 gradients reduced in
+            float32 this sends half of the bytes, and the sums are those of float32 gradients. It needs memory for one
+            more input.
+        reduce_group: a second group of the same ranks in the same order, with a communicator of its own, for reductions.
+            With it, ranks may use different parameters of a unit over NCCL, too. Read [Note: Order of collectives] in
+            ``_comm/backends.py`` first. All ranks of the world create it by ``new_group``, and pass it like this::
 
                 second = torch.distributed.new_group()
                 fully_shard(model, collectives=lambda group, device: DefaultCollectives(group, reduce_group=second))
@@ -294,7 +295,7 @@ class DefaultCollectives(BuiltinCollectives):
             It is held weakly and ends with ``destroy_process_group``.
 
     Raises:
-        ValueError: the two groups have not the same ranks in the same order, or are one.
+        ValueError: the two groups are the same group, or do not have the same ranks in the same order.
     """
 
     out_of_place = True
@@ -312,7 +313,7 @@ class DefaultCollectives(BuiltinCollectives):
                     f"{'the same group' if reduce_group is group else f'one of the ranks {others}'}: make it by "
                     "torch.distributed.new_group(ranks) on every rank of the world"
                 )
-        if reduce_group is not None:  # then reductions may come before a gather on one rank and after it on another
+        if reduce_group is not None:  # a reduction may come before a gather on one rank and after it on another
             self.compared = (GATHER,)
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
         # torch 2.13 renamed these; 2.11 has the old names only.
@@ -357,7 +358,7 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
     def _uses_avg(self, dtype: torch.dtype) -> bool:
-        """Whether the backend's AVG is used, not SUM and a division. [Note: Averages of the backend]"""
+        """Whether to use the backend's AVG, and not SUM and a division. [Note: Averages of the backend]"""
         return self.size & (self.size - 1) == 0 or dtype is torch.float16
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
@@ -371,7 +372,7 @@ class DefaultCollectives(BuiltinCollectives):
         both = ((dist.irecv, received), (dist.isend, sent))
         messages = [dist.P2POp(op, t.view(torch.uint8), ranks[r], group) for op, tensors in both for t, r in tensors]
         for work in dist.batch_isend_irecv(messages) if messages else ():
-            work.wait()  # the current stream
+            work.wait()  # makes the current stream wait
         return Done()
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
@@ -382,15 +383,15 @@ class DefaultCollectives(BuiltinCollectives):
 
 _Subgroups = dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]]
 
-# By id of the default group: the groups that `subgroup` made in it, by their backend and ranks. All ranks hold the same.
+# By id of the default group: the groups made by `subgroup`, by backend and ranks. The keys are the same on all ranks.
 _subgroups: dict[int, tuple[weakref.ref[dist.ProcessGroup], _Subgroups]] = {}
 
 
 def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
-    """The ``size`` consecutive ranks of ``group`` that this rank is one of, as a group of their own.
+    """A process group of the ``size`` consecutive ranks of ``group`` that contain this rank.
 
-    Every rank of the world must call it at the same time, each with its own group: making groups wants all of them. Made
-    once. The default group holds it.
+    Every rank of the world must call it at the same time, each with its own ``group``, because creating a group is
+    collective over the world. The result is cached, and kept alive by the default group.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -417,32 +418,32 @@ def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """What ``group`` was made with, where its backend tells: a process group written in Python may not."""
+    """The timeout of ``group``. None if its backend does not tell: a process group written in Python may not."""
     try:
         options = getattr(group._get_backend(device), "options", None)
     except RuntimeError as e:
-        _trace.logger.debug("no timeout known of %s: %s", group, e)
+        _trace.logger.debug("the timeout of %s is not known: %s", group, e)
         return None
     return getattr(options, "_timeout", None)
 
 
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:
-    """The collectives that flatshard uses over ``group`` unless told otherwise: a base for others to wrap.
+    """The collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
 
-    Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, where part ``k`` of ``input`` goes to
-    rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also hand on ``out_of_place`` and
-    ``widens`` (see :class:`BuiltinCollectives`): what has them not is called as :class:`Collectives` says.
+    Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, which sends part ``k`` of ``input``
+    to rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also set ``out_of_place`` and
+    ``widens`` (see :class:`BuiltinCollectives`). A class without these is called as :class:`Collectives` says.
     """
     backend = dist.get_backend(group)
     if backend == "fake":
-        return FakeCollectives(group, widens=device.type == "cpu")  # as gloo
+        return FakeCollectives(group, widens=device.type == "cpu")  # like gloo
     if device.type == "cpu" and _has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)
 
 
 def message_collectives(group: dist.ProcessGroup, device: torch.device) -> tuple[BuiltinCollectives, torch.device]:
-    """For messages among those who compute on ``device``, and where the messages lie: on CPU, if the group can do that."""
+    """Collectives for messages among ranks that compute on ``device``, and the device for the messages: CPU if possible."""
     where = torch.device("cpu") if _has_gloo(group) else device
     return builtin_collectives(group, where), where
 

@@ -1,15 +1,16 @@
-"""Collectives that send block-wise int8 in place of floating-point numbers, for slow networks.
+"""Collectives that send block-wise int8 instead of floating-point numbers, for slow networks.
 
-After ZeRO++ (Wang et al. 2023, arXiv:2306.10209): quantised weights in the all-gather (its qwZ), and gradients quantised
+As in ZeRO++ (Wang et al. 2023, arXiv:2306.10209), the all-gather sends quantised weights (its qwZ). Gradients are quantised
 once, sent all-to-all and summed in full precision (its qgZ, on one level).
 
 [Note: Block-wise int8]
-Each ``block`` consecutive elements share a float32 scale, their largest magnitude divided by 127; an element is sent as
-the nearest integer multiple of it. So the error of an element is at most 1/254 of its block's largest magnitude. On
-the wire a row (what one rank sends to one other) is its blocks' scales, then its codes, filled up to 16 bytes.
+Each ``block`` of consecutive elements shares a float32 scale: the largest magnitude in the block, divided by 127. An
+element is sent as the nearest integer multiple of the scale. So the error of an element is at most 1/254 of its block's
+largest magnitude. On the wire a row (what one rank sends to one other) is the scales of its blocks, then the codes,
+padded to a multiple of 16 bytes.
 
-A block with an infinity or NaN arrives as NaN, so that a loss scaler sees it. The code -128, which rounding never gives,
-stands for -0.0 in gradients, so that parameters that no rank used keep ``.grad is None``.
+A block that contains an infinity or NaN arrives as NaN, so that a loss scaler sees it. Rounding never gives the code
+-128; in gradients it stands for -0.0, so that parameters that no rank used keep ``.grad is None``.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, Pending, Works, as_real
 from flatshard._comm.handed_on import hand_on
 
-_WIDE = (torch.float32, torch.float64)  # what arithmetic is done in; narrower numbers are widened first
+_WIDE = (torch.float32, torch.float64)  # dtypes for arithmetic; narrower numbers are widened first
 _COMPRESSED = (*_WIDE, torch.float16, torch.bfloat16)
-_NEGATIVE_ZERO = -128  # the code
+_NEGATIVE_ZERO = -128  # the code of -0.0
 
 
 @dataclass(frozen=True)
 class QuantizedCollectives:
-    """Send parameters and gradients as int8, with a float32 scale for every ``block`` of them: a quarter of fp32's bytes.
+    """Send parameters and gradients as int8, with a float32 scale per ``block`` elements: a quarter of the bytes of fp32.
 
     >>> flatshard.fully_shard(model, policy={Block}, collectives=flatshard.comm.QuantizedCollectives())
 
-    Algorithm: ZeRO++'s (arXiv:2306.10209), see ``_comm/quantized.py``. Of normally distributed values each collective changes
-    0.7% (relative root mean square; ``block=256``). Rounding is to nearest, so runs are reproducible, and all ranks get
-    the same parameters. The optimizer's parameters stay exact, as do ``summon_full_params`` and the initial broadcast;
-    ``unshard`` shows what forward sees. A module that changes its own parameters in forward keeps the changed elements as
-    it computed them, from approximations.
+    The algorithm is that of ZeRO++ (arXiv:2306.10209), see ``_comm/quantized.py``. Each collective changes normally
+    distributed values by 0.7% (relative root mean square; ``block=256``). Rounding is to nearest, so runs are reproducible,
+    and all ranks get the same parameters. The optimizer's parameters stay exact, as do ``summon_full_params`` and the
+    initial broadcast. ``unshard`` gives the approximated values that forward uses. If a module changes its own parameters
+    in forward, the changed elements are written back as it computed them, from approximated values.
 
-    float64, float32, float16, bfloat16 and complex gradients are quantised; what has another dtype is sent as it is, and
-    so are complex parameters. Within a collective the encoded and the received bytes take up to half of a float32
-    buffer's memory more, and 16-bit gradients are widened to float32.
+    float64, float32, float16, bfloat16 and complex gradients are quantised. Other dtypes, and complex parameters, are sent
+    as they are. During a collective the encoded and the received bytes take up to half of the memory of a float32 buffer
+    more, and 16-bit gradients are widened to float32.
 
     Args:
-        block: elements that share a scale. Smaller is more exact and sends more: 4 / ``block`` bytes an element.
+        block: elements that share a scale. A smaller block is more exact and sends more: 4 / ``block`` bytes per element.
         all_gather: whether parameters are quantised.
-        reduce: whether gradients are; under ``NO_SHARD`` twice, as what is reduced in parts is gathered again.
+        reduce: whether gradients are quantised. Under ``NO_SHARD`` they are quantised twice: an all-reduce reduces them in
+            parts, and then gathers the parts.
 
     Raises:
-        ValueError: ``block`` is not positive, or nothing is to be quantised.
+        ValueError: ``block`` is not positive, or both ``all_gather`` and ``reduce`` are False.
     """
 
     block: int = 256
@@ -62,10 +64,10 @@ class QuantizedCollectives:
         if not isinstance(self.block, int) or self.block < 1:
             raise ValueError(f"QuantizedCollectives: block must be a positive number of elements, got {self.block!r}")
         if not (self.all_gather or self.reduce):
-            raise ValueError("QuantizedCollectives(all_gather=False, reduce=False) quantises nothing: leave it out")
+            raise ValueError("QuantizedCollectives(all_gather=False, reduce=False) quantises nothing: do not pass it")
 
     def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Collectives:
-        """The collectives for one process group and device; :func:`fully_shard` calls this."""
+        """Make the collectives of one process group and device. :func:`fully_shard` calls this."""
         return _Quantized(builtin_collectives(group, device), self)
 
 
@@ -76,9 +78,9 @@ class _Quantized:
         self._block = choice.block
         self.exact = not choice.all_gather
         hand_on(self, inner, ["compared"])
-        if not choice.all_gather:  # else a shard is encoded from its place
+        if not choice.all_gather:  # otherwise a shard is encoded from its place in the output
             hand_on(self, inner, ["out_of_place"])
-        if not choice.reduce:  # else what is sent has 8 bits, whatever the input has
+        if not choice.reduce:  # otherwise 8 bits per element are sent, whatever the input's dtype
             hand_on(self, inner, ["widens"])
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
@@ -87,7 +89,7 @@ class _Quantized:
         rows = output.view(self._inner.size, -1)
         wire = self._new_wire(rows)
         own = self._inner.rank
-        # This rank's own place may be scribbled over: it is decoded like the others, so that all ranks see the same.
+        # Encoding destroys this rank's row. It is decoded like the others, so that all ranks have the same values.
         _encode(_widened(rows[own : own + 1]), wire[own : own + 1], self._block)
         pending = self._inner.all_gather(wire.view(-1), wire[own])
         return Works([pending], lambda: _decode(wire, rows, self._block))
@@ -119,7 +121,7 @@ class _Quantized:
         whole = torch.zeros(size * part, dtype=real.dtype, device=real.device)
         whole[: real.numel()].copy_(real)
         mine = torch.empty(1, part, dtype=torch.float32 if real.dtype not in _WIDE else real.dtype, device=real.device)
-        # Waited for at once: the second half must be issued where the first is. _backends.py, [Note: Order of collectives]
+        # Waits at once, so that the second half is issued in the same place on all ranks: [Note: Order of collectives]
         self._reduce(mine.view(-1), whole).wait()
         wire = self._new_wire(mine)
         _encode(mine, wire, self._block, keeps_negative_zero=True)
@@ -135,7 +137,7 @@ class _Quantized:
         return Works([pending], decode)
 
     def _new_wire(self, rows: torch.Tensor) -> torch.Tensor:
-        """Bytes for rows like ``rows``: one row a rank. [Note: Block-wise int8]"""
+        """An empty buffer for the encoded ``rows``, one row per rank. [Note: Block-wise int8]"""
         numel = rows.shape[1]
         nbytes = 4 * -(-numel // self._block) + numel
         return torch.empty(rows.shape[0], -(-nbytes // 16) * 16, dtype=torch.uint8, device=rows.device)
@@ -146,18 +148,18 @@ def _is_compressed(tensor: torch.Tensor) -> bool:
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` themselves, or a copy where their dtype is too narrow to compute in."""
+    """``rows``, or a float32 copy if their dtype is too narrow for arithmetic."""
     return rows if rows.dtype in _WIDE else rows.float()
 
 
 def _parts(wire: torch.Tensor, numel: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales (one a block) and the codes of rows of ``numel`` elements."""
+    """Views of the scales (one per block) and the codes in ``wire``, for rows of ``numel`` elements."""
     end = 4 * -(-numel // block)
     return wire[:, :end].view(torch.float32), wire[:, end : end + numel].view(torch.int8)
 
 
 def _blocks(rows: torch.Tensor, scales: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(values, scales) as (rows, blocks, elements) and (rows, blocks, 1): whole blocks, then the last one if it is short."""
+    """(values, scales), shaped (rows, blocks, elements) and (rows, blocks, 1): all whole blocks, then a short last one."""
     whole = rows.shape[1] // block
     if whole:
         yield rows[:, : whole * block].view(-1, whole, block), scales[:, :whole].unsqueeze(2)
@@ -166,11 +168,11 @@ def _blocks(rows: torch.Tensor, scales: torch.Tensor, block: int) -> Iterator[tu
 
 
 def _encode(rows: torch.Tensor, wire: torch.Tensor, block: int, keeps_negative_zero: bool = False) -> None:
-    """Write ``rows`` (of a wide dtype) to ``wire``. ``rows`` is destroyed."""
+    """Write the codes and scales of ``rows`` (of a wide dtype) to ``wire``. Destroys ``rows``."""
     scales, codes = _parts(wire, rows.shape[1], block)
     bits = rows.view(torch.int32 if rows.dtype is torch.float32 else torch.int64)
     negative_zeros = bits == torch.iinfo(bits.dtype).min if keeps_negative_zero else None
-    tiny = torch.finfo(torch.float32).tiny  # of a block of zeros; its inverse is finite
+    tiny = torch.finfo(torch.float32).tiny  # the scale of a block of zeros: its inverse is finite
     for values, scale in _blocks(rows, scales, block):
         largest = torch.maximum(values.amax(2, keepdim=True), -values.amin(2, keepdim=True))
         scale.copy_(largest.div_(127).clamp_min_(tiny))
@@ -182,7 +184,7 @@ def _encode(rows: torch.Tensor, wire: torch.Tensor, block: int, keeps_negative_z
 
 
 def _decode(wire: torch.Tensor, rows: torch.Tensor, block: int) -> None:
-    """Write to ``rows`` what is on the ``wire``."""
+    """Decode ``wire`` into ``rows``."""
     scales, codes = _parts(wire, rows.shape[1], block)
     rows.copy_(codes)
     for values, scale in _blocks(rows, scales, block):
@@ -190,7 +192,7 @@ def _decode(wire: torch.Tensor, rows: torch.Tensor, block: int) -> None:
 
 
 def _decode_gradients(wire: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
-    """The same with 0.0 for -0.0. Returns where it was, or where a NaN was: that depends on the processor."""
+    """Decode into ``rows``, with 0.0 for -0.0. Returns a mask of the -0.0 (and, on some processors, of NaNs)."""
     scales, codes = _parts(wire, rows.shape[1], block)
     negative_zeros = codes == _NEGATIVE_ZERO
     rows.copy_(codes).masked_fill_(negative_zeros, 0.0)

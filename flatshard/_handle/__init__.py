@@ -1,1 +1,1 @@
-"""One flat parameter: who sits where, its memory and its state. Knows no hooks and no module tree."""
+"""The flat parameters of one unit: layout, memory, states and gradients. Knows no module hooks and no module tree."""

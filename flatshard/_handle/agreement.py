@@ -1,4 +1,4 @@
-"""What ranks tell each other before they raise, so that all of them do."""
+"""Ranks agree on whether to raise: if one rank has an error, all of them raise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatshard._runtime import Runtime
 
 
 def on_any_rank(runtimes: Iterable[Runtime], flag: bool) -> bool:
-    """Whether any rank of these process groups gives True; one all-reduce each, in the same order on all ranks.
+    """Whether ``flag`` is True on any rank of these process groups. One all-reduce per group, in the same order on all ranks.
 
-    What a rank learns from one group it tells the next.
+    The result of one group is the input to the next.
     """
     for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
         if runtime.world_size > 1:

@@ -1,22 +1,22 @@
-"""One flat parameter: the local shard with the user's parameters on it, and what is gathered from it.
+"""One flat parameter: the local shard, the user's parameters on it, and the buffer that it is gathered into.
 
 [Note: The tensors of a unit]
-- ``shard``: this rank's part. 1-D, ``shard_numel`` elements in the master dtype. Lives as long as the unit.
-- ``params``: the user's own parameters, whose ``.data`` are slices of ``shard``.
-- ``unsharded``: all of it, gathered: see ``UnshardedBuffer``.
+- ``shard``: this rank's part. 1-D, ``shard_numel`` elements in the master dtype. It exists as long as the unit.
+- ``params``: the user's own parameters. Their ``.data`` are slices of ``shard``.
+- ``unsharded``: the gathered values of all ranks: see ``UnshardedBuffer``.
 
-With a single shard (``NO_SHARD``, world size 1) and a single dtype the unsharded buffer *is* ``shard``, and nothing is ever
+With a single shard (``NO_SHARD``, world size 1) and a single dtype the unsharded buffer *is* ``shard``, and nothing is
 gathered or copied.
 
 [Note: The cast is the copy]
-With mixed precision the unsharded buffer has the compute dtype. Putting the shard into its place there, which is a copy in
-any case, casts it; the all-gather runs in place and moves the smaller elements. ``keep_cast`` keeps the cast shard from
-the forward's gather to the backward's, which then copies instead of casting: worth its memory where the shard is on another
-device (CPU offload), as it travels once.
+With mixed precision the unsharded buffer has the compute dtype. The shard is copied to its place in the buffer in any case,
+and this copy casts it. The all-gather then runs in place, on the smaller elements. ``keep_cast`` keeps the cast shard from
+the forward's gather to the backward's, which copies it instead of casting again. This takes memory, and pays if the shard is
+on another device (CPU offload), because it is transferred once.
 
 [Note: Stepping between forward and backward]
-Autograd's check for in-place changes doesn't see the shards' (see ``UnshardedBuffer``), so it is ours to make:
-``FlatParamHandle.version``.
+Autograd's check for in-place changes doesn't see changes of the shards (see ``UnshardedBuffer``). So flatshard checks for
+them itself: ``FlatParamHandle.version``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardI
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
-# Read of every parameter in every step: the loops are left to C.
+# Read for every parameter in every step, so the loops run in C.
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
 _dtype = operator.attrgetter("dtype")
@@ -50,18 +50,18 @@ _dtype = operator.attrgetter("dtype")
 
 @dataclass(frozen=True, slots=True)
 class FlatOptions:
-    """What a user chose for one flat parameter. None: the dtype of the parameters (of ``compute_dtype`` for gradients)."""
+    """The user's options for one flat parameter. A dtype of None: that of the parameters; to reduce in: ``compute_dtype``."""
 
     compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None  # of the gradients' reduction
-    keep_low_precision_grads: bool = False  # ``.grad`` keeps the reduction's dtype
+    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients
+    keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     keep_cast: bool = False  # [Note: The cast is the copy]
-    offload: bool = False  # the shard and its gradient live on CPU
-    pin_memory: bool = True  # in page-locked memory
+    offload: bool = False  # the shard and its gradient are on the CPU
+    pin_memory: bool = True  # they are in page-locked memory, under offload
 
 
 class FlatBuffers:
-    """The values of one flat parameter: parameters of one dtype and device, all trainable or all frozen at first."""
+    """The values of one flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
 
     def __init__(
         self,
@@ -73,11 +73,10 @@ class FlatBuffers:
         pool: BufferPool | None = None,
         label: Label | None = None,
     ) -> None:
-        """Shard ``originals`` in place: afterwards each holds its part of the new local shard.
+        """Shard ``originals`` in place: each of them becomes its part of the new local shard.
 
-        ``label``: of the unit, for its collectives and errors.
-        ``runtime``: of the ranks that hold the shards, whom norms of gradients ask. ``pool``: whose memory what is gathered
-        and what is reduced lie in; None: memory of their own.
+        ``runtime``: of the ranks that hold the shards; norms of gradients are taken over these. ``pool``: allocates the
+        unsharded buffer and the reduction's memory; None: allocated here. ``label``: the unit, for collectives and errors.
         """
         self.layout = layout
         self._runtime = None if layout.world_size == 1 else runtime  # for norms of gradients: see `ShardInfo`
@@ -90,8 +89,8 @@ class FlatBuffers:
         self._host = None if runtime is None else runtime.host
         self.device = self._host if options.offload and self._host else self._compute_device  # of the shard
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
-        self._gathered: torch.Tensor | None = None  # what an approximate all-gather made of the shard
-        self.is_whole = layout.world_size == 1  # nothing to gather
+        self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
+        self.is_whole = layout.world_size == 1  # the shard is all of the flat parameter
         self._follow_kind()
         self.slices = layout.shard_slices(rank)
         self.shard = self._new_shard()
@@ -105,18 +104,18 @@ class FlatBuffers:
         for index, param in enumerate(originals):
             self._adopt(index, param)
         self._note_addresses()
-        # ``requires_grad`` as last brought in line between a parameter and its compute parameter.
+        # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in self.params]
-        self._synced_at = -1  # `changes.count` then
-        self.epoch = 0  # grows when the compute parameters change in a way that autograd's nodes depend on
+        self._synced_at = -1  # `changes.count` at that time
+        self.epoch = 0  # increases when the compute parameters need new AccumulateGrad nodes
         self._compute_version = 0
 
     def _follow_kind(self) -> None:
-        """What follows from the parameters' dtype and device."""
+        """Set what follows from the parameters' dtype and device."""
         self.compute_dtype = self.options.compute_dtype or self.dtype  # of the unsharded parameters
-        self.is_offloaded = self.options.offload and self.device == self._host  # the shard, from the compute device
+        self.is_offloaded = self.options.offload and self.device == self._host  # the shard is not on the compute device
         same = self.compute_dtype is self.dtype and self._compute_device == self.device and not self.is_offloaded
-        self.is_alias = self.is_whole and same  # nothing to copy or free either
+        self.is_alias = self.is_whole and same  # the unsharded buffer is the shard
 
     def _new_shard(self) -> torch.Tensor:
         pinned = self.options.pin_memory and self.is_offloaded
@@ -136,12 +135,12 @@ class FlatBuffers:
         self.unsharded.place(self.compute_dtype, self._compute_device, self.shard if self.is_alias else None)
 
     def _part_view(self, index: int) -> torch.Tensor:
-        """Parameter ``index``'s part of the local shard, in the shape that the user's parameter has."""
+        """Parameter ``index``'s part of the local shard, in the shape of the user's parameter."""
         part = self.slices[index]
         return self.shaped(index, self.shard[part.start : part.stop])
 
     def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
-        """Elements of parameter ``index``'s part, 1-D in memory order, in the shape that the user's parameter has."""
+        """Reshape 1-D ``part`` (parameter ``index``'s part, in memory order) to the shape of the user's parameter."""
         info = self.layout.params[index]
         if self.is_whole:
             return part.as_strided(info.shape, info.stride)
@@ -169,16 +168,16 @@ class FlatBuffers:
             param.grad = self.shaped(index, mine)
 
     def _describe(self, index: int, info: ShardInfo) -> None:
-        # A compute parameter shares its attributes with the user's, but for a tensor subclass, which has some of its own.
+        # A compute parameter usually shares its `__dict__` with the user's parameter. That of a tensor subclass may not.
         for owner in (self.params[index], self.computes[index]):
             owner.__dict__["_flatshard_info"] = info
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """The parameter that autograd sees in place of ``param``, one of ``params``."""
+        """The compute parameter of ``param``, one of ``params``: the tensor that autograd sees."""
         return next(c for p, c in zip(self.params, self.computes, strict=True) if p is param)
 
     def copy_with(self, params: Sequence[nn.Parameter], label: Label) -> FlatBuffers:
-        """The same layout and values in memory of its own, for ``params``: plain copies of ``self.params``."""
+        """The same layout and values in new memory, for ``params``, plain copies of ``self.params``."""
         result = copy.copy(self)
         result.label = label
         result.shard = self._new_shard().copy_(self.shard)
@@ -187,7 +186,7 @@ class FlatBuffers:
         result.params = tuple(params)
         result.is_watched = False
         result._cast = result._gathered = None
-        result._compute_version = 0  # of the new compute parameters
+        result._compute_version = 0  # the version of the new compute parameters
         result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
@@ -196,25 +195,25 @@ class FlatBuffers:
         return result
 
     def rename(self, old: str, new: str) -> None:
-        """Put ``new`` in the place of ``old`` at the beginning of every parameter's name."""
+        """Replace ``old`` by ``new`` at the beginning of every parameter's FQN."""
         self.layout = self.layout.renamed(old, new)
         for index, (param, info) in enumerate(zip(self.params, self.layout.params, strict=True)):
             assert isinstance(param, ShardedParameter)
             self._describe(index, replace(param._flatshard_info, fqn=info.fqn))
 
     def _note_addresses(self) -> None:
-        """Where the parameters' data is now: see ``moved``."""
+        """Record the addresses of the parameters' data, for ``moved``."""
         self._addresses = [p.data_ptr() for p in self.params]
         self._empty = [p for p in self.params if not p.numel()]
 
     # -- what the user may have changed ------------------------------------------------------------------------------
 
     def changed_in_forward(self) -> bool:
-        """Whether the module changed its own (unsharded) parameters in place since they were last refilled.
+        """Whether the module changed its own (unsharded) parameters in place since the last gather or check.
 
-        Not seen: ``p.data.mul_()``. A plain tensor's ``.data`` has a version counter of its own, and here parameters are
-        plain. To compare values would read each unit once more in every forward. ``p.data = ...``, ``p.detach().mul_()`` and
-        ``p.mul_()`` under ``no_grad`` are seen.
+        ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: the
+        ``.data`` of a plain tensor has its own version counter, and the compute parameters are plain. Comparing values
+        instead would read each unit once more in every forward.
         """
         version: int = sum(map(_version, self.computes))
         changed = version != self._compute_version
@@ -222,7 +221,7 @@ class FlatBuffers:
         return self.unsharded.take_back_moved() or changed
 
     def sync_requires_grad(self, thawed_only: bool = False) -> None:
-        """Give the compute parameters the ``requires_grad`` of the user's; ``thawed_only``: where that is True."""
+        """Copy ``requires_grad`` from the user's parameters to the compute parameters; ``thawed_only``: only True."""
         if self._synced_at == changes.count:
             return
         now = list(map(_requires_grad, self.params))
@@ -243,15 +242,15 @@ class FlatBuffers:
 
     @property
     def all_require_grad(self) -> bool:
-        """Whether all of the user's parameters do at this moment."""
+        """Whether all of the user's parameters require grad now."""
         if self._synced_at == changes.count:
             return False not in self.requires_grad
         return all(map(_requires_grad, self.params))
 
     def moved(self) -> list[int]:
-        """Parameters whose data is no longer their slice of the shard (``p.data = ...``, ``module.to(...)``)."""
+        """Indices of parameters that are not their slice of the shard any more (``p.data = ...``, ``module.to(...)``)."""
         addresses = list(map(torch.Tensor.data_ptr, self.params))
-        # Of an empty part the address says nothing, but all ranks must notice that the module was converted.
+        # An empty part has no address to compare, but all ranks must notice that the module was converted.
         converted = any(map(operator.ne, map(_dtype, self._empty), itertools.repeat(self.dtype)))
         if addresses == self._addresses and not converted and self.params[0].device == self.device:
             return []
@@ -262,21 +261,21 @@ class FlatBuffers:
         ]
 
     def check_shape(self, param: nn.Parameter, new: torch.Tensor) -> None:
-        """Raise if ``new`` cannot take the place of ``param``, where that is one of ``params``."""
+        """Raise if ``param`` is one of ``params``, and ``new`` has not the shape of its part."""
         for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self._part_view(i).shape]:
             info = self.layout.params[i]
             raise RuntimeError(
                 f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
-                f"{tuple(self._part_view(i).shape)} (of {info.shape} in whole). A sharded parameter cannot be resized: "
-                "resize the module before fully_shard, or change values inside "
+                f"{tuple(self._part_view(i).shape)} (of a parameter of shape {info.shape}). A sharded parameter cannot be "
+                "resized: resize the module before fully_shard, or change values inside "
                 "`with flatshard.summon_full_params(module):`"
             )
 
     def readopt(self, indices: Sequence[int]) -> None:
-        """Take over parameters whose data the user replaced: copy values in, or follow a new dtype or device.
+        """Adopt parameters whose data the user replaced: copy the values, or adopt the new dtype or device.
 
         Raises:
-            RuntimeError: a replaced tensor has another number of elements, or only some changed dtype or device.
+            RuntimeError: the new data has another shape, or only some parameters have a new dtype or device.
         """
         infos = self.layout.params
         for i in indices:
@@ -285,7 +284,7 @@ class FlatBuffers:
         if len(kinds) > 1:
             odd = [infos[i].fqn for i in indices]
             raise RuntimeError(
-                f"parameters {name_list(odd)} changed dtype or device, others of the same unit did not: {kinds}. "
+                f"parameters {name_list(odd)} changed dtype or device, but others of the same unit did not: {kinds}. "
                 "Convert the whole unit, e.g. module.to(...)"
             )
         (kind,) = kinds
@@ -299,9 +298,9 @@ class FlatBuffers:
         self._note_addresses()
 
     def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """``module.half()``, ``module.cuda()``: rebuild the buffers around the converted values.
+        """Rebuild the buffers for a new dtype or device: ``module.half()``, ``module.cuda()``.
 
-        Offsets stay as planned, so a smaller dtype may be aligned to fewer bytes than [Note: Alignment] asks for.
+        Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
         """
         self.epoch += 1
         values = [p.data for p in self.params]
@@ -319,11 +318,11 @@ class FlatBuffers:
     # -- gathering ---------------------------------------------------------------------------------------------------
 
     def gather(self, runtime: Runtime, again: bool) -> Pending:
-        """Fill the unsharded buffer from every rank's shard. ``again``: with the values of the last time."""
+        """Fill the unsharded buffer from all ranks' shards. ``again``: with the values of the last gather."""
         shard = self.shard
         if self.options.keep_cast:
             if self._cast is None or not again:
-                self._cast = None  # first, for the memory
+                self._cast = None  # frees the old one before the new one is allocated
                 self._cast = self._on_compute_device(runtime).to(self.compute_dtype)
             shard = self._cast
         elif self.options.offload:
@@ -331,12 +330,12 @@ class FlatBuffers:
         return self._gather_into(self.unsharded, shard, runtime, again)
 
     def gather_inner(self, runtime: Runtime, part: torch.Tensor) -> Pending:
-        """The same from what the ranks of another group kept of the last time: ``part`` here."""
+        """Fill the unsharded buffer from the inner shards of a smaller group. ``part``: this rank's inner shard."""
         own = self.unsharded.allocate_inner(part, runtime.world_size, runtime.rank)
         return runtime.all_gather(self.unsharded.wire, own, self.label, again=True)
 
     def _on_compute_device(self, runtime: Runtime) -> torch.Tensor:
-        """The shard where it is computed with. It travels as it is: a cast on CPU first would wait, in pageable memory."""
+        """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""
         if self.device == self._compute_device and not self.is_offloaded:
             return self.shard
         moved = self.shard.to(self._compute_device, non_blocking=True, copy=True)
@@ -357,14 +356,14 @@ class FlatBuffers:
         return runtime.all_gather(target.wire, target.own_wire, self.label, again)
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
-        """The unsharded values in the parameters' own dtype, in memory of their own."""
+        """The unsharded values in the parameters' own dtype, in a new buffer."""
         full = UnshardedBuffer(self.layout, self.rank, self.params)
         full.place(self.dtype, self._compute_device, None)
         self._gather_into(full, self._on_compute_device(runtime), runtime.exact).wait()
         return full
 
     def keep_gathered(self) -> None:
-        """The all-gather that just ended approximates: until ``free``, what it brought is not a change to write back."""
+        """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""
         self._gathered = self.unsharded.own.clone()
 
     def free(self) -> None:
@@ -373,13 +372,14 @@ class FlatBuffers:
         self.unsharded.free()
 
     def forget_cast(self) -> None:
-        """The values are not needed again before they may change."""
+        """Free the cast shard: the parameters may change before the next gather."""
         self._cast = None
 
     def write_back(self) -> None:
-        """Copy this rank's part of the unsharded buffer into the shard, where it is not just what was made of the shard.
+        """Copy this rank's part of the unsharded buffer into the shard, where it was changed.
 
-        That is the shard's own value, unless it was rounded (mixed precision) or approximated (quantised collectives).
+        Unchanged elements keep the shard's own value, of which the buffer may have a rounded (mixed precision) or
+        approximated (quantised collectives) copy.
         """
         if self.is_alias:
             return
@@ -387,21 +387,21 @@ class FlatBuffers:
         if self.compute_dtype is self.dtype and self._gathered is None:
             self.shard.copy_(own)
             return
-        made = self.shard.to(own) if self._gathered is None else self._gathered
+        made = self.shard.to(own) if self._gathered is None else self._gathered  # the values before any change
         same = ((own == made) | (own.isnan() & made.isnan())).to(self.shard.device)
         self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
         if self._gathered is not None:
-            self._gathered.copy_(own)  # the next change is to be seen against this
+            self._gathered.copy_(own)  # later changes are found relative to this
 
     def write_shard(self, shard: torch.Tensor) -> None:
-        """Take another local shard's values, ``(shard_numel,)``. By the parameters, whose versions must show it."""
+        """Overwrite the shard with ``shard``, ``(shard_numel,)``, through the parameters, so that their versions increase."""
         for index, (part, param) in enumerate(zip(self.slices, self.params, strict=True)):
             param.copy_(self.shaped(index, shard[part.start : part.stop]))
 
     def write_back_from(self, whole: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of whole parameters, on any device, into the shard.
 
-        Of copies of what an approximate all-gather brought: only what differs from that.
+        If ``whole`` are copies of values from an approximate all-gather, only the changed elements are copied.
         """
         before = self.shard.clone() if self._gathered is not None and self.compute_dtype is self.dtype else None
         self._fill_shard(whole)
@@ -412,5 +412,5 @@ class FlatBuffers:
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of parameter storage held now: the shard, and the unsharded buffer where it has storage of its own."""
+        """Bytes of parameter storage allocated now: the shard, and the unsharded buffer if it has its own storage."""
         return self.shard.untyped_storage().nbytes() + self.unsharded.nbytes

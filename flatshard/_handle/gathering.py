@@ -1,6 +1,7 @@
-"""Whole values of one flat parameter, gathered into memory of their own: for exports, not for computing.
+"""Gathers the whole values of one flat parameter into a new buffer, for exports rather than for computing.
 
-Of its parameters, or of anything that lies as they do: an optimizer's averages. Exact, whatever collectives train.
+The values are those of the parameters, or other tensors of the same layout, such as an optimizer's averages. They are
+exact, whatever collectives are used for training.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 
 
 class Gathering:
-    """One all-gather under way. All ranks start the same ones in the same order."""
+    """One all-gather in flight. All ranks start the same ones in the same order."""
 
     def __init__(
         self, handle: FlatParamHandle, buffers: FlatBuffers, pieces: Sequence[torch.Tensor | None] | None = None
     ) -> None:
-        """Start. ``pieces``: for each parameter this rank's part of what to gather, 1-D; None: zeros. By default the shard.
+        """Start. ``pieces``: this rank's part for each parameter, 1-D; None in it: zeros. Default: gather the shard.
 
-        Not all of ``pieces`` are None on any rank, and their dtype is the same on all.
+        On each rank at least one of ``pieces`` is not None, and their dtype is the same on all ranks.
         """
         self._handle, self._owner = handle, buffers
         layout = buffers.layout
@@ -42,15 +43,15 @@ class Gathering:
                     own[part.start : part.stop].copy_(piece)
         if not buffers.is_whole and layout.padded_numel:
             runtime = handle.runtime.exact
-            try:  # bytes: no backend knows every dtype
+            try:  # as bytes: no backend supports every dtype
                 self._pending = runtime.all_gather(self.flat.view(torch.uint8), own.view(torch.uint8), handle.label)
             except Exception as e:
                 runtime.fail("all-gather", handle.fqn, e)
 
     def wait(self) -> list[torch.Tensor]:
-        """The whole tensors, one for each parameter, in its shape and stride: views of one buffer.
+        """The whole tensor of each parameter, in its shape and stride: views of one buffer.
 
-        With tensor parallelism this gathers over its mesh, too, and gives plain tensors with the shape of the DTensor.
+        A DTensor parameter is gathered over the tensor-parallel mesh, too, and becomes a plain tensor of the whole shape.
         """
         try:
             self._pending.wait()
@@ -69,12 +70,12 @@ class Gathering:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return self.flat.nbytes
 
 
 def exchange(handle: FlatParamHandle, text: str) -> list[str]:
-    """Every rank's ``text``, in the order of the ranks that hold the shards."""
+    """Gather ``text`` from every rank, in the order of the ranks that hold the shards."""
     world, rank = handle.runtime.world_size, handle.runtime.rank
     if handle.buffers[0].is_whole:
         return [text]
@@ -97,10 +98,10 @@ def exchange(handle: FlatParamHandle, text: str) -> list[str]:
 def from_owner(
     handle: FlatParamHandle, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """On all ranks that hold the shards the ``tensor`` that one of them has; the others give None."""
+    """Send ``tensor`` from the one rank that has it to all ranks that hold the shards. The other ranks pass None."""
     result = torch.zeros(shape, dtype=dtype, device=handle.buffers[0].unsharded.flat.device)
     if tensor is not None:
         result.copy_(tensor)
-    if result.numel():  # bytes: with zeros from all others, their sum is the owner's bit for bit
+    if result.numel():  # as bytes: all other ranks have zeros, so the sum is the owner's tensor bit for bit
         handle.runtime.all_reduce_now(result.view(-1).view(torch.uint8), "sum")
     return result

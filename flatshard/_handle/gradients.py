@@ -1,29 +1,30 @@
-"""One flat parameter's gradients, from autograd's to the user's ``.grad``.
+"""One flat parameter's gradients, from autograd to the user's ``.grad``.
 
 [Note: The gradient has two homes]
-- the *reduction's input* (``reduction_input.py``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It takes
-  memory only from when a backward's gradients are complete to the end of their reduction. Until then they stay where autograd
-  puts them, in the compute parameters' ``.grad``: the unit's parameters are freed first, so the two never take memory at
-  once. They are copied into their slots one by one, and dropped at once; those of a small flat parameter together in one
-  operation. Where nothing is sharded (``NO_SHARD``) there is nothing to free, and the input becomes the gradients: there
-  each is copied as it comes, unless they are small. ``incoming.py`` does all of that.
-- the *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new for each backward. The ``.grad`` of
-  each sharded parameter *is* a slice of it, so it lives until the user drops the gradients.
+- The *reduction input* (``reduction_input.py``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It takes
+  memory only from the time when a backward's gradients are complete to the end of their reduction. Until then the gradients
+  stay where autograd puts them, in the compute parameters' ``.grad``. The unit's parameters are freed before the input is
+  allocated, so the two never take memory at once. The gradients are copied into their slots one by one, and each is freed
+  at once; those of a small flat parameter are copied in one operation. If nothing is sharded (``NO_SHARD``) there is nothing
+  to free, and the input becomes the gradients: each gradient is copied when it arrives, unless the flat parameter is small.
+  ``incoming.py`` does all of this.
+- The *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new in each backward. The ``.grad`` of each
+  sharded parameter *is* a slice of it, so it exists until the user drops the gradients.
 
-With mixed precision a gradient comes in the compute dtype, the reduction has the reduce dtype (the copy into the slot casts,
-if need be), and the gradient shard is cast to the parameters' own dtype, unless asked to be kept as it is.
+With mixed precision a gradient arrives in the compute dtype, and is reduced in the reduce dtype (the copy into the slot
+casts it if needed). The gradient shard is cast to the parameters' own dtype, unless ``keep_low_precision_grads`` is set.
 
 Under ``no_sync`` the input is kept from one backward to the next, which adds to it: in the reduce dtype, not in the compute
 dtype.
 
 [Note: Negative zero marks an unused parameter]
-A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would move
-it otherwise); a parameter that another rank used must get that rank's gradient here too. A rank learns which without
-any further communication: an unused slot is filled with -0.0, a used one holds ``gradient + 0.0``, which is never -0.0.
-Averages of -0.0 alone are -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest), so a slice is all -0.0 after the
-reduction if and only if nobody used it. Only a rank with a locally unused parameter looks. One that holds no element of it
-asks elsewhere: unused.py, [Note: Counting who did not use a parameter]. A reduction that does not keep signed zeros makes
-such a gradient zero instead of None.
+A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would change it
+otherwise). A parameter that another rank used must get that rank's gradient here, too. Ranks learn which it is without
+further communication: an unused slot is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The
+average of -0.0 alone is -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest). So after the reduction a slice is all
+-0.0 if and only if no rank used the parameter. Only a rank that did not use a parameter checks this. A rank that holds no
+element of it cannot check: unused.py, [Note: Counting who did not use a parameter]. If a reduction does not keep signed
+zeros, such a gradient becomes zero instead of None.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, in_memory_order
 from flatshard._runtime import Runtime
 
-_grad = plain_grad.__get__  # read of every parameter in every step: the loops are left to C
+_grad = plain_grad.__get__  # called for every parameter in every step, so the loop runs in C
 _NONE = itertools.repeat(None)
 
 
 class FlatGradients:
-    """The gradients of one :class:`FlatBuffers`: how they come is up to ``incoming``, and what becomes of them is here."""
+    """The gradients of one :class:`FlatBuffers`. ``incoming`` collects them; this class assigns the result to ``.grad``."""
 
     def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
         self.buffers = buffers
         self.reduction = Reduction(buffers, replicas)
-        self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then it alone gets a gradient
-        self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` was set or added to last
-        self.is_watched = False  # see `Home`, which this is for the flat parameter
+        self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
+        self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
+        self.is_watched = False  # part of `Home`, the protocol that this class implements for the flat parameter
         self._follow_kind()
         if buffers.options.keep_low_precision_grads:
             for param in buffers.params:
                 param.grad_dtype = self.reduction.dtype
 
     def _follow_kind(self) -> None:
-        """What follows from the parameters' dtype and device, and from who gets the gradients."""
+        """Set what follows from the parameters' dtype and device, and from the existence of ``flat_param``."""
         self.incoming = incoming_of(self.buffers, self.reduction, self.flat_param)
         self._parts = Parts(self.buffers, self.reduction.dtype)
         self._made_for = self._kind
@@ -75,11 +76,11 @@ class FlatGradients:
         return self.buffers.dtype, self.buffers.unsharded.flat.device
 
     def follow_names(self) -> None:
-        """The parameters have been renamed."""
+        """Adopt the new FQNs of the parameters."""
         self._parts = Parts(self.buffers, self.reduction.dtype)
 
     def use_flat_param(self) -> nn.Parameter:
-        """From now on a single 1-D parameter over the local shard gets the gradient, and the others get none."""
+        """From now on a single 1-D parameter over the local shard gets the gradient; the parameters get none."""
         if self.flat_param is None:
             self.flat_param = self._make_flat_param()
             self._follow_kind()
@@ -95,14 +96,14 @@ class FlatGradients:
         return flat
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """See ``Home``, which this is for the flat parameter: it has none."""
+        """Part of ``Home``: a flat parameter has no compute parameter."""
         raise RuntimeError(
-            "register_hook on a flat parameter (flat_parameters) would never run, as autograd has no gradient of it. Use "
-            "register_post_accumulate_grad_hook, or register it on the single parameters"
+            "register_hook on a flat parameter (flat_parameters) would never run, because autograd computes no gradient for "
+            "it. Use register_post_accumulate_grad_hook, or register the hook on the single parameters"
         )
 
     def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
-        """The same for copied buffers. No gradients are copied, as ``copy.deepcopy`` of a parameter copies none."""
+        """A new object for copied buffers, without gradients: ``copy.deepcopy`` of a parameter copies no gradient either."""
         result = FlatGradients(buffers, self.reduction.replicas)
         result.reduction.divide_factor = self.reduction.divide_factor
         result.reduction.reduces_replicas = self.reduction.reduces_replicas
@@ -111,7 +112,7 @@ class FlatGradients:
         return result
 
     def follow_parameters(self) -> None:
-        """The parameters have another dtype or device now: so do gradients that are held, and those to come."""
+        """Adopt a new dtype or device of the parameters, also for gradients that are held."""
         if self._made_for == self._kind:
             return
         held = self.incoming.held()
@@ -125,7 +126,7 @@ class FlatGradients:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether there is anything to reduce, once a parameter requires grad."""
+        """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
         return self.buffers.is_trainable and self.reduction.ranks > 1 and self.buffers.layout.padded_numel > 0
 
     def finish(self, assign: bool = True) -> bool:
@@ -151,7 +152,7 @@ class FlatGradients:
         return bool(self.given)
 
     def discard(self) -> None:
-        """Forget what was received, and free the memory. ``.grad`` is not touched."""
+        """Drop all received gradients and free their memory. ``.grad`` is not changed."""
         self.reduction.discard()
         self.incoming.drop()
 
@@ -171,7 +172,7 @@ class FlatGradients:
         given = []
         unused = self.reduction.unused.found
         for index, (param, grad, was_filled) in enumerate(zip(params, parts, filled, strict=True)):
-            # `requires_grad` may have changed since forward: as in autograd, what it is now counts.
+            # As in autograd, the current `requires_grad` counts: the user may have changed it since forward.
             if not param.requires_grad:
                 continue
             if not (was_filled or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
@@ -184,14 +185,14 @@ class FlatGradients:
         if added:
             held, new = zip(*added, strict=True)
             torch._foreach_add_(held, new)
-            is_plain = torch.Tensor in set(map(type, held))  # autograd's, of a loss on the shard itself
+            is_plain = torch.Tensor in set(map(type, held))  # from autograd, for a loss on the shard itself
             if is_plain and not buffers.is_whole:
                 for param in params:
                     param.grad = param.grad
         return given
 
     def local(self) -> list[torch.Tensor | None]:
-        """This rank's part of each parameter's gradient, wherever the user finds it; None where there is none."""
+        """This rank's part of each parameter's gradient, in ``.grad`` or in that of ``flat_param``; None if there is none."""
         if self.flat_param is None:
             return list(map(_grad, self.buffers.params))
         flat = self.flat_param.grad
@@ -200,7 +201,7 @@ class FlatGradients:
     # -- whole gradients for the user --------------------------------------------------------------------------------
 
     def gather(self, runtime: Runtime) -> list[torch.Tensor | None]:
-        """Whole gradients in the parameters' shapes; None for a parameter that has none on any rank."""
+        """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
         buffers, layout = self.buffers, self.buffers.layout
         device = buffers.unsharded.flat.device
         present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=device)
@@ -222,14 +223,14 @@ class FlatGradients:
     def _gather_now(self, runtime: Runtime, output: torch.Tensor, shard: torch.Tensor) -> None:
         if self.buffers.layout.world_size > 1:
             try:
-                # As bytes: no backend knows every dtype.
+                # As bytes: no backend supports every dtype.
                 label = self.buffers.label
                 runtime.exact.all_gather(output.view(torch.uint8), shard.view(torch.uint8), label).wait()
             except Exception as e:
                 runtime.fail("all-gather", self.buffers.label.unit, e)
 
     def write_back(self, whole: list[torch.Tensor | None]) -> None:
-        """Keep this rank's part of whole gradients: the inverse of ``gather``."""
+        """Write this rank's part of whole gradients to ``.grad``: the inverse of ``gather``."""
         buffers = self.buffers
         if self.flat_param is not None and any(g is not None for g in whole) and self.flat_param.grad is None:
             self.flat_param.grad = torch.zeros_like(buffers.shard, dtype=self.reduction.dtype)
@@ -253,7 +254,7 @@ class FlatGradients:
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:
-    """Whether any rank put a gradient into this slice. [Note: Negative zero marks an unused parameter]"""
+    """Whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     return not bool(((grad == 0) & torch.signbit(grad)).all())

@@ -1,8 +1,8 @@
-"""``FlatParamHandle``: one unit's parameters as flat parameters, with the verbs that move them.
+"""``FlatParamHandle``: one unit's flat parameters, and the operations on them (unshard, reshard, reduce, ...).
 
-Composes layout, buffers, gradients, slots and lifetime; adds no state of its own. Usually a handle has a single flat
-parameter. Parameters of another dtype, or frozen ones beside trainable ones, get a flat parameter of their own in the
-same handle, so that a frozen parameter costs no gradient memory and no byte of a reduction.
+The handle combines layout, buffers, gradients, slots and lifetime. It usually has a single flat parameter. Parameters of
+another dtype, and frozen parameters beside trainable ones, get a flat parameter of their own in the same handle. So a
+frozen parameter takes no gradient memory, and adds no bytes to a reduction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatshard._handle.tensors.partial import plainly
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Holding, Runtime
 
-_version = operator.attrgetter("_version")  # read of every parameter in every step: the loop is left to C
+_version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
 
 class FlatParamHandle:
@@ -52,11 +52,11 @@ class FlatParamHandle:
 
         Args:
             fqn: the unit's FQN, for errors and traces.
-            flats: what the unit owns, laid out over the ranks of ``runtime``, or over one under ``NO_SHARD``.
-            runtime: the collectives of the group to shard over.
-            replicas: those of the group of ranks that hold the same shard, if there are others. ``runtime`` itself keeps
-                every parameter whole on every rank (``NO_SHARD``).
-            pool: where memory comes from that collectives read and write. pool.py, [Note: Static buffers]
+            flats: the unit's parameters, laid out over the ranks of ``runtime``, or over one rank under ``NO_SHARD``.
+            runtime: the runtime of the group to shard over.
+            replicas: the runtime of the group of ranks that hold the same shard, or None. It is ``runtime`` itself if every
+                rank keeps whole parameters (``NO_SHARD``).
+            pool: allocates the memory that collectives read and write. pool.py, [Note: Static buffers]
         """
         self.runtime = runtime
         self.arrivals = Arrivals()
@@ -79,24 +79,24 @@ class FlatParamHandle:
                     self.slots.add(module, name, owned.param, compute)
         self.all_trainable = all(p.param.requires_grad for p in params)
         self.any_trainable = any(p.param.requires_grad for p in params)
-        self.accumulates = False  # some rank may hold gradients of earlier backwards for the next reduction
+        self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self._checked_at = self._synced_at = -1  # `changes.count` at the last `check_parameters`, `sync_requires_grad`
         self._gathers: list[Pending] = []
-        self.is_exact = True  # whether the last gather brought the shards bit for bit
-        self.on_reduced: Callable[[], None] = _nothing  # called whenever gradients have come into the user's ``.grad``
-        self.inner: InnerShards | None = None  # where it reshards to a smaller group after forward
+        self.is_exact = True  # whether the last all-gather delivered the shards bit for bit
+        self.on_reduced: Callable[[], None] = _nothing  # called after reduced gradients were set in or added to `.grad`
+        self.inner: InnerShards | None = None  # if the unit reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
         self.gradient_nodes: list[Node] = []
-        self._nodes_stream: Any = None  # that all of them accumulate on; None on CPU
+        self._nodes_stream: Any = None  # the stream that all of them accumulate on; None on CPU
         self._index()
-        self.is_alias = not self._gathered  # parameters are always whole here: unshard and reshard move nothing
+        self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
 
     def _index(self) -> None:
-        """What every step reads of ``buffers``, put together once."""
+        """Collect from ``buffers`` what every step reads, once."""
         self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
         self._pooled = [b for b in self._gathered if b.pool is not None]
         self._params = [p for b in self.buffers for p in b.params]
-        self._find_gradient_nodes()  # now, not in the first step
+        self._find_gradient_nodes()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
         params = sum(len(b.params) for b in self.buffers)
@@ -107,7 +107,7 @@ class FlatParamHandle:
 
     @property
     def fqn(self) -> str:
-        """The unit's."""
+        """The unit's FQN."""
         return self.label.unit
 
     def _make_label(self, fqn: str, identity: str) -> Label:
@@ -115,14 +115,14 @@ class FlatParamHandle:
         return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
 
     def rename(self, old: str, new: str) -> None:
-        """Put ``new`` in the place of ``old`` at the beginning of every name."""
+        """Replace ``old`` by ``new`` at the beginning of every FQN."""
         self.label.unit = new
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
             buffers.rename(old, new)
             grads.follow_names()
 
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Take over one more registration of a parameter that this handle owns."""
+        """Add another registration (module and name) of a parameter that this handle owns."""
         for buffers in self.buffers:
             for own, compute in zip(buffers.params, buffers.computes, strict=True):
                 if own is param:
@@ -136,43 +136,43 @@ class FlatParamHandle:
 
     @property
     def has_static_buffers(self) -> bool:
-        """Whether units take turns in the memory that is gathered into. pool.py, [Note: Static buffers]"""
+        """Whether several units share the memory that they gather into. pool.py, [Note: Static buffers]"""
         return bool(self._pooled)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether another unit is using the memory that gathering takes. pool.py, [Note: Static buffers]"""
+        """Whether another unit is using the memory that this one gathers into. pool.py, [Note: Static buffers]"""
         return bool(self._pooled) and any([b.unsharded.is_taken for b in self._pooled])
 
     def unblock(self) -> None:
-        """Take other memory. No graph of the unit is alive."""
+        """Gather into other memory from now on. No autograd graph of the unit may be alive."""
         for buffers in self._pooled:
             if buffers.unsharded.is_taken:
                 buffers.unsharded.unbind()
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes that gathering takes."""
+        """Bytes of the unsharded parameters."""
         return sum(b.unsharded.flat.nbytes for b in self._gathered)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def unshard(self, again: bool = False, exactly: bool = False) -> None:
-        """Start gathering, unless that was done. ``wait`` before anyone reads the parameters.
+        """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
-        ``again``: for a backward, which needs the values that its forward had. ``exactly``: the shards bit for bit,
-        whatever collectives the user chose.
+        ``again``: for a backward, which needs the values of its forward. ``exactly``: gather the shards bit for bit, even if
+        the user's collectives approximate.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
-        if self._gathers:  # of an unshard that was interrupted
+        if self._gathers:  # left by an interrupted unshard
             self._settle_gathers()
         if self._gathered:
             if self._pooled and self.is_blocked:
                 raise RuntimeError(
-                    f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its graph "
-                    "points to: units run backward at the same time that ran forward one after the other. Reshard the other "
-                    "unit first, or call fully_shard with static_buffers=False and collectives that have no allocate()"
+                    f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
+                    "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
+                    "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
                 )
             runtime, kept = self.runtime.exact if exactly else self.runtime, None
             if self.inner is not None and (kept := self.inner.take(again)) is not None:
@@ -193,7 +193,7 @@ class FlatParamHandle:
                 self.is_exact = runtime is runtime.exact
                 for buffers in self._gathered:
                     self._gathers.append(buffers.gather(runtime, again))
-            else:  # as exact as what they were kept of
+            else:  # `is_exact` stays: the kept shards are as exact as the gather that they were kept from
                 for buffers, part in zip(self._gathered, kept, strict=True):
                     self._gathers.append(Holding(buffers.gather_inner(runtime, part), [part]))
         except BaseException as e:
@@ -205,16 +205,16 @@ class FlatParamHandle:
             raise
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable by what the caller does next.
+        """Wait for the all-gather, so that the caller can read the unsharded parameters.
 
         Raises:
-            CollectiveError: the all-gather failed. Then they are sharded.
+            CollectiveError: the all-gather failed. The parameters are sharded again.
         """
         if self.lifetime.params is not ParamState.UNSHARDING:
             return
         gathers = self._gathers
         try:
-            while gathers:  # an interrupt leaves those that are still under way, for the next to wait
+            while gathers:  # an interrupt leaves the unfinished ones in the list, and the next `wait` continues
                 gathers[0].wait()
                 del gathers[0]
         except Exception as e:
@@ -227,7 +227,7 @@ class FlatParamHandle:
                 buffers.keep_gathered()
 
     def reshard(self) -> None:
-        """Free the unsharded parameters. One that is still being gathered is waited for first."""
+        """Free the unsharded parameters, after an all-gather in flight has ended."""
         state = self.lifetime.params
         if state is ParamState.SHARDED:
             return
@@ -236,14 +236,14 @@ class FlatParamHandle:
                 self.wait()
             except OutOfStepError:
                 raise
-            except CollectiveError as e:  # nobody reads what it would have brought
-                _trace.logger.warning("%s (gathered ahead of need, and dropped)", e)
+            except CollectiveError as e:  # the gathered values are not needed
+                _trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
         self._free()
 
     def _settle_gathers(self, out_of_step: bool = False) -> None:
-        """Wait for gathers that nobody needs. ``out_of_step``: one has raised that ranks do different things."""
-        if not settle(self._gathers) or out_of_step:  # some may never end
+        """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
+        if not settle(self._gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for buffers in self._gathered:
                 buffers.unsharded.leave_memory()
 
@@ -260,13 +260,13 @@ class FlatParamHandle:
         self.lifetime.move_params("reshard")
 
     def keep_inner_shards(self) -> Kept | None:
-        """The inner shards that the backward will gather from, or None. To be called before ``reshard``."""
+        """The inner shards that the backward will gather from, or None. Call this before ``reshard``."""
         if self.inner is None or self.lifetime.params is not ParamState.UNSHARDED:
             return None
         return self.inner.keep(self._gathered)
 
     def forget_cast(self) -> None:
-        """No backward will need the values that a forward had: see ``FlatOptions.keep_cast``."""
+        """Free the cast shards: no backward will need the values of a forward. See ``FlatOptions.keep_cast``."""
         for buffers in self._gathered:
             buffers.forget_cast()
 
@@ -279,8 +279,7 @@ class FlatParamHandle:
         return False
 
     def check_parameters(self) -> None:
-        """Take over whatever the user replaced, froze or unfroze since the last time, or raise.
-
+        """Adopt parameters that the user replaced, froze or unfroze since the last call, or raise. These are changes by
         ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
         """
         if self._checked_at == changes.count and self.slots.are_guarded:
@@ -288,18 +287,19 @@ class FlatParamHandle:
         for module, name, sharded, new in self.slots.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(
-                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is registered no "
-                    "more: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must come last"
+                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is no longer "
+                    "registered: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must "
+                    "come last"
                 )
             if (other := shard_info(new)) is not None:
                 raise RuntimeError(
                     f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} was replaced by "
                     f"{other.fqn!r}, which is sharded: the two would not be tied. Tie parameters before fully_shard. To copy "
-                    "values, register the parameter that was there again, and copy into it"
+                    "values, register the original parameter again, and copy into it"
                 )
             for buffers in self.buffers:
                 buffers.check_shape(sharded, new)
-            sharded.data = new.data  # the optimizer holds `sharded`, so it stays
+            sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
         for buffers, grads in zip(self.buffers, self.grads, strict=True):
@@ -312,16 +312,16 @@ class FlatParamHandle:
         self._checked_at = changes.count
 
     def version(self) -> int:
-        """Grows with every change of the user's parameters' values, on all ranks alike."""
+        """Increases with every change of the parameters' values, by the same amount on all ranks."""
         with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
             return sum(map(_version, self._params))
 
     def increment_version(self) -> None:
-        """The shards were written past the user's parameters, on all ranks alike."""
+        """Record that the shards were written directly, not through the parameters. All ranks call it alike."""
         increment_version(self._params)
 
     def sync_requires_grad(self) -> None:
-        """Follow what the user froze or unfroze."""
+        """Adopt parameters that the user froze or unfroze."""
         if self._synced_at == changes.count:
             return
         self._synced_at = changes.count
@@ -347,9 +347,9 @@ class FlatParamHandle:
             self._find_gradient_nodes()
 
     def write_back_if_changed(self, keep: bool = True) -> None:
-        """Keep what a forward changed in place in its own parameters (``self.weight.clamp_()`` under no_grad).
+        """Write back in-place changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad).
 
-        ``keep=False`` forgets the change instead.
+        ``keep=False`` ignores the changes instead.
         """
         for buffers in self.buffers:
             if buffers.changed_in_forward() and keep:
@@ -363,27 +363,27 @@ class FlatParamHandle:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def receive(self, group: int, index: int, task: int) -> None:
-        """Take a parameter's gradient, of graph task ``task``: see ``Incoming.receive``."""
+        """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``Incoming.receive``."""
         if self.lifetime.grads is not GradState.FILLING:
-            if self.lifetime.grads is GradState.REDUCING:  # a second reduction of this unit in one backward
+            if self.lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish_reduce()
             self.lifetime.move_grads("receive")
         self.grads[group].incoming.receive(index)
         self.arrivals.task = task if all([g.incoming.leaves_them for g in self.grads]) else -1
 
     def follow_stream(self) -> None:
-        """Have autograd accumulate gradients on the stream that the forward which starts now runs on.
+        """Make autograd accumulate gradients on the stream of the forward that starts now.
 
-        A node accumulates on the stream that it was made on, and joins it with the others at the end of backward: while a
-        graph is captured on another one, that would be an error. [Note: CUDA graphs]
+        An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
+        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
         """
         streams = self.runtime.streams
         if streams is not None and streams.current != self._nodes_stream:
-            self.gradient_nodes = []  # else autograd would give the same ones again
+            self.gradient_nodes = []  # drop the old nodes, otherwise autograd would return them again
             self._find_gradient_nodes()
 
     def _find_gradient_nodes(self) -> None:
-        # Autograd's AccumulateGrad nodes of the trainable parameters. It keeps them only as long as somebody does.
+        # The AccumulateGrad nodes of the trainable parameters. Autograd itself holds only weak references to them.
         leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
         with torch.inference_mode(False):
             self.gradient_nodes = [get_gradient_edge(leaf).node for leaf in leaves]
@@ -391,7 +391,9 @@ class FlatParamHandle:
             now = self.runtime.streams.current
             notes: list[Any] = [node.metadata for node in self.gradient_nodes]
             made_on = [note.setdefault("flatshard stream", now) for note in notes]
-            self._nodes_stream = now if all([stream == now for stream in made_on]) else None  # a graph has old ones
+            self._nodes_stream = (
+                now if all([stream == now for stream in made_on]) else None
+            )  # a graph keeps old nodes alive
         self._nodes_epoch = sum([b.epoch for b in self.buffers])
 
     def reduce(self) -> None:
@@ -404,7 +406,7 @@ class FlatParamHandle:
             for buffers, grads in zip(self.buffers, self.grads, strict=True):
                 if True in buffers.requires_grad:
                     grads.incoming.complete(self.runtime, self.accumulates)
-                else:  # frozen since: what was held is dropped
+                else:  # frozen since the last backward: held gradients are dropped
                     grads.reduction.discard()
                 buffers.forget_cast()
             if self.runtime.streams is None and not _trace.is_profiling():
@@ -422,15 +424,15 @@ class FlatParamHandle:
                 grads.incoming.reduce(self.runtime)
 
     def advance_reduce(self) -> None:
-        """Go on to average over the replicas, while later units compute. Where no one waits for it, nothing to do."""
+        """Start the second part of the reduction, over the replicas, while later units compute. Without replicas: nothing."""
         if self.replicas is not None:
             for grads in self.grads:
                 grads.reduction.advance(self.runtime)
 
     def hold_gradients(self) -> None:
-        """A backward without reduction is over: keep its gradients for the next one to add to.
+        """End a backward without a reduction: keep its gradients, to which the next backward adds.
 
-        Also where none came, as other ranks may have some, which are to be reduced with ours.
+        Also called if this rank has no gradients: other ranks may hold some, and the next reduction includes all ranks.
         """
         if self.lifetime.grads is GradState.NONE:
             self.lifetime.move_grads("receive")
@@ -442,25 +444,25 @@ class FlatParamHandle:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced, or to be averaged over the replicas."""
+        """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
         return self.lifetime.grads is GradState.HELD or any([g.reduction.is_partial for g in self.grads])
 
     @property
     def wants_reduction(self) -> bool:
-        """Whether they do, and may be."""
+        """Whether gradients of earlier backwards are to be reduced now."""
         held = self.lifetime.grads is GradState.HELD
         return held or any([g.reduction.is_partial and g.reduction.reduces_replicas for g in self.grads])
 
     @property
     def reduces_replicas(self) -> bool:
-        """Whether reductions end in ``.grad``. No: reduction.py, [Note: Accumulating within the shard group]"""
+        """Whether reductions end in ``.grad``. If not: reduction.py, [Note: Accumulating within the shard group]"""
         return all([g.reduction.reduces_replicas for g in self.grads])
 
     def finish_reduce(self, assign: bool = True) -> None:
-        """Wait for the reduction and set the user's gradients. Nothing to do where none is under way.
+        """Wait for the reduction, if one is in flight, and set the parameters' ``.grad``.
 
         Raises:
-            CollectiveError: the reduction failed. Then all of the unit's gradients of this backward have been dropped.
+            CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
         """
         if self.lifetime.grads is not GradState.REDUCING:
             return
@@ -468,14 +470,14 @@ class FlatParamHandle:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._finish_gradients(assign)
-        else:  # as in most backwards
+        else:  # the usual case in backward
             self._finish_gradients(assign)
 
     def free_reduced(self) -> None:
-        """Free the reduction's input as soon as the device is done with it. ``finish_reduce`` is still to come.
+        """Free the reduction's input as soon as the device has read it. ``finish_reduce`` must follow.
 
         Raises:
-            CollectiveError: as ``finish_reduce``.
+            CollectiveError: see ``finish_reduce``.
         """
         self._wait_for_reductions()
         for grads in self.grads:
@@ -491,7 +493,7 @@ class FlatParamHandle:
 
     @property
     def gives_late(self) -> bool:
-        """Whether ``.grad`` would make the host wait, and nobody looks at it before the backward is over."""
+        """Whether ``.grad`` is set at the end of backward: setting it makes the host wait (offload), and no hook reads it."""
         if not any([b.is_offloaded for b in self.buffers]):
             return False
         return not any([b.is_watched for b in self.buffers]) and not any([g.is_watched for g in self.grads])
@@ -506,11 +508,11 @@ class FlatParamHandle:
             self.on_reduced()
 
     def discard_gradients(self) -> None:
-        """After an exception in backward: drop what was received, reduced or not, and is not in ``.grad`` yet."""
+        """After an exception in backward: drop all gradients that are not in ``.grad`` yet, reduced or not."""
         try:
             self.finish_reduce(assign=False)
         except CollectiveError as e:
-            _trace.logger.warning("%s (of a backward that had failed already)", e)
+            _trace.logger.warning("%s (in a backward that had already failed)", e)
         self.arrivals.task = -1
         for grads in self.grads:
             grads.discard()
@@ -520,20 +522,20 @@ class FlatParamHandle:
     def _settle_reductions(self, out_of_step: bool = False) -> None:
         ended = all([grads.reduction.settle() for grads in self.grads])
         for grads in self.grads:
-            if not ended or out_of_step:  # some may never end
+            if not ended or out_of_step:  # some may never end, so their memory must not be freed
                 grads.incoming.leave_memory()
             grads.discard()
         self.lifetime.move_grads("finish")
 
     @property
     def is_reduced(self) -> bool:
-        """Whether gradients are reduced here, once a parameter requires grad."""
+        """Whether this unit has reductions when a parameter requires grad."""
         return any([g.is_reduced for g in self.grads])
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
-        """An equally sharded handle on the copied modules, with memory of its own and no gradients."""
+        """A handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
         self.check_parameters()
         if self.slots.shows is not SHARDED:
             raise RuntimeError(

@@ -1,7 +1,8 @@
-"""A backward's gradients of one flat parameter, from autograd to the end of their reduction.
+"""The gradients of one flat parameter in a backward, from autograd to the end of their reduction.
 
-There are two ways, chosen when the flat parameter is made. Where there is nothing to reduce or to move, each gradient becomes
-``.grad`` as it comes: :class:`HandedOver`. Otherwise all of them come into one input: :class:`Collected`.
+There are two implementations of :class:`Incoming`; :func:`incoming_of` chooses one when the flat parameter is created. If
+there is nothing to reduce or to move, each gradient becomes ``.grad`` when it arrives: :class:`HandedOver`. Otherwise all
+gradients are copied to one reduction input: :class:`Collected`.
 """
 
 from __future__ import annotations
@@ -21,82 +22,82 @@ from flatshard._handle.reduction_input import ReductionInput, make_input
 from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._runtime import Runtime
 
-SMALL = 128 * 1024  # bytes of a flat parameter below which an operation's overhead matters more than its traffic
+SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
-# Read of every parameter in every step: the loops are left to C.
+# Called for every parameter in every step, so the loops run in C.
 _grad = plain_grad.__get__
 _NONE = itertools.repeat(None)
 
 Held = list[tuple[int, torch.Tensor]]
-"""Gradients that wait for a later backward, by the number of their parameter: in the shapes of whole parameters."""
+"""Gradients that are kept for a later backward: (index of the parameter, gradient in the whole parameter's shape)."""
 
 
 def waits_for_all(is_whole: bool, nbytes: int) -> bool:
-    """Whether gradients stay where autograd puts them, until all have come. gradients.py, [Note: The gradient has two homes]
+    """Whether gradients stay where autograd puts them until all have come. gradients.py, [Note: The gradient has two homes]
 
-    ``is_whole``: nothing is sharded; ``nbytes``: of the reduction's input.
+    ``is_whole``: nothing is sharded. ``nbytes``: the size of the reduction input.
     """
     return not is_whole or nbytes < SMALL
 
 
 class Incoming(Protocol):
-    """One of the two ways."""
+    """The gradients of one flat parameter in a backward."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come since the last reduction."""
+        """Whether no gradient has come since the last reduction."""
 
     @property
     def leaves_them(self) -> bool:
-        """Whether gradients stay where autograd puts them (which adds to what is there), until all have come."""
+        """Whether gradients stay where autograd puts them (later ones are added there) until all have come."""
 
     def receive(self, index: int) -> None:
-        """Take the gradient that autograd left in compute parameter ``index`` (None: a custom function withheld it).
+        """Take the gradient from compute parameter ``index``. It may be None: a custom autograd function may return None.
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        """Add a plain gradient of parameter ``index`` to what has come."""
+        """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
 
     def hold(self) -> None:
-        """A backward is over, and another will add to its gradients before they are reduced."""
+        """End a backward without a reduction: the next backward adds to its gradients."""
 
     def held(self) -> Held:
-        """What is held."""
+        """The gradients that are kept."""
 
     def complete(self, runtime: Runtime, accumulates: bool) -> None:
-        """All gradients of the backward have come. ``accumulates``: some rank may add to gradients that it holds.
+        """Prepare the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
 
-        On the stream that backward computes on: the gradients that are copied and dropped here are its memory.
+        Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
         """
 
     def reduce(self, runtime: Runtime) -> None:
-        """Start averaging over the ranks. After ``complete``."""
+        """Start averaging over the ranks, after ``complete``."""
 
     def free_reduced(self) -> None:
-        """The device has reduced the input: free it, ahead of ``end``."""
+        """Free the reduction input before ``end``, because the device has already read it."""
 
     def end(self) -> tuple[torch.Tensor | None, list[bool]]:
-        """After the reduction: the gradient shard, if there is one for ``.grad``, and which parameters had a gradient here.
+        """Finish the reduction. Returns the gradient shard, and for each parameter whether it had a gradient on this rank.
 
-        Without a shard these are the parameters that have got theirs already.
+        Without a shard (None), these gradients are in ``.grad`` already.
         """
 
     def drop(self) -> None:
-        """Forget what has come, and free its memory. ``.grad`` is not touched."""
+        """Drop all gradients and free their memory. ``.grad`` is not changed."""
 
     def leave_memory(self) -> None:
-        """Take other memory from now on: collectives may use this for as long as their group lives."""
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
 
     @property
     def input(self) -> torch.Tensor | None:
-        """The reduction's input, if there is one. It has storage from ``complete`` to ``end``."""
+        """The reduction input, or None. It has storage from ``complete`` to ``end``."""
 
 
 def check(buffers: FlatBuffers, index: int, grad: torch.Tensor) -> None:
-    """Refuse what cannot be reduced into a flat gradient."""
+    """Raise if the gradient cannot be reduced in a flat parameter."""
     if grad.requires_grad:
         raise RuntimeError(
             f"the gradient of {buffers.layout.params[index].fqn!r} has a graph of its own "
@@ -111,18 +112,18 @@ def check(buffers: FlatBuffers, index: int, grad: torch.Tensor) -> None:
 
 
 def _wrappings(buffers: FlatBuffers) -> list[Wrapping | None]:
-    """What the gradients are taken out of, as they are of the kind that their parameters are of."""
+    """How to get the local, plain tensor out of each gradient: the same way as for its parameter."""
     return [wrapping_of(compute) for compute in buffers.computes]
 
 
 class HandedOver:
-    """Each gradient goes straight into ``.grad``: a single rank, which copies nothing."""
+    """Assigns each gradient to ``.grad`` without a copy. Used on a single rank."""
 
     leaves_them = False
     input = None
 
     def __init__(self, buffers: FlatBuffers, reduction: Reduction) -> None:
-        self._buffers = buffers
+        self._flat = buffers
         self._reduction = reduction
         self._wrappings = _wrappings(buffers)
         self._given = [False] * len(buffers.params)
@@ -133,20 +134,20 @@ class HandedOver:
 
     def receive(self, index: int) -> None:
         """See :class:`Incoming`."""
-        compute = self._buffers.computes[index]
+        compute = self._flat.computes[index]
         grad, compute.grad = compute.grad, None
         if grad is not None:
-            check(self._buffers, index, grad)
+            check(self._flat, index, grad)
             wrapping = self._wrappings[index]
             self.put(index, grad if wrapping is None else wrapping.local_gradient(grad))
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """See :class:`Incoming`."""
-        param, reduction = self._buffers.params[index], self._reduction
+        param, reduction = self._flat.params[index], self._reduction
         if not param.requires_grad:  # frozen since forward
             return
-        if grad.dtype is not reduction.dtype or grad.device != self._buffers.device:
-            grad = grad.to(self._buffers.device, reduction.dtype)
+        if grad.dtype is not reduction.dtype or grad.device != self._flat.device:
+            grad = grad.to(self._flat.device, reduction.dtype)
         if reduction.divide_factor is not None:
             grad = grad / reduction.divide_factor
         self._given[index] = True
@@ -156,13 +157,13 @@ class HandedOver:
             param.grad.add_(grad)
 
     def hold(self) -> None:
-        """They are in ``.grad`` already."""
+        """Nothing to do: they are in ``.grad`` already."""
 
     def held(self) -> Held:
         return []
 
     def complete(self, runtime: Runtime, accumulates: bool) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
     def reduce(self, runtime: Runtime) -> None:
         """Nothing to reduce."""
@@ -178,25 +179,23 @@ class HandedOver:
 
     def drop(self) -> None:
         """See :class:`Incoming`."""
-        self._given = [False] * len(self._buffers.params)
+        self._given = [False] * len(self._flat.params)
 
     def leave_memory(self) -> None:
-        """No collective uses any."""
+        """Nothing to do: there is no collective."""
 
 
 class Collected:
-    """Gradients come into the reduction's input: all at the end, or, where nothing is sharded, each as it comes."""
+    """Copies gradients to the reduction input: all at the end or, if nothing is sharded, each when it arrives."""
 
     def __init__(self, buffers: FlatBuffers, reduction: Reduction, tells_unused: bool) -> None:
-        """``tells_unused``: ranks are to agree which parameters none of them used."""
-        self._buffers = buffers
+        """``tells_unused``: ranks must agree on the parameters that none of them used."""
+        self._flat = buffers
         self._reduction = reduction
         self._tells_unused = tells_unused
         self._input: ReductionInput = make_input(buffers, reduction.reduce_dtype)
-        self._filled: list[bool] | None = (
-            None  # the slots of the input that took a gradient; None: there is no input yet
-        )
-        self._waiting = False  # gradients are still in the compute parameters' .grad
+        self._filled: list[bool] | None = None  # for each slot, whether it has a gradient; None: there is no input yet
+        self._waiting = False  # gradients are in the compute parameters' `.grad`
         self._wrappings = _wrappings(buffers)
         self._any_wrapped = any(w is not None for w in self._wrappings)
         nbytes = buffers.layout.padded_numel * reduction.reduce_dtype.itemsize
@@ -210,7 +209,7 @@ class Collected:
 
     @property
     def leaves_them(self) -> bool:
-        return self._waiting or True not in self._buffers.requires_grad
+        return self._waiting or True not in self._flat.requires_grad
 
     @property
     def input(self) -> torch.Tensor:
@@ -222,7 +221,7 @@ class Collected:
         """See :class:`Incoming`."""
         if self._waiting:
             return
-        buffers = self._buffers
+        buffers = self._flat
         compute = buffers.computes[index]
         grad = compute.grad
         if grad is None:
@@ -232,7 +231,7 @@ class Collected:
             return
         compute.grad = None
         check(buffers, index, grad)
-        if buffers.params[index].requires_grad:  # else frozen since its forward: autograd would drop it
+        if buffers.params[index].requires_grad:  # else it was frozen since its forward: drop it, as autograd would
             self.put(index, self._local(index, grad))
 
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -250,15 +249,15 @@ class Collected:
         torch.add(grad, 0.0, out=slot)  # gradients.py, [Note: Negative zero marks an unused parameter]
 
     def _open(self, dtype: torch.dtype) -> list[bool]:
-        """Have an input, of ``dtype`` if it is a new one."""
+        """Allocate the input, with ``dtype``, if there is none."""
         if self._filled is None:
             self._input.allocate(dtype)
-            self._filled = [False] * len(self._buffers.params)
+            self._filled = [False] * len(self._flat.params)
         return self._filled
 
     def _place(self, dtype: torch.dtype) -> None:
-        """Copy the gradients to their slots in an input of ``dtype``, from now on each as it comes."""
-        buffers, computes = self._buffers, self._buffers.computes
+        """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
+        buffers, computes = self._flat, self._flat.computes
         self._waiting = False
         if not buffers.all_require_grad:
             self._drop_of_frozen()
@@ -284,8 +283,8 @@ class Collected:
             self.put(index, grads.pop())
 
     def _drop_of_frozen(self) -> None:
-        """Drop gradients of parameters that the user has frozen since their forward, as autograd would."""
-        for param, compute in zip(self._buffers.params, self._buffers.computes, strict=True):
+        """Drop gradients of parameters that were frozen since their forward, as autograd would."""
+        for param, compute in zip(self._flat.params, self._flat.computes, strict=True):
             if not param.requires_grad:
                 compute.grad = None
 
@@ -301,8 +300,8 @@ class Collected:
     # -- reducing ----------------------------------------------------------------------------------------------------
 
     def complete(self, runtime: Runtime, accumulates: bool) -> None:
-        """See :class:`Incoming`. Slots that took no gradient count as unused."""
-        buffers, reduction = self._buffers, self._reduction
+        """See :class:`Incoming`. Slots without a gradient count as unused."""
+        buffers, reduction = self._flat, self._reduction
         if self._waiting or (self._filled is None and self._waits):
             widens = getattr(runtime.collectives, "widens", False)
             narrow = widens and not (accumulates or buffers.is_whole)
@@ -325,7 +324,7 @@ class Collected:
 
     def free_reduced(self) -> None:
         """See :class:`Incoming`."""
-        if not self._buffers.is_whole:  # else it is the result
+        if not self._flat.is_whole:  # otherwise the input is the result
             self._input.free()
 
     def end(self) -> tuple[torch.Tensor | None, list[bool]]:
@@ -338,7 +337,7 @@ class Collected:
         """See :class:`Incoming`."""
         if self._waiting:
             self._waiting = False
-            set_gradients_as_they_are(self._buffers.computes, _NONE)
+            set_gradients_as_they_are(self._flat.computes, _NONE)
         self._filled = None
         self._input.free()
 
@@ -348,7 +347,7 @@ class Collected:
 
 
 def incoming_of(buffers: FlatBuffers, reduction: Reduction, flat_param: nn.Parameter | None) -> Incoming:
-    """The way that the gradients of ``buffers`` go. ``flat_param``: what gets all of them, if not each parameter its own."""
+    """Choose the implementation for ``buffers``. ``flat_param``: a parameter that gets all gradients instead, or None."""
     if reduction.ranks == 1 and flat_param is None and not buffers.is_offloaded:
         return HandedOver(buffers, reduction)
     return Collected(buffers, reduction, tells_unused=flat_param is None)

@@ -1,15 +1,15 @@
-"""What a unit keeps from forward to backward where it reshards to fewer ranks (an int for ``reshard_after_forward``).
+"""Inner shards: what a unit keeps from forward to backward with an int for ``reshard_after_forward``.
 
-After forward each of the smaller group's ``k`` ranks keeps one of ``k`` equal parts of what was gathered, in the compute
-dtype, and backward's all-gather runs among these ranks only, which are usually those of one node. On an accelerator it is
-on another communicator than the gathers over the whole group, but on the same stream, so that their order is the same on
-all ranks.
+After forward the unit is resharded to a smaller group. Each of its ``k`` ranks keeps one of ``k`` equal parts of the
+unsharded buffer, in the compute dtype. Backward's all-gather runs among these ranks only, which are usually those of one
+node. On an accelerator this is a different communicator than that of the whole group's gathers, but the same stream, so the
+order is the same on all ranks.
 
 [Note: The life of an inner shard]
-It has the values of the unit's last forward, so the next all-gather over the whole group drops it. The backward that uses it
-drops it too: another backward of the same graph gathers over the whole group. And it ends with the last graph that would
-come back to it: autograd's graphs hold it, by their ``Step``, and a handle does not. All of that follows from what
-the program does, so all ranks agree on which group they gather over.
+An inner shard has the values of the unit's last forward, so the next all-gather over the whole group drops it. The backward
+that uses it drops it too: a second backward of the same graph gathers over the whole group. And it is freed with the last
+graph that could use it: autograd's graphs refer to it (through their ``Step``), and the handle only weakly. All of this
+follows from the program alone, so all ranks agree on the group that they gather over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatshard._runtime import Runtime
 
 
 class Kept:
-    """The inner shards of one unit, one for each flat parameter; None once they are used. Who may need them holds this."""
+    """The inner shards of one unit, one per flat parameter; None after their use. Graphs that may need them hold this."""
 
     __slots__ = ("__weakref__", "shards")
 
@@ -33,15 +33,15 @@ class Kept:
 
 
 class InnerShards:
-    """Of one unit."""
+    """Keeps and takes the inner shards of one unit."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """``runtime``: of the smaller group."""
+        """``runtime``: the runtime of the smaller group."""
         self.runtime = runtime
         self._kept: weakref.ref[Kept] | None = None
 
     def keep(self, gathered: Sequence[FlatBuffers]) -> Kept:
-        """Copy this rank's part of what was gathered. It lives as long as the result does."""
+        """Copy this rank's part of the unsharded buffers. The copies live as long as the result does."""
         kept = self._alive
         if kept is None:
             kept = Kept()
@@ -50,7 +50,7 @@ class InnerShards:
         return kept
 
     def take(self, again: bool) -> list[torch.Tensor] | None:
-        """Take and clear the kept shards. None if there are none, or without ``again``: then newer values are wanted."""
+        """Take and clear the kept shards. None if there are none, or if ``again`` is False: newer values are needed."""
         kept = self._alive
         if kept is None:
             return None
@@ -59,7 +59,7 @@ class InnerShards:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept now."""
+        """Bytes kept now."""
         kept = self._alive
         return sum([s.nbytes for s in kept.shards]) if kept is not None and kept.shards else 0
 
@@ -68,5 +68,5 @@ class InnerShards:
         return None if self._kept is None else self._kept()
 
     def copy(self) -> InnerShards:
-        """The same for another unit."""
+        """An object for another unit, with the same runtime and no shards."""
         return InnerShards(self.runtime)

@@ -1,20 +1,20 @@
-"""Who sits where: the plan of one flat parameter, in integers only.
+"""The layout of one flat parameter: which elements of which parameters are where. Integers only, no tensors.
 
 Parameters lie end to end in one *unsharded buffer*, which is cut into ``world_size`` equal *shards*::
 
     unsharded buffer   [ w0 w0 w0 | b0 . | w1 w1 w1 w1 w1 | . . ]      '.' = padding
     shards             [   rank 0    |   rank 1    |   rank 2   ]
 
-Where cuts may not fall anywhere (``block``), there is padding between parameters, and their order in memory may be another:
-see ``packing.py``.
+Parameters with blocks that must not be cut (``block``) may have padding between them, and another order in memory: see
+``packing.py``.
 
-Nothing outside this file computes an offset. All ranges are half-open; an absent part is an empty range, not a flag.
+Only this file computes offsets. All ranges are half-open; an absent part is an empty range, not a flag.
 
 [Note: Alignment]
-Every parameter starts on 16 bytes (vectorised kernels) and every shard is a multiple of 128 bytes, or of 16 where it has less
-than a kilobyte: NCCL has been seen to lose up to 12x of an all-gather's bandwidth when a rank's bytes are not a multiple of
-16. The cost is at most ``16 * params`` bytes for a flat parameter, and an eighth of a shard, or 16 bytes, for each rank: a
-small unit over thousands of ranks does not become a large one.
+Every parameter starts at a multiple of 16 bytes, for vectorised kernels. Every shard is a multiple of 128 bytes, or of 16
+if it is smaller than a kilobyte: NCCL has been seen to lose up to 12x of an all-gather's bandwidth when the bytes per
+rank are not a multiple of 16. The cost is at most ``16 * params`` bytes per flat parameter, and an eighth of a shard, or 16
+bytes, per rank. So a small unit stays small over thousands of ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import NamedTuple
 from flatshard._handle.packing import Piece, pack, round_up
 
 PARAM_ALIGNMENT = 16  # bytes
-SHARD_ALIGNMENT = 128  # bytes; of a shard of fewer than eight times as many: PARAM_ALIGNMENT
+SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT
 
 
 class ShardSlice(NamedTuple):
-    """The part of one parameter that one rank holds. Empty where the rank holds none."""
+    """The part of one parameter that one rank holds. Empty if the rank holds none of it."""
 
     start: int  # first element in the local shard
     stop: int
-    offset: int  # first element in the parameter's own memory order
+    offset: int  # index of the part's first element in the parameter, in memory order
 
     @property
     def numel(self) -> int:
@@ -51,8 +51,8 @@ class ParamInfo:
     stride: tuple[int, ...]  # dense: the elements fill [start, start + numel) without holes
     numel: int
     start: int  # first element in the unsharded buffer
-    block: int = 1  # elements that no cut separates, counted from the first in memory order
-    by_rows: bool = False  # blocks are rows: a rank's part has the parameter's dimensions
+    block: int = 1  # a cut between ranks must be at a multiple of this many elements, in memory order
+    by_rows: bool = False  # blocks consist of rows, and each rank's part keeps the parameter's dimensions
 
     @property
     def stop(self) -> int:
@@ -60,7 +60,7 @@ class ParamInfo:
 
     @property
     def cut(self) -> str:
-        """Where it may be cut, in words."""
+        """Where the parameter may be cut, in words."""
         if self.block == 1:
             return "elements"
         if not self.by_rows:
@@ -69,12 +69,12 @@ class ParamInfo:
         return "whole" if self.block >= self.numel else "rows" if self.block == row else f"{self.block // row} rows"
 
     def shape_of(self, part: ShardSlice) -> tuple[int, ...]:
-        """The shape of a rank's part: ``(rows, *rest)``, or 1-D."""
+        """The shape of a rank's part: ``(rows, *rest)`` if cut by rows, else 1-D."""
         return part_shape(self.shape, part.numel, self.by_rows)
 
 
 class Cut(NamedTuple):
-    """How one parameter may be cut."""
+    """Where one parameter may be cut."""
 
     block: int = 1  # as in ``ParamInfo``
     by_rows: bool = False
@@ -82,7 +82,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The plan of one flat parameter over ``world_size`` shards of ``shard_numel`` elements each."""
+    """The layout of one flat parameter: ``world_size`` shards of ``shard_numel`` elements each."""
 
     params: tuple[ParamInfo, ...]
     world_size: int
@@ -94,11 +94,11 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters alone."""
+        """Elements of the parameters, without padding."""
         return sum(info.numel for info in self.params)
 
     def shard_slices(self, rank: int) -> tuple[ShardSlice, ...]:
-        """For each parameter, the part of it in the shard of ``rank``."""
+        """For each parameter, its part in the shard of ``rank``."""
         first, last = rank * self.shard_numel, (rank + 1) * self.shard_numel
         slices = []
         for info in self.params:
@@ -110,12 +110,12 @@ class FlatLayout:
         return tuple(slices)
 
     def holders(self, index: int) -> range:
-        """The ranks that hold elements of parameter ``index``: none where it is empty."""
+        """The ranks that hold elements of parameter ``index``. Empty if the parameter is."""
         info = self.params[index]
         return range(info.start // self.shard_numel, -(-info.stop // self.shard_numel)) if info.numel else range(0)
 
     def renamed(self, old: str, new: str) -> FlatLayout:
-        """The same plan, with ``new`` in the place of ``old`` at the beginning of every name."""
+        """The same layout, with ``old`` replaced by ``new`` at the beginning of every FQN."""
         params = []
         for info in self.params:
             rest = info.fqn.removeprefix(old).removeprefix(".")
@@ -140,12 +140,12 @@ def plan_layout(
     world_size: int,
     cuts: Sequence[Cut] | None = None,
 ) -> FlatLayout:
-    """Lay ``params``, given as (FQN, shape, stride), end to end and cut the result into ``world_size`` shards.
+    """Lay ``params``, given as (FQN, shape, stride), end to end, and cut the result into ``world_size`` shards.
 
-    ``itemsize`` is the element's size in bytes. A stride that is not dense (an expanded or a sliced tensor) is replaced
-    by the row-major one; a dense one (row-major, channels-last, transposed) is kept, so that kernels see the memory
-    format that the user chose. ``cuts`` says for each where it may be cut; None: anywhere. Of one that is cut by rows these
-    must lie one after the other in memory: if not (transposed), its stride is replaced too.
+    ``itemsize`` is the element size in bytes. A dense stride (row-major, channels-last, transposed) is kept, so that kernels
+    see the memory format that the user chose; any other (an expanded or a sliced tensor) is replaced by the row-major one.
+    ``cuts`` says where each parameter may be cut; None: anywhere. The rows of a parameter that is cut by rows must be
+    consecutive in memory. If they are not (transposed), its stride is replaced too.
     """
     align = max(1, PARAM_ALIGNMENT // itemsize)  # [Note: Alignment]
     numels = [math.prod(shape) for _, shape, _ in params]
@@ -170,10 +170,10 @@ def plan_layout(
 
 
 def balanced(layout: FlatLayout, works: Sequence[int], loads: list[int]) -> FlatLayout:
-    """``layout`` with its shards given to other ranks, so that work on whole parameters is even over many layouts.
+    """``layout`` with its shards assigned to other ranks, to balance work on whole parameters over many layouts.
 
-    ``works``: of each parameter. ``loads``: of each rank so far; what this layout adds is added. Shards that share a
-    parameter with their neighbour stay where they are. The largest work goes to the rank with the least.
+    ``works``: the work of each parameter. ``loads``: the work of each rank so far; the work of this layout is added to it.
+    Shards that share a parameter with a neighbour keep their rank. The largest work goes to the rank with the smallest load.
     """
     size = layout.shard_numel
     work = [0] * layout.world_size
@@ -197,7 +197,7 @@ def balanced(layout: FlatLayout, works: Sequence[int], loads: list[int]) -> Flat
 
 
 def part_shape(shape: Sequence[int], numel: int, by_rows: bool) -> tuple[int, ...]:
-    """Of ``numel`` elements of a parameter of ``shape``: ``(rows, *rest)``, or 1-D."""
+    """The shape of ``numel`` elements of a parameter of ``shape``: ``(rows, *rest)`` if ``by_rows``, else 1-D."""
     if not by_rows or not shape:
         return (numel,)
     row = math.prod(shape[1:])
@@ -215,7 +215,7 @@ def _start(info: ParamInfo) -> int:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """``stride`` if elements laid out by it fill their range without holes or overlap, else the row-major stride."""
+    """``stride`` if the elements fill their range without holes or overlap, otherwise the row-major stride."""
     dims = sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1)
     expected = 1
     for step, size in dims:

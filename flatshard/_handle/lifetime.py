@@ -3,18 +3,18 @@
 Parameters, in terms of memory:
 
 - SHARDED      only the local shard exists; the unsharded buffer has no storage.
-- UNSHARDING   the unsharded buffer has storage and an all-gather is writing into it: nobody may read it.
+- UNSHARDING   the unsharded buffer has storage, and an all-gather is writing to it: it must not be read.
 - UNSHARDED    the unsharded buffer holds every parameter.
 
 Gradients between a unit's first gradient and the end of its reduction:
 
 - NONE         no reduction input exists. (The reduced gradients, if any, are the parameters' ``.grad``.)
-- FILLING      gradients come: where autograd puts them, or in the reduction input. gradients.py says which.
-- HELD         the reduction input keeps them between two backwards: the last one was told not to reduce (``no_sync``).
-- REDUCING     the collective reads the reduction input: nobody may write to it.
+- FILLING      gradients are arriving: in autograd's own tensors, or in the reduction input. See gradients.py.
+- HELD         the reduction input keeps them until the next backward: the last one was not to reduce (``no_sync``).
+- REDUCING     the collective reads the reduction input: it must not be written to.
 
-What the user can change behind our back (``.grad``, ``requires_grad``, ``p.data``) is read when needed, never mirrored
-here. What the tables don't hold is a bug of ours, raises, and changes nothing.
+State that the user can change directly (``.grad``, ``requires_grad``, ``p.data``) is not copied here, but read when it is
+needed. A transition that is not in the tables is a bug in flatshard: it raises, and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from flatshard._comm.progress import Label
 from flatshard._errors import InternalError
 
 
-class ParamState(enum.IntEnum):  # int: looked up many times a step, and hashing a plain Enum is Python code
+class ParamState(
+    enum.IntEnum
+):  # IntEnum: hashing a plain Enum runs Python code, and states are looked up in every step
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
     UNSHARDED = enum.auto()
@@ -42,7 +44,7 @@ PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
     (ParamState.SHARDED, "unshard"): ParamState.UNSHARDING,
     (ParamState.UNSHARDING, "wait"): ParamState.UNSHARDED,
     (ParamState.UNSHARDED, "reshard"): ParamState.SHARDED,
-    (ParamState.UNSHARDING, "reshard"): ParamState.SHARDED,  # a mistargeted prefetch: waited for, then freed
+    (ParamState.UNSHARDING, "reshard"): ParamState.SHARDED,  # prefetched in vain: waited for, then freed
 }
 
 GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
@@ -50,17 +52,17 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.FILLING, "receive"): GradState.FILLING,
     (GradState.FILLING, "hold"): GradState.HELD,
     (GradState.HELD, "receive"): GradState.FILLING,
-    (GradState.HELD, "reduce"): GradState.REDUCING,  # nothing new came in the last backward
+    (GradState.HELD, "reduce"): GradState.REDUCING,  # the last backward had no gradients for the unit
     (GradState.FILLING, "reduce"): GradState.REDUCING,
-    (GradState.NONE, "reduce"): GradState.REDUCING,  # nothing came on this rank; the others may have something
+    (GradState.NONE, "reduce"): GradState.REDUCING,  # this rank has no gradients, but other ranks may
     (GradState.REDUCING, "finish"): GradState.NONE,
-    (GradState.FILLING, "discard"): GradState.NONE,  # an exception in backward
+    (GradState.FILLING, "discard"): GradState.NONE,  # after an exception in backward
     (GradState.HELD, "discard"): GradState.NONE,
 }
 
 
 class Lifetime:
-    """The two machines of one handle: each ``move_*`` looks the transition up, and raises where there is none."""
+    """The two state machines of one handle. ``move_*`` looks up a transition, and raises if there is none."""
 
     __slots__ = ("_label", "grads", "params")
 

@@ -1,18 +1,19 @@
-"""Where parameters lie so that cuts between equal shards fall between their blocks only: in integers.
+"""Places parameters so that cuts between equal shards fall only between their blocks. Integers only.
 
 [Note: Packing]
-A piece has ``numel`` elements, in blocks of ``block`` that must not be cut. Shards all have ``size`` elements, so cuts are at
-its multiples. Inside a piece there is
+A piece has ``numel`` elements, in blocks of ``block`` elements that must not be cut. All shards have ``size`` elements, so
+cuts are at the multiples of ``size``. Inside a piece there is
 
-- no cut, if it lies in one shard;
-- one cut, if it begins a multiple of ``block`` before it: its start can be chosen so;
-- or several, and then ``size`` itself must be a multiple of ``block``.
+- no cut, if the piece lies in one shard;
+- one cut, if it comes a multiple of ``block`` elements after the piece's start, which can be chosen so;
+- several cuts, only if ``size`` itself is a multiple of ``block``.
 
-So for each number of pieces, the largest ones, that may have several cuts, ``size`` is a multiple of their blocks, and not
-too small for the others: that gives the sizes to try, in increasing order, each in steps of that multiple, and a binary
-search over the steps. (After veScale's planner, arXiv 2602.22437, whose blocks are the same; finding the optimum is NP-hard,
-as packing bins is.) Whether pieces fit a size is tried by putting each at the first place that there is, in the given order
-and from the largest to the smallest. Room left before a piece takes later, smaller ones: so pieces are permuted.
+So a family of sizes is tried for each number of pieces that may have several cuts, taken from the largest piece down. In a
+family, ``size`` is a multiple of the blocks of these pieces, and large enough for the others. Families are tried in the order
+of their smallest size, each by a binary search over its multiples. (The blocks are those of veScale's planner, arXiv
+2602.22437. To find the optimum is NP-hard, like bin packing.) To test a size, each piece is put at the first place where it
+fits, in the given order, and then from the largest to the smallest piece. A gap before a piece can take smaller pieces that
+come later, so the order in memory may differ from the order of the pieces.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """What is to be placed."""
+    """A range of elements to place."""
 
     numel: int
-    block: int  # elements that stay together, counted from the first
+    block: int  # elements that must not be cut, counted from the piece's start
 
 
 def pack(pieces: Sequence[Piece], world_size: int, align: int, shard_align: int) -> tuple[list[int], int]:
-    """The first element of each piece, and the shards' size: the smallest found. [Note: Packing]
+    """The start of each piece, and the size of the shards: the smallest that was found. [Note: Packing]
 
-    Starts are multiples of ``align``, the size is one of ``shard_align`` (itself a multiple of ``align``).
+    Starts are multiples of ``align``. The size is a multiple of ``shard_align`` (itself a multiple of ``align``).
     """
     total = sum(round_up(p.numel, align) for p in pieces)
     smallest = max([-(-total // world_size), *(min(p.block, p.numel) for p in pieces)])
@@ -47,7 +48,7 @@ def pack(pieces: Sequence[Piece], world_size: int, align: int, shard_align: int)
 
 
 def _families(pieces: Sequence[Piece], smallest: int, align: int, shard_align: int) -> Iterator[tuple[int, int]]:
-    """(least size, what it is a multiple of), for each number of the largest pieces that may have several cuts."""
+    """(smallest size, step between sizes) for each number of largest pieces that may have several cuts."""
     ordered = sorted(set(pieces), reverse=True)
     multiple = shard_align
     for count in range(len(ordered) + 1):
@@ -58,10 +59,10 @@ def _families(pieces: Sequence[Piece], smallest: int, align: int, shard_align: i
 
 
 def _least_for_one_cut(piece: Piece, align: int) -> int:
-    """The smallest size of shards in which ``piece`` can lie with at most one cut."""
+    """The smallest shard size with which ``piece`` has at most one cut."""
     if piece.block == 1:
         return 0
-    step = math.lcm(piece.block, align)  # of its start, before a cut
+    step = math.lcm(piece.block, align)  # the distance from its start to the cut is a multiple of this
     before = piece.numel // (2 * step)
     return min(piece.numel, before * step + min(step, piece.numel - 2 * before * step))
 
@@ -69,7 +70,7 @@ def _least_for_one_cut(piece: Piece, align: int) -> int:
 def _search(
     pieces: Sequence[Piece], world_size: int, align: int, least: int, multiple: int, bound: int | None
 ) -> tuple[list[int], int] | None:
-    """The smallest size below ``bound`` of one family that was found to do."""
+    """The smallest size below ``bound`` that was found to work, among ``least``, ``least + multiple``, ..."""
 
     def attempt(steps: int) -> tuple[list[int], int] | None:
         size = least + steps * multiple
@@ -78,7 +79,7 @@ def _search(
         starts = _place(pieces, world_size, align, size)
         return None if starts is None else (starts, size)
 
-    low, high = -1, 0  # `low` fails, `high` is tried
+    low, high = -1, 0  # `low` does not work, `high` is tried next
     while (found := attempt(high)) is None:
         if bound is not None and least + high * multiple >= bound:
             return None
@@ -93,7 +94,7 @@ def _search(
 
 
 def _place(pieces: Sequence[Piece], world_size: int, align: int, size: int) -> list[int] | None:
-    """Starts with shards of ``size``; None if no order that is tried fits."""
+    """The start of each piece, for shards of ``size``. None if the pieces fit in neither of the orders tried."""
     given = range(len(pieces))
     descending = sorted(given, key=lambda i: (-pieces[i].numel, i))
     for order in (given, descending):
@@ -123,12 +124,12 @@ def _place_in_order(pieces: Sequence[Piece], order: Sequence[int], end: int, ali
 
 
 def _first_start(piece: Piece, first: int, last: int, align: int, size: int) -> int | None:
-    """The first start of ``piece`` in the free range, where every cut inside of it is between blocks; None: nowhere."""
+    """The first start of ``piece`` in a free range for which all its cuts are between blocks. None if there is none."""
     if last - first < piece.numel:
         return None
     step = math.lcm(piece.block, align)
     candidates = []
-    # In front of the first cut of the range, and in the whole shard after it, which stands for all the others.
+    # Before the range's first cut, and in the whole shard after it. Every later shard has the same possibilities.
     lower = first
     for cut in (first // size + 1, first // size + 2):
         boundary = cut * size
@@ -141,7 +142,7 @@ def _first_start(piece: Piece, first: int, last: int, align: int, size: int) -> 
 
 
 def _is_uncut(piece: Piece, start: int, size: int) -> bool:
-    cut = (start // size + 1) * size  # the first that may lie inside
+    cut = (start // size + 1) * size  # the first cut after the start
     stop = start + piece.numel
     if cut >= stop:
         return True
@@ -149,5 +150,5 @@ def _is_uncut(piece: Piece, start: int, size: int) -> bool:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``value``."""
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""How the gradient shard of one flat parameter is cut into the parts that its parameters get as ``.grad``, or is one part."""
+"""Cuts the gradient shard of one flat parameter into the parts that become its parameters' ``.grad``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
 
 
 class Parts:
-    """Which elements are whose. Made for one dtype and device of the gradients."""
+    """Which elements belong to which parameter. Built for one dtype and one device of the gradients."""
 
     __slots__ = ("_any_shaped", "_empties", "_flat", "_here", "_infos", "_pieces", "_sizes")
 
     def __init__(self, buffers: FlatBuffers, dtype: torch.dtype) -> None:
         self._flat = buffers
-        self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and padding between them
-        self._here: list[int] = []  # the parameters that have elements on this rank
-        self._pieces: list[int] = []  # which piece is whose of those
+        self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and the padding between them
+        self._here: list[int] = []  # the indices of the parameters that have elements on this rank
+        self._pieces: list[int] = []  # for each of these, the index of its piece
         end = 0
         for index, part in sorted(enumerate(buffers.slices), key=lambda each: each[1].start):
             if part.numel and part.start > end:
@@ -36,7 +36,7 @@ class Parts:
         if buffers.is_whole:
             self._here = [k for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         self._infos = [i for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
-        # Parts without elements never change, so they are made once. The others' places here are filled for each gradient.
+        # Parts without elements never change, so they are created once. `of` fills in the others for each gradient.
         empty_part = torch.empty(0, dtype=dtype, device=buffers.device)
         self._empties = [empty_part.new_empty(p.shape if not p.numel() else (0,)) for p in buffers.params]
         self._any_shaped = any(info.by_rows for info in buffers.layout.params)
@@ -45,13 +45,13 @@ class Parts:
                 mark(empty, info)
 
     def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
-        """The parts of ``shard`` (``shard_numel`` elements), each in the shape of the user's parameter: views.
+        """The part of each parameter in ``shard`` (``shard_numel`` elements): views, in the shapes of the user's parameters.
 
-        ``as_gradients``: as they go into ``.grad``, see ``ShardedGradient``.
+        ``as_gradients``: return them as they are stored in ``.grad``, see ``ShardedGradient``.
         """
         if self._flat.is_whole:
             whole = [shard.as_strided(info.shape, info.stride, info.start) for info in self._flat.layout.params]
-            if as_gradients and self._infos:  # of DTensors
+            if as_gradients and self._infos:  # DTensors have peers on their own mesh
                 mark_all([whole[k] for k in self._here], self._infos)
             return whole
         split = shard.split_with_sizes(self._sizes)
@@ -67,7 +67,7 @@ class Parts:
 
 
 def info_of_all(buffers: FlatBuffers) -> ShardInfo:
-    """What a single parameter over the whole shard holds (``flat_parameters``)."""
+    """The ``ShardInfo`` of a single parameter that covers the whole shard (``flat_parameters``)."""
     layout = buffers.layout
     infos = [shard_info(p) for p in buffers.params]
     runtime, counted = common_runtime([None if info is None else info.runtime for info in infos])

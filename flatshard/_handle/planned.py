@@ -1,4 +1,4 @@
-"""What a handle is made of: parameters with all their registrations, and how each flat parameter is laid out."""
+"""The input of a handle: parameters with all their registrations, and the layout of each flat parameter."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from flatshard._handle.layout import FlatLayout
 
 @dataclass
 class PlannedParam:
-    """A parameter to be sharded, and every (module, name) that it is registered under."""
+    """A parameter to shard, and every (module, name) that it is registered under."""
 
     fqn: str
     param: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that ``param`` has taken the place of
+    was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that ``param`` has replaced
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFlat:
-    """A flat parameter to be made: of parameters equal in dtype, in being trainable, and in options."""
+    """A flat parameter to create. Its parameters have the same dtype, options, and ``requires_grad``."""
 
-    params: tuple[PlannedParam, ...]  # as in ``layout``
+    params: tuple[PlannedParam, ...]  # in the order of ``layout``
     options: FlatOptions
     layout: FlatLayout
-    warning: str | None = None  # why it is not laid out as was asked for
+    warning: str | None = None  # why the layout is not the requested one

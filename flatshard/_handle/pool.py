@@ -1,20 +1,20 @@
-"""Memory that units take turns in, where addresses must not change.
+"""Memory with fixed addresses that units share by taking turns.
 
 [Note: Static buffers]
-By default a unit's storage is resized between zero and full, and the device's allocator decides where it lies. CUDA graphs,
-NCCL's registered buffers and symmetric memory want a few buffers that stay where they are. With ``static_buffers=True``, or
-with collectives that have an ``allocate``, memory comes from a :class:`BufferPool`: each buffer is made once, and kept.
+By default a unit's storage is resized between zero and full, and the device's allocator chooses its address. CUDA graphs,
+NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With ``static_buffers=True``, or
+with collectives that have an ``allocate``, memory comes from a :class:`BufferPool`. Each buffer is created once, and kept.
 
-- *Gathered parameters.* A flat parameter is bound to one slot at its first unshard, for good: by the time of backward
-  autograd has saved views of that storage. It gets a free slot, the one that has been free for longest, and leaves another
-  one free. So a unit and the one that is gathered ahead never share a slot. A model of equal blocks takes two slots for
-  them, and one for the outermost unit, which stays unsharded: what is in use at a time anyway. Where another unit is using
-  the slot, as units run in another order now, the unit is bound anew, unless a graph of it is alive.
-- *Reduction inputs* take any free slot, each time: autograd has no view of them.
+- *Gathered parameters.* A flat parameter is bound to one slot at its first unshard and keeps it, because autograd has saved
+  views of that storage by the time of backward. It gets the free slot that has been free for longest, if another free one
+  remains. So a unit and the unit that is prefetched next never share a slot. A model of equal blocks takes two slots for
+  the blocks, and one for the outermost unit, which stays unsharded. This much is in use at a time anyway. If another unit
+  is using the slot, because units now run in a different order, the unit is bound again, unless a graph of it is alive.
+- *Reduction inputs* take any free slot each time, because autograd has no views of them.
 
-Streams: a slot of gathered parameters is written on the gather stream, which is ordered behind whatever was freed before. A
-slot for inputs belongs to the stream that it was made on, as memory of the device's allocator does: backward writes an input
-on that stream, and takes it again when that stream has waited for the reduction.
+Streams: a slot for gathered parameters is written on the gather stream, which waits for whatever was freed before. A slot for
+inputs belongs to the stream that it was created on, like memory of the device's allocator: backward writes an input on that
+stream, and reuses it after that stream has waited for the reduction.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Slot:
 
     def __init__(self, flat: torch.Tensor, stream: Any) -> None:
         self.flat = flat  # 1-D
-        self.stream = stream  # that it was made on; None on CPU
+        self.stream = stream  # that `flat` was allocated on; None on CPU
         self.user: object | None = None
 
     def take(self, user: object) -> None:
-        """Use it."""
+        """Mark the slot as used by ``user``."""
         assert self.user is None or self.user is user
         self.user = user
 
     def free(self) -> None:
-        """Let others use it."""
+        """Mark the slot as free."""
         self.user = None
 
 
@@ -54,14 +54,14 @@ class BufferPool:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._gathered: list[Slot] = []  # that which has been free for longest first
+        self._gathered: list[Slot] = []  # the slot that has been free for longest comes first
         self._inputs: list[Slot] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """New memory: 1-D, ``numel`` elements. By the collectives, if they have an ``allocate``.
+        """Allocate a 1-D tensor of ``numel`` elements, with the collectives' ``allocate`` if they have one.
 
         Raises:
-            TypeError: they gave something else. The user gets it as a ``CollectiveError`` with the unit's name.
+            TypeError: ``allocate`` returned something else. The user gets a ``CollectiveError`` with the unit's name.
         """
         device = self._runtime.device
         allocate: Allocate | None = getattr(self._runtime.collectives, "allocate", None)
@@ -70,16 +70,16 @@ class BufferPool:
         made = allocate(numel, dtype, device)
         who = f"{type(self._runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"
         if not isinstance(made, torch.Tensor):
-            raise TypeError(f"{who} returned a {type(made).__name__}, it must return a tensor")
+            raise TypeError(f"{who} returned a {type(made).__name__}: it must return a tensor")
         if made.shape != (numel,) or made.dtype is not dtype or made.device != device or not made.is_contiguous():
             raise TypeError(
-                f"{who} returned a tensor of shape {tuple(made.shape)}, {made.dtype} on {made.device}, it must be 1-D, "
-                "contiguous and as asked for"
+                f"{who} returned a tensor of shape {tuple(made.shape)}, {made.dtype} on {made.device}: it must be 1-D and "
+                "contiguous, with the requested size, dtype and device"
             )
         return made
 
     def bind(self, numel: int, dtype: torch.dtype) -> Slot:
-        """A slot for the gathered values of one flat parameter, for good."""
+        """A slot for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
         fit = [s for s in self._gathered if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
         free = [s for s in fit if s.user is None]
         if len(free) > 1:
@@ -91,19 +91,19 @@ class BufferPool:
         return Slot(self.allocate(numel, dtype), self._runtime.current_stream)
 
     def free(self, slot: Slot) -> None:
-        """The current stream is done with a slot that ``bind`` gave. ``Runtime.before_free`` comes before."""
+        """Free a slot from ``bind``, after ``Runtime.before_free``."""
         slot.free()
         self._gathered.remove(slot)
         self._gathered.append(slot)
 
     def leave(self, slot: Slot) -> None:
-        """Collectives may use a slot for as long as their group lives: nobody else may."""
+        """Remove a slot from the pool: collectives may use its memory as long as their group exists."""
         for slots in (self._gathered, self._inputs):
             if slot in slots:
                 slots.remove(slot)
 
     def take_input(self, numel: int, dtype: torch.dtype, user: object) -> Slot:
-        """A slot for one reduction's input."""
+        """A slot for the input of one reduction."""
         stream = self._runtime.current_stream
         fit = [s for s in self._inputs if s.flat.dtype is dtype and s.flat.numel() >= numel and s.stream == stream]
         slot = next((s for s in fit if s.user is None), None)

@@ -1,18 +1,19 @@
 """The reduction of one flat parameter's gradients: from the filled input to this rank's gradient shard.
 
-Averaged over the ranks that the parameters are sharded over, then over the replicas, in the reduce dtype; scaled, cast to
-the dtype of ``.grad``, and copied to the CPU under offload, behind each other.
+The gradients are averaged over the ranks that the parameters are sharded over, and then over the replicas, in the reduce
+dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
 
 [Note: Sent as it was computed]
-A gradient of bfloat16 compute that is reduced in float32 is a bfloat16 number in float32. So where the collectives can
-add wider than they send (``BuiltinCollectives.widens``), it is sent as it is: the same sums bit for bit, by half of the bytes
-and with half of the input's memory. Gradients that have been held (``no_sync``) are sums in the reduce dtype already, and are
-sent in that. All ranks must decide alike, also one that has held nothing: by whether the unit was told to hold, not by
-whether it did (``FlatParamHandle.accumulates``).
+A gradient that is computed in bfloat16 and reduced in float32 is a bfloat16 number in a float32. If the collectives can add
+in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in bfloat16. The sums are the same bit for bit,
+with half of the bytes, and half of the memory for the input. Gradients that have been held (``no_sync``) are sums in the
+reduce dtype already, and are sent in that dtype. All ranks must choose the same dtype, including a rank that holds no
+gradient. So the choice depends on whether the unit was told to hold gradients, not on whether it holds any
+(``FlatParamHandle.accumulates``).
 
 [Note: Accumulating within the shard group]
-With replicas (hybrid sharding) the reduce-scatter's output may be held from one backward to the next (``_partial``), so
-that only the last microbatch averages over the replicas.
+With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next (``_partial``),
+so that only the last microbatch averages over the replicas.
 """
 
 from __future__ import annotations
@@ -26,56 +27,56 @@ from flatshard._runtime import Holding, Runtime, Then, wait_on_host
 
 
 def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-    """The smallest dtype that gradients, computed in one dtype and reduced in the other, fit into."""
+    """The narrowest dtype that holds gradients exactly if they are computed in ``compute`` and reduced in ``reduce``."""
     wide = reduce in (torch.float32, torch.float64)
     narrow = compute in (torch.bfloat16, torch.float16, torch.float32) and compute.itemsize < reduce.itemsize
     return compute if wide and narrow else reduce
 
 
 class Reduction:
-    """One at a time; lives as long as the flat parameter."""
+    """The reductions of one flat parameter, one at a time. It exists as long as the flat parameter."""
 
     def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
         self.buffers = buffers
-        self.replicas = replicas  # the group of ranks that hold the same shard, if there are others
+        self.replicas = replicas  # the group of ranks that hold the same shard, or None
         self.ranks = buffers.layout.world_size * (replicas.world_size if replicas is not None else 1)
-        self.divide_factor: float | None = None  # divides the sum over the ranks; None: their number
+        self.divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by their number
         self.reduces_replicas = True  # False: [Note: Accumulating within the shard group]
         self._partial: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
-        self._copied: Pending | None = None  # the output's copy to the host, which `take` waits for
+        self._copied: Pending | None = None  # the copy of the output to the host; `take` waits for it
         self.unused = Unused(buffers.layout)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the sums, and of the output."""
+        """The dtype of the sums and of the output."""
         return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the user's ``.grad``."""
+        """The dtype of the user's ``.grad``."""
         return self.reduce_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
 
     @property
     def is_partial(self) -> bool:
-        """Whether a result of earlier backwards waits to be averaged over the replicas."""
+        """Whether a result of earlier backwards is held, and has yet to be averaged over the replicas."""
         return self._partial is not None
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """New memory for what becomes gradients: 1-D."""
+        """Allocate a 1-D tensor for gradients."""
         pool = self.buffers.pool
         return torch.empty(numel, dtype=dtype, device=device) if pool is None else pool.allocate(numel, dtype)
 
     def prepare(self, input: torch.Tensor) -> None:
-        """Allocate the output, on the stream that will use it. Where nothing is sharded the input becomes it."""
+        """Allocate the output, on the stream that will use it. If nothing is sharded, the input is the output."""
         if self.buffers.is_whole:
             self._output = input
         else:
             self._output = self.allocate(self.buffers.layout.shard_numel, self.reduce_dtype, input.device)
 
     def start(self, runtime: Runtime, input: torch.Tensor) -> None:
-        """Start averaging ``input`` (``padded_numel`` elements); where nothing is sharded it becomes the result itself.
+        """Start averaging ``input`` (``padded_numel`` elements). If nothing is sharded, this happens in place.
 
         Raises:
             CollectiveError: a collective could not be started.
@@ -114,7 +115,7 @@ class Reduction:
             output.add_(earlier)
             self.unused.add_held()
         if self.reduces_replicas:
-            # Where the replicas are the unit's group itself (NO_SHARD), a communication hook may have taken its place.
+            # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is self.replicas.group else self.replicas
             self.unused.tell(replicas, self.buffers.label)
             pending = replicas.all_reduce(output, self.buffers.label)
@@ -125,7 +126,7 @@ class Reduction:
         return pending if earlier is None else Holding(pending, [earlier])
 
     def _look_for_unused(self, pending: Pending) -> None:
-        """``pending`` is over, or is waited for here where only the device waits: what did no rank use?"""
+        """After the reduction: find out which parameters no rank used. On an accelerator the host waits, if needed."""
         if self.unused.is_open:
             if not isinstance(pending, Then):
                 wait_on_host(pending)
@@ -141,7 +142,7 @@ class Reduction:
         return Holding(runtime.issued(Done()), [output])
 
     def advance(self, runtime: Runtime) -> None:
-        """Start the second part of a reduction that has two, while later units compute.
+        """Start the second part of a reduction that has two parts, while later units compute.
 
         Raises:
             CollectiveError: the first part failed.
@@ -153,10 +154,10 @@ class Reduction:
                 runtime.fail(self._phase, self.buffers.label.unit, e)
 
     def wait(self, runtime: Runtime) -> None:
-        """Wait for what is under way, if anything is: on an accelerator, have the current stream wait.
+        """Wait for the reduction, if one is in flight. On an accelerator only the current stream waits.
 
         Raises:
-            CollectiveError: it failed.
+            CollectiveError: the reduction failed.
         """
         pending = self._pending
         if pending is None:
@@ -167,18 +168,18 @@ class Reduction:
         except Exception as e:
             self._pending = None
             runtime.fail(self._phase, self.buffers.label.unit, e)
-        self._pending = None  # not before: after an interrupt it is still under way
+        self._pending = None  # not earlier: after an interrupt the reduction is still in flight
         if self.buffers.is_offloaded:
             self._copied = pending
 
     def settle(self) -> bool:
-        """Wait for what is under way, and ignore its error, so that the memory can be freed. Returns whether it can."""
+        """Wait for the reduction and ignore its error. Returns whether it has ended, so that its memory can be freed."""
         ended = self._pending is None or settle([self._pending])
         self._pending = None
         return ended
 
     def take(self) -> torch.Tensor | None:
-        """After ``wait``: the gradient shard, or None where there is none (yet). Under offload the host waits for it."""
+        """After ``wait``: take the gradient shard, or None if it is held or missing. Under offload the host waits for it."""
         output, self._output = self._output, None
         copied, self._copied = self._copied, None
         if copied is not None:
@@ -191,6 +192,6 @@ class Reduction:
         return output if output.dtype is dtype else output.to(dtype)
 
     def discard(self) -> None:
-        """Forget everything, what is held included."""
+        """Reset, and drop held results, too."""
         self.unused.discard()
         self._pending = self._output = self._partial = self._copied = None

@@ -1,7 +1,7 @@
-"""Memory of one flat parameter's reduction: its input, with a view for each parameter's gradient.
+"""The input of one flat parameter's reduction, with a view for each parameter's gradient.
 
-A tensor of ``padded_numel`` elements, laid out as the unsharded buffer. It exists from when a backward's gradients are
-complete to the end of their reduction. Where it lies then is chosen once: :func:`make_input`.
+It is a tensor of ``padded_numel`` elements, laid out as the unsharded buffer. It has memory from the time when a backward's
+gradients are complete to the end of their reduction. :func:`make_input` chooses where this memory comes from.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor]
 
 
 class ReductionInput:
-    """The input, and where its memory comes from. This one resizes the storage of a permanent tensor for each dtype."""
+    """The input. This class resizes the storage of one permanent tensor per dtype; subclasses get memory elsewhere."""
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
-        self._known: dict[object, _Views] = {}  # tensors that there have been, with their views
+        self._known: dict[object, _Views] = {}  # by dtype (and address): the tensors used so far, with their views
         self._nothing: _Views = torch.empty(0, device=device), [], []
         self.flat, self.slots, self.gaps = self._nothing
 
     def allocate(self, dtype: torch.dtype) -> None:
-        """Have memory, with the padding zeroed."""
+        """Allocate the memory, and zero the padding."""
         self._take(dtype)
         if self.gaps:
             torch._foreach_zero_(self.gaps)
@@ -47,17 +47,17 @@ class ReductionInput:
         self._known[key] = flat, *views_of(flat, self._layout)
 
     def free(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         self.flat.untyped_storage().resize_(0)
 
     def leave(self) -> None:
-        """Take other memory from now on: collectives may use this for as long as their group lives."""
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
         self._known.clear()
         self.flat, self.slots, self.gaps = self._nothing
 
 
 class NewInput(ReductionInput):
-    """A new tensor each time: nothing is sharded, so it is all-reduced in place and becomes the gradients themselves."""
+    """A new tensor each time, for parameters that are not sharded: it is all-reduced in place and becomes the gradients."""
 
     def __init__(self, layout: FlatLayout, device: torch.device, pool: BufferPool | None) -> None:
         super().__init__(layout, device)
@@ -78,12 +78,12 @@ class NewInput(ReductionInput):
 
 
 class PooledInput(ReductionInput):
-    """A slot of the pool, which units take turns in. pool.py, [Note: Static buffers]"""
+    """Memory from the pool, a slot that units share by taking turns. pool.py, [Note: Static buffers]"""
 
     def __init__(self, layout: FlatLayout, device: torch.device, pool: BufferPool) -> None:
         super().__init__(layout, device)
         self._pool = pool
-        self._slot: Slot | None = None  # where the input lies now
+        self._slot: Slot | None = None  # the slot in use
 
     def _take(self, dtype: torch.dtype) -> None:
         numel = self._layout.padded_numel
@@ -107,7 +107,7 @@ class PooledInput(ReductionInput):
 
 
 def make_input(buffers: FlatBuffers, dtype: torch.dtype) -> ReductionInput:
-    """The input of a flat parameter. ``dtype``: that it usually has."""
+    """Create the input of a flat parameter. ``dtype``: its usual dtype."""
     layout, device, pool = buffers.layout, buffers.unsharded.flat.device, buffers.pool
     if buffers.is_whole:
         return NewInput(layout, device, pool)
@@ -115,6 +115,6 @@ def make_input(buffers: FlatBuffers, dtype: torch.dtype) -> ReductionInput:
         return PooledInput(layout, device, pool)
     result = ReductionInput(layout, device)
     if buffers.is_trainable:
-        result.allocate(dtype)  # with its views: now, not in the first step
+        result.allocate(dtype)  # creates the views here, to save the time in the first step
         result.free()
     return result

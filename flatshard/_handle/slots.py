@@ -1,7 +1,7 @@
-"""Where parameters are registered. The only file that writes a module's parameters.
+"""Registers parameters in modules. Only this file writes a module's parameters.
 
-A *slot* is one registration of one parameter: a module and a name. A shared parameter has several. Outside a unit's
-forward and backward a slot holds the user's (sharded) parameter; inside, the compute parameter of full shape.
+A *slot* is one registration of one parameter: a module and a name. A shared parameter has several slots. During its unit's
+forward and backward a slot shows the compute parameter, of full shape; at other times the user's (sharded) parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _exhaust: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 
 
 class Registered(enum.Enum):
-    """Which of a unit's parameters its modules have."""
+    """Which parameters of a unit are registered in its modules."""
 
     SHARDED = enum.auto()  # the user's own
     UNSHARDED = enum.auto()  # the compute parameters
@@ -32,11 +32,11 @@ class Registered(enum.Enum):
 SHARDED, UNSHARDED = Registered.SHARDED, Registered.UNSHARDED
 
 Shown = Registered | dict[int, nn.Parameter]
-"""What modules show: these, or others, by ``id`` of the sharded ones."""
+"""What modules show: one of the two, or other parameters by ``id`` of the sharded ones."""
 
 
 class Slots:
-    """Every slot of one handle's parameters, and what is registered in them now."""
+    """All slots of one handle's parameters, and which parameters they show now."""
 
     __slots__ = (
         "_attributes",
@@ -52,27 +52,27 @@ class Slots:
 
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        # The same entries, split by how compute parameters are shown: in the module's own dict (as columns), or by setattr.
-        self._dicts: list[Parameters] = []  # of the sharded parameters
-        self._attributes: list[dict[str, Any]] = []  # [Note: Forwards outside of the unit's]
+        # The same entries, split by how a compute parameter is shown: in the module's `__dict__` (one list per column), ...
+        self._dicts: list[Parameters] = []  # that the sharded parameters are in
+        self._attributes: list[dict[str, Any]] = []  # the modules' `__dict__`: [Note: Forwards outside of the unit's]
         self._names: list[str] = []
         self._sharded: list[nn.Parameter] = []
         self._compute: list[nn.Parameter] = []
-        self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # ... or by setattr
         self._shown_at = -1  # `changes.count` when the compute parameters were registered
         self.shows: Shown = SHARDED
 
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
-        """Take over the slot ``module.name``."""
+        """Add the slot ``module.name``, and show the right parameter in it."""
         self._note(module, module._parameters, name, sharded, compute)
         self._write(module, name, compute if self.shows is UNSHARDED else sharded)
 
     def add_copied(
         self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, memo: dict[int, Any]
     ) -> None:
-        """Take over the slot in the deep copy of ``module``, where ``sharded``, a copy by the same memo, is already.
+        """Add the slot in the deep copy of ``module``, which contains ``sharded`` already (both are copied with ``memo``).
 
-        The copy may be half made as yet, but its dict of parameters is what ``memo`` gives.
+        The copy of the module may be incomplete so far, but its dict of parameters is the one in ``memo``.
         """
         parameters = copy.deepcopy(module._parameters, memo)
         copied = copy.deepcopy(module, memo)
@@ -89,7 +89,7 @@ class Slots:
         compute: nn.Parameter,
     ) -> None:
         self._entries.append((module, name, sharded, compute))
-        # Not where the class or the object has something else of that name, which then comes first.
+        # `__dict__` cannot be used if the class or the object has another attribute of this name, which takes precedence.
         hidden = hasattr(type(module), name) or name in module.__dict__
         if type(module).__setattr__ is nn.Module.__setattr__ and not hidden:
             if not isinstance(parameters, GuardedParameters):
@@ -100,7 +100,7 @@ class Slots:
             self._sharded.append(sharded)
             self._compute.append(compute)
         else:
-            # Or the class keeps more than the dict up to date: nn.RNN's __setattr__ refreshes its _flat_weights.
+            # It cannot either if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
             self._setattr_writes.append((module, name, sharded, compute))
 
     @staticmethod
@@ -112,7 +112,7 @@ class Slots:
 
     @staticmethod
     def _show(module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """``_write`` in a slot that holds ``sharded`` or ``compute`` already: no change of the user's."""
+        """Like ``_write``, but not counted as a change by the user: the slot shows one of the unit's own parameters."""
         if type(module).__setattr__ is nn.Module.__setattr__:
             dict.__setitem__(module._parameters, name, param)
         else:
@@ -120,29 +120,29 @@ class Slots:
 
     @property
     def are_guarded(self) -> bool:
-        """Whether all changes of what is registered are counted. [Note: Looking only after a change]"""
+        """Whether all changes of registrations are counted. [Note: Looking only after a change]"""
         return not self._setattr_writes
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
-        """(module, name, sharded parameter, what is there) of the slots in which the user has registered something else."""
+        """(module, name, sharded parameter, new parameter) for each slot in which the user registered something else."""
         if self.shows is not SHARDED:
             return []
-        # In C, as every forward asks.
+        # In C, because every forward calls this.
         if not self._setattr_writes and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
             return []
         return [
             (m, name, p, now)
             for m, name, p, _ in self._entries
-            # TorchScript makes new ones each time.
+            # TorchScript creates new parameters each time, so its modules are not checked.
             if isinstance(m._parameters, dict) and (now := m._parameters.get(name)) is not p
         ]
 
     def restore(self, module: nn.Module, name: str, sharded: nn.Parameter) -> None:
-        """Register the sharded parameter again in one such slot."""
+        """Register the sharded parameter again, in a slot from ``replaced``."""
         self._write(module, name, sharded)
 
     def shown(self) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
-        """(sharded parameter, what is registered in its place now), once for each slot."""
+        """(sharded parameter, currently registered parameter), once per slot."""
         return [(sharded, module._parameters[name]) for module, name, sharded, _ in self._entries]
 
     @property
@@ -151,29 +151,29 @@ class Slots:
         return self._entries
 
     def assigned(self) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
-        """(sharded parameter, what is shown in its place, what is registered instead) where the user has assigned another.
+        """(sharded, shown, registered parameter) for each slot in which the user registered something else than is shown.
 
-        While the user's own parameters are not shown; ``replaced`` tells of those.
+        Only while the sharded parameters are not shown; otherwise see ``replaced``.
         """
         if self.shows is SHARDED:
             return []
         found = []
         for module, name, sharded, compute in self._entries:
             shown = self.shows[id(sharded)] if isinstance(self.shows, dict) else compute
-            if isinstance(module._parameters, dict):  # TorchScript makes new ones each time
+            if isinstance(module._parameters, dict):  # not TorchScript, which creates new parameters each time
                 now = module._parameters.get(name)
                 if now is not shown:
                     found.append((sharded, shown, now))
         return found
 
     def show(self, what: Shown) -> None:
-        """Have the modules show ``what``. Idempotent."""
+        """Make the modules show ``what``. Idempotent."""
         before = self.shows
         if what is before:
             return
         if before is UNSHARDED:
             _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
-            if self._shown_at != changes.count:  # something may have been registered in between
+            if self._shown_at != changes.count:  # the user may have registered something in between
                 _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
             for module, name, sharded, _ in self._setattr_writes:
                 self._show(module, name, sharded)

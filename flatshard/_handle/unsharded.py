@@ -1,14 +1,14 @@
-"""All values of one flat parameter, while they are gathered: the buffer, and the parameters that modules compute with.
+"""All values of one flat parameter while it is unsharded: the buffer, and the parameters that modules compute with.
 
-- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. One tensor whose *storage* is resized between zero and
-  full. It is the all-gather's output, and the parameters' memory at once: no copy-in, no copy-out.
-- ``computes``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees these.
-  Of a DTensor or another tensor subclass: one whose tensors inside do so.
+- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. It is one tensor whose *storage* is resized between zero
+  and full. The all-gather writes into it, and the parameters are views of it: no copy-in, no copy-out.
+- ``computes``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
+  these. For a DTensor or another tensor subclass, the tensors inside the leaf alias ``flat``.
 
 [Note: .data does not share a version counter]
-``compute.data = view`` aliases memory without sharing the buffer's version counter, while ``nn.Parameter(view)`` would
-share it. So refilling the buffer for backward is invisible to autograd's check for in-place changes, as it must be; and
-the storage (not another one: autograd may have saved a view such as ``weight.t()``) is refilled with the same values.
+``compute.data = view`` aliases memory without sharing the buffer's version counter. ``nn.Parameter(view)`` would share it.
+So autograd's check for in-place changes does not notice that the buffer is refilled for backward. This is correct, because
+the values are the same. The storage must be the same too: autograd may have saved a view of it, such as ``weight.t()``.
 """
 
 from __future__ import annotations
@@ -22,41 +22,39 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool, Slot
 
-# What every gloo and NCCL build can send as it is. Anything else travels as bytes.
+# Dtypes that every gloo and NCCL build can send. Others are sent as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
 
 
 class UnshardedBuffer:
-    """The unsharded values of one flat parameter. Without storage between ``free`` and ``allocate``."""
+    """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
     def __init__(
         self, layout: FlatLayout, rank: int, originals: Sequence[nn.Parameter], pool: BufferPool | None = None
     ) -> None:
-        """``place`` comes next.
+        """Call ``place`` next.
 
-        ``originals``: the user's parameters, whose attributes the compute parameters share. ``pool``: whose memory to use;
-        None: storage of its own, resized. pool.py, [Note: Static buffers]
+        ``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
+        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers]
         """
         self.layout = layout
         self.rank = rank
         self._pool = pool
-        self._slot: Slot | None = None  # of the pool, from the first ``allocate`` on
+        self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
         self.computes = tuple(map(self._make_compute, originals))
 
     @staticmethod
     def _make_compute(param: nn.Parameter) -> nn.Parameter:
         wrapping = wrapping_of(param)
         empty = torch.empty(0, dtype=param.dtype, device=param.device)
-        if wrapping is not None and not isinstance(
-            wrapping, TensorSubclass
-        ):  # that is made by `place`, over true memory
+        if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
         compute = nn.Parameter(empty, param.requires_grad)
-        compute.__dict__ = param.__dict__  # attributes set on the user's parameter are seen on both, now and later
+        compute.__dict__ = param.__dict__  # one dict: attributes set on the user's parameter, now or later, are on both
         return compute
 
     def place(self, dtype: torch.dtype, device: torch.device, alias: torch.Tensor | None) -> None:
-        """Build every view once, then free the storage. ``alias``: the local shard, where that is the whole."""
+        """Build every view, then free the storage. ``alias``: the local shard, if it is the whole flat parameter."""
         self.is_alias = alias is not None
         flat = alias if alias is not None else torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         self._slot = None
@@ -64,14 +62,14 @@ class UnshardedBuffer:
         self.free()
 
     def _point_at(self, flat: torch.Tensor) -> None:
-        """Have everything show the memory of ``flat``."""
+        """Make ``flat`` the buffer, and all tensors views of it."""
         self.flat, layout = flat, self.layout
         dtype, device = flat.dtype, flat.device
         for info, compute in zip(layout.params, self.computes, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if (wrapping := wrapping_of(compute)) is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
-                plain.data = view  # compiled graphs save what is inside a subclass
+                plain.data = view  # a tensor of its own: compiled graphs save the tensors inside a subclass
                 wrapping.point(compute, plain)
                 continue
             if compute.dtype is not dtype or compute.device != device:
@@ -100,11 +98,11 @@ class UnshardedBuffer:
         self._slot.take(self)
 
     def unbind(self) -> None:
-        """Take other memory of the pool next time. No graph has views of what it had."""
+        """Bind to another slot of the pool next time. No graph may have views of the current slot."""
         self._slot = None
 
     def leave_memory(self) -> None:
-        """Take other memory from now on: collectives may use this for as long as their group lives."""
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
         if self._slot is not None and self._slot.user is self:
             assert self._pool is not None
             self._pool.leave(self._slot)
@@ -112,11 +110,11 @@ class UnshardedBuffer:
 
     @property
     def is_taken(self) -> bool:
-        """Whether another flat parameter is using the memory that this one needs. pool.py, [Note: Static buffers]"""
+        """Whether another flat parameter is using the pool's slot of this one. pool.py, [Note: Static buffers]"""
         return self._slot is not None and self._slot.user not in (None, self)
 
     def allocate(self, shard: torch.Tensor | None) -> None:
-        """Take storage, and put this rank's ``shard`` in its place there, cast as need be; None: somebody else will."""
+        """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
         if self._pool is None:
             self._storage.resize_(self.flat.nbytes)
         else:
@@ -125,15 +123,15 @@ class UnshardedBuffer:
             self.own.copy_(shard)
 
     def as_sent(self, shard: torch.Tensor) -> torch.Tensor | None:
-        """``shard`` as ``own_wire`` is; None if it would have to be cast or moved for that."""
+        """``shard`` in the dtype of ``own_wire``, without a copy. None if it would have to be cast or moved."""
         if shard.dtype is not self.flat.dtype or shard.device != self.flat.device:
             return None
         return shard if self.own_wire is self.own else shard.view(torch.uint8)
 
     def take_back_moved(self) -> bool:
-        """Have parameters whose ``.data`` the module set to another tensor lie in the buffer again, with its values.
+        """If the module set the ``.data`` of compute parameters, copy the new values to the buffer, and point back to it.
 
-        Returns whether there were any. Not those of tensor subclasses.
+        Returns whether there were such parameters. Tensor subclasses are not checked.
         """
         if not self.holds_memory:
             return False
@@ -154,16 +152,16 @@ class UnshardedBuffer:
         return moved
 
     def inner_wire(self, size: int, rank: int) -> torch.Tensor:
-        """Number ``rank`` of ``size`` equal parts, as it is sent."""
+        """Part ``rank`` of ``size`` equal parts of the buffer, in the dtype that is sent."""
         return self.wire.view(size, -1)[rank]
 
     def allocate_inner(self, part: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-        """Take storage, and put ``part`` into its place there, which is returned."""
+        """Allocate the storage, and copy ``part`` to its place among ``size`` equal parts. Returns that place."""
         self._take_memory()
         return self.inner_wire(size, rank).copy_(part)
 
     def free(self) -> None:
-        """Give the storage back. Views stay valid, and show nothing until the next ``allocate``."""
+        """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
         if self._slot is not None:
             if self._slot.user is self:
                 assert self._pool is not None
@@ -172,19 +170,19 @@ class UnshardedBuffer:
             self._storage.resize_(0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether plain ``tensor`` lies in the storage."""
+        """Whether ``tensor`` (plain) is a view of the storage."""
         if self._slot is not None and self._slot.user is not self:
             return False
         return tensor.layout is torch.strided and tensor.untyped_storage() is self._storage
 
     @property
     def holds_memory(self) -> bool:
-        """Whether it has storage now."""
+        """Whether the buffer has storage now."""
         return self._slot.user is self if self._slot is not None else self._storage.nbytes() > 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage that it has now, and shares with nobody."""
+        """Bytes of storage that the buffer has now, not counting the local shard."""
         if self._slot is not None:
             return self.flat.nbytes if self._slot.user is self else 0
         return 0 if self.is_alias else self._storage.nbytes()

@@ -1,16 +1,16 @@
-"""Whether any rank used a parameter: for ranks that did not, and hold no element of it that would tell them.
+"""Finds out whether any rank used a parameter, for ranks that did not use it and hold no element of it.
 
 [Note: Counting who did not use a parameter]
-The mark of an unused parameter lies in its elements (gradients.py, [Note: Negative zero marks an unused parameter]), and a
-rank that holds none of them sees none. All ranks must agree whether ``.grad`` is None: optimizers keep state and count
-steps by it, and ``p.grad.norm()`` communicates. There is no room for a mark in such a rank's shard, and no other rank knows
-that it is in doubt. So ranks count each other in the process group's store: who did not use a parameter counts itself there
-*before* it starts the reduction, and looks when the reduction has ended, which no rank's can before all have started
-theirs. If all ranks have counted themselves, none used the parameter. A rank that used all parameters has nothing to do with
-this, so where all do it costs nothing; who did not pays three round trips to the store for each unit.
+An unused parameter is marked in its elements (gradients.py, [Note: Negative zero marks an unused parameter]). A rank that
+holds none of them cannot see the mark. But all ranks must agree whether ``.grad`` is None: optimizers keep state and count
+steps by it, and ``p.grad.norm()`` communicates. Such a rank has no room for a mark in its shard, and other ranks do not know
+that it needs one. So ranks count in the process group's store. A rank that did not use a parameter increments its counter
+*before* it starts the reduction, and reads the counter after the reduction, which ends on no rank before all have started
+it. If all ranks have counted, no rank used the parameter. A rank that used all parameters does nothing, so this costs
+nothing if all ranks do. Otherwise a rank pays three round trips to the store for each unit with an unused parameter.
 
-With replicas this is done twice, ahead of either collective: what the ranks of a shard group have not used, they count among
-their replicas.
+With replicas this is done twice, before each of the two collectives: if no rank of a shard group used a parameter, they
+count it among their replicas.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from flatshard._comm.progress import REDUCE, Label
 from flatshard._handle.layout import FlatLayout
 from flatshard._runtime import Runtime
 
-_BITS = 62  # of a counter in the store
+_BITS = 62  # usable bits of an integer in the store
 
 
 class Unused:
-    """The parameters of one flat parameter that nobody is known to have used, of those that some rank has no part of."""
+    """Which parameters no rank used, among those of one flat parameter of which some rank holds no element."""
 
     __slots__ = ("_asked", "_done", "_held", "_is_reduced", "_places", "found")
 
     def __init__(self, layout: FlatLayout) -> None:
         spread = [i for i in range(len(layout.params)) if len(layout.holders(i)) < layout.world_size]
-        self._places = {index: place for place, index in enumerate(spread)}  # in the counters
+        self._places = {index: place for place, index in enumerate(spread)}  # the position of its counter
         self._is_reduced = layout.padded_numel > 0
         self.found: set[int] = set()
-        self._held: set[int] | None = None  # of earlier backwards, whose result waits to be averaged over the replicas
-        self._asked: tuple[Runtime, str] | None = None  # what has been counted and not been looked up yet
-        self._done: dict[int, tuple[str, set[int]]] = {}  # the same, looked up before: to be deleted
+        self._held: set[int] | None = None  # `found` of earlier backwards, not averaged over the replicas yet
+        self._asked: tuple[Runtime, str] | None = None  # the runtime and key of counters that have not been read yet
+        self._done: dict[int, tuple[str, set[int]]] = {}  # by runtime: the counters read last, to be deleted
 
     def begin(self, unused: Iterable[int]) -> None:
-        """A reduction is about to start, for which this rank has no gradient of the parameters ``unused``."""
+        """Before a reduction: this rank has no gradient for the parameters ``unused``."""
         self._asked = None
         self.found = {index for index in unused if index in self._places}
 
     def tell(self, runtime: Runtime, label: Label) -> None:
-        """The next collective of ``runtime`` is the reduction: count this rank among those that did not use them."""
+        """Count this rank for each parameter in ``found``. The next collective of ``runtime`` must be the reduction."""
         progress = runtime.progress
         if not self.found or not self._is_reduced or progress is None:
             return
@@ -55,11 +55,11 @@ class Unused:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to look up, when the reduction has ended on the host."""
+        """Whether there are counters to read after the reduction has ended on the host."""
         return self._asked is not None
 
     def ask(self) -> None:
-        """The reduction has ended: keep in ``found`` what nobody used."""
+        """After the reduction: keep in ``found`` only the parameters that no rank used."""
         if self._asked is None:
             return
         runtime, name = self._asked
@@ -69,7 +69,7 @@ class Unused:
         for number, places in counters.items():
             count = store.add(f"{name}/{number}", 0)
             found |= {index for shift, index in places if count >> shift & mask == size}
-        if runtime.number in self._done:  # all ranks have started this reduction, so they have looked those up
+        if runtime.number in self._done:  # all ranks started this reduction, so they have read the previous counters
             before, numbers = self._done[runtime.number]
             for number in numbers:
                 store.delete_key(f"{before}/{number}")
@@ -77,7 +77,7 @@ class Unused:
         self.found, self._asked = found, None
 
     def _counters(self, runtime: Runtime) -> dict[int, list[tuple[int, int]]]:
-        """The counters that ``found`` are counted in, by number: (bit where its count starts, parameter) of each."""
+        """The integers in the store with the counters of ``found``: by number, a list of (first bit, parameter)."""
         width = runtime.world_size.bit_length()
         each = _BITS // width
         counters: dict[int, list[tuple[int, int]]] = {}
@@ -87,15 +87,15 @@ class Unused:
         return counters
 
     def hold(self) -> None:
-        """The result is kept for a later reduction to add to."""
+        """The reduction's result is kept, for a later one to be added to."""
         self._held = self.found
 
     def add_held(self) -> None:
-        """What is kept has been added to the result."""
+        """The kept result has been added."""
         if self._held is not None:
             self.found &= self._held
             self._held = None
 
     def discard(self) -> None:
-        """Forget everything."""
+        """Reset."""
         self.found, self._held, self._asked = set(), None, None

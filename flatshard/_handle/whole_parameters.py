@@ -1,4 +1,4 @@
-"""Whole parameters and gradients of a handle, as a user sees and changes them inside ``summon_full_params``."""
+"""Whole parameters and gradients of a handle, which a user can read and change inside ``summon_full_params``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flatshard._handle.handle import FlatParamHandle
 
 
 class WholeParameters:
-    """Copies of the unsharded parameters and gradients of one handle, and the way back into its shards."""
+    """Copies the unsharded parameters and gradients of one handle, and writes changes back to its shards."""
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self._handle = handle
 
     def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
-        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones, on ``device`` (default: where they are).
+        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones. ``device``: None: the compute device.
 
-        Communicates, but for unsharded parameters that are in the user's dtype as they are.
+        Communicates, unless the parameters are unsharded in the user's dtype already.
         """
         copies = {}
         for buffers in self._handle.buffers:
@@ -35,7 +35,7 @@ class WholeParameters:
         return copies
 
     def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
-        """Give ``copies`` the whole gradients of what is registered now."""
+        """Copy the whole gradients of the registered parameters to ``copies``."""
         for sharded, shown in self._handle.slots.shown():
             target = copies[id(sharded)]
             if shown is not None and shown.grad is not None and target.grad is None:
@@ -51,14 +51,14 @@ class WholeParameters:
             buffers.unsharded.flat.copy_(values)
 
     def write_back(self, with_grads: bool) -> None:
-        """Keep this rank's part of the unsharded parameters, and of the gradients shown on them."""
+        """Write this rank's part of the unsharded parameters, and of their gradients, to the shards."""
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
             buffers.write_back()
             if with_grads:
                 grads.write_back([c.grad for c in buffers.computes])
 
     def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
-        """The same from ``copy_computes``."""
+        """The same from ``copies``, see ``copy_full_precision``."""
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
             values = [copies[id(p)] for p in buffers.params]
             buffers.write_back_from(values)
@@ -66,9 +66,11 @@ class WholeParameters:
                 grads.write_back([v.grad for v in values])
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
-        """Give the unsharded parameters, or ``copies`` of them, whole gradients where there are any. Communicates."""
+        """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
-            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:  # a frozen one's may be left from before
+            if (
+                buffers.dtype.is_floating_point or buffers.dtype.is_complex
+            ):  # frozen ones, too: they may have an old gradient
                 for param, compute, grad in zip(
                     buffers.params, buffers.computes, grads.gather(self._handle.runtime), strict=True
                 ):
@@ -87,7 +89,7 @@ class WholeParameters:
 
 
 def copy_whole(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    """A copy of an unsharded parameter, or of a copy of one, without its gradient. ``device``: None: where it is."""
+    """A copy of an unsharded parameter (or of a copy of one), without its gradient. ``device``: None: the same device."""
     wrapping = wrapping_of(param)
     plain = param.detach() if wrapping is None else wrapping.unwrap(param)
     value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device).copy_(plain)

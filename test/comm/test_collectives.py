@@ -138,11 +138,11 @@ def fails(group: dist.ProcessGroup, device: torch.device) -> Recording:
     [
         (3, TypeError, r"collectives=3 is not a callable \(group, device\) -> Collectives"),
         (Unhashable(), TypeError, "must be hashable.*frozen dataclass"),
-        (lambda group, device: Recording, TypeError, "made the class Recording in place of an instance"),
+        (lambda group, device: Recording, TypeError, "returned the class Recording instead of an instance"),
         (lambda group, device: None, TypeError, r"made a NoneType, which has no all_gather\(output, shard\)"),
         (NoReduce, TypeError, r"NoReduce made a NoReduce, which has no all_reduce\(tensor\)"),
         (OddArguments, TypeError, r"whose all_gather cannot be called with \(output, shard\)"),
-        (NoExact, TypeError, "with exact=None: it must be True or False"),
+        (NoExact, TypeError, "with exact=None: `exact` must be True or False"),
         (fails, ZeroDivisionError, "no such network"),
         (lambda group: None, TypeError, "positional argument"),
     ],

@@ -140,7 +140,7 @@ def test_a_group_out_of_step_is_not_used_again(errors):
     all_out_of_step(
         errors(go_on_after),
         r"all-gather of 'blocks\.0' was not issued: ranks got out of step before.*at the all-gather of 'blocks\.[12]'",
-        r"start the ranks anew",
+        r"restart all ranks",
     )
 
 

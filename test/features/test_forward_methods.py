@@ -535,7 +535,7 @@ def forgotten(ctx) -> None:
         short = method.partition(".")[2]
         text = str(caught.value)
         assert text.startswith(f"parameter {name!r} is sharded: this rank has elements "), text
-        assert f"But {kind}.forward was called from outside of a forward of its unit: after " in text
+        assert f"But {kind}.forward was called outside of its unit's forward: after " in text
         assert f"after flatshard.register_forward_method(module, {short!r}), {method} gathers what it uses" in text
     for direct in (lambda: model.head(x), lambda: nn.Sequential(model.head)(x)):
         with pytest.raises(
@@ -543,9 +543,7 @@ def forgotten(ctx) -> None:
         ):
             direct()
     model.blocks[1].mix = lambda x: x
-    with pytest.raises(
-        RuntimeError, match=r"'blocks\.1\.gain' is sharded.* But Block\.forward was called from outside"
-    ):
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.gain' is sharded.* But Block\.forward was called outside"):
         model.blocks[1].forward(x)  # as a method, which no hook sees
     del model.blocks[1].mix
     model(torch.arange(4)).sum().backward()

@@ -289,7 +289,7 @@ def convert_parts(ctx) -> None:
             model, plain = sharded_and_plain(ctx, Block, strategy=strategy)
             model.get_submodule(name).to(torch.bfloat16)
             with pytest.raises(
-                RuntimeError, match=r"changed dtype or device, others of the same unit did not.*bfloat16"
+                RuntimeError, match=r"changed dtype or device, but others of the same unit did not.*bfloat16"
             ):
                 model(vectors(0, 2))
             model.get_submodule(name).to(torch.float32)
@@ -398,10 +398,10 @@ def replace_registrations(ctx) -> None:
                 model(vectors(0, 2))
     model, _ = sharded_and_plain(ctx)
     del model.blocks[0].up.weight
-    with pytest.raises(RuntimeError, match=r"'weight' of a Linear .* is registered no more.*must come last"):
+    with pytest.raises(RuntimeError, match=r"'weight' of a Linear .* is no longer registered.*must come last"):
         model(vectors(0, 2))
     model, _ = sharded_and_plain(ctx)
-    with pytest.raises(RuntimeError, match=r"functional_call would put another .*'scale', which is sharded"):
+    with pytest.raises(RuntimeError, match=r"functional_call would replace parameter 'scale', which is sharded"):
         torch.func.functional_call(model, {"scale": torch.ones(WIDTH)}, (vectors(0, 2),))
 
 

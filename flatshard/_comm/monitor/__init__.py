@@ -1,1 +1,1 @@
-"""What notices that ranks do different things: compared before a collective, and watched while they wait."""
+"""Detects ranks that issue different collectives: compares before a collective, and watches the ranks that wait."""

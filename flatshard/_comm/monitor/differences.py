@@ -1,6 +1,6 @@
-"""Whether ranks that do not find together have built different models, and in what they differ: for errors.
+"""For errors about ranks out of step: finds out whether the ranks have built different models, and how these differ.
 
-Each rank describes the unit that it communicates for; these descriptions are compared.
+Each rank describes the unit that it communicates for. The descriptions are compared.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from flatshard._comm.progress import Issued
 from flatshard._errors import name_list
 
 Described = dict[str, Any]
-"""A unit, as JSON: ``unit``, its FQN; ``tag``; ``flats``, what is in it; ``units``, all of this process: [tag, FQN]."""
+"""A unit, as JSON: ``unit``: its FQN; ``tag``; ``flats``: see ``Flats``; ``units``: all units of the process, [tag, FQN]."""
 
 CURE = "Build the same model on all ranks, from the same arguments, and shard it by the same calls"
-_PARAMETERS, _UNITS = 500, 1000  # to describe
+_PARAMETERS, _UNITS = 500, 1000  # maximum numbers in a description
 
 
 def described(issued: Issued) -> Described:
-    """The unit of a collective."""
+    """Describe the unit of a collective."""
     flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in issued.label.contents()]
     units = list(issued.progress.units().items())[:_UNITS]
     return {"unit": issued.unit, "tag": issued.tag, "flats": flats, "units": units}
 
 
 def difference(units: Mapping[int, Described]) -> str:
-    """In what the units that these ranks have come to differ, if they are to be one. Empty: in nothing, or they are not."""
+    """How the units that these ranks communicate for differ, if they should be one unit. Empty if they do not, or are not."""
     first, *others = sorted(units) or [0]
     for other in others:
         mine, theirs = units[first], units[other]
@@ -49,7 +49,7 @@ def _between(mine: Described, theirs: Described, rank: int, other: int) -> str:
                 f"their units have different names: rank {rank} has {mine['unit'] or '<root>'!r} where rank {other} has "
                 f"{theirs['unit'] or '<root>'!r}"
             )
-    return ""  # each has what the other has come to
+    return ""  # two different units, which both ranks have
 
 
 def _in_flats(mine: Described, theirs: Described, rank: int, other: int) -> str:

@@ -1,4 +1,4 @@
-"""What notices that ranks do different things, and says so: the order check and the watch, for one process group."""
+"""Detects ranks that issue different collectives: the order check and the watch of one process group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flatshard._errors import OutOfStepError
 class GroupMonitor:
     """The monitor of one process group and device. See ``_runtime.Monitor``."""
 
-    # What must be the same on all ranks, whichever garbage they have collected, lives as long as the group.
+    # Lives as long as the group: the hashes must be the same on all ranks, whenever each collects garbage.
     _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
 
     def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:
         self._builtin = builtin
-        self._checked = _config.checked_collectives()  # of each unit and kind
+        self._checked = _config.checked_collectives()  # how many collectives of each unit and kind are compared
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
         if isinstance(builtin, GlooCollectives):

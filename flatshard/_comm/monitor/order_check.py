@@ -1,14 +1,14 @@
-"""Ranks compare what they are about to do, at first: a mistake shows there, and later it would cost time.
+"""In the first passes ranks compare which collectives they are about to issue. Mistakes show there; later it would cost time.
 
 [Note: Comparing without waiting]
-Before a collective a rank sends a message to all others: a hash of the collectives so far, this one included, and the
-last of them as text. On CPU it is a collective of its own, beside the one that it is about, so ranks that do their gathers
-and reductions in another interleaving don't wait for each other, and it is compared when the data are waited for: those
-of another unit cannot have arrived. [Note: Data of different units never mix]. On an accelerator, where gathers and
-reductions share one order, the host waits for it before the collective is issued.
+Before a collective, a rank sends a message to all others: a hash of all collectives so far, including this one, and the
+latest ones as text. On CPU the message is a collective of its own, issued beside the checked one. So ranks that interleave
+gathers and reductions differently do not wait for each other. The messages are compared when the data are waited for; data
+of another unit cannot have arrived by then. [Note: Data of different units never mix]. On an accelerator, where gathers
+and reductions share one order, the host waits for the messages before the collective is issued.
 
-Which collectives are checked depends on how many of their kind their unit has had, which is the same on all ranks
-whatever else one of them did alone. Every rank gets all messages, so all ranks raise, and tell the same.
+Whether a collective is checked depends on the number of collectives of its kind that its unit has had. This number is the
+same on all ranks, whatever one of them did alone. Every rank gets all messages, so all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from flatshard._comm.monitor.differences import CURE, Described, described, diff
 from flatshard._comm.progress import CHECK_LABELS, SAME_ORDER, Issued, here
 from flatshard._errors import OutOfStepError
 
-_HASH, _TEXT = 8, 504  # bytes of a message
-_NAME = 80  # characters of a unit's name, in a message
-_UNIT, _PATIENCE = "flatshard/unit/", 10.0  # where ranks describe their units, and for how long others wait for that: s
-_GROUPS = 8  # ranks, and groups of ranks that agree, to tell about in an error
+_HASH, _TEXT = 8, 504  # bytes of a message: the hash, then the text
+_NAME = 80  # maximum characters of a unit's name in a message
+_UNIT, _PATIENCE = "flatshard/unit/", 10.0  # store keys of unit descriptions; seconds to wait for those of other ranks
+_GROUPS = 8  # maximum number of groups of agreeing ranks, and of ranks per group, that an error lists
 
 
 class OrderCheck:
-    """The collectives of one process group that have been compared, as hashes."""
+    """Compares the collectives of one process group between its ranks, by hashes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._collectives, self._device = message_collectives(group, device)
@@ -45,12 +45,12 @@ class OrderCheck:
         self._hashes = [b"", b""]
 
     def announce(self, issued: Issued) -> Comparison:
-        """Send a message about the collective that is to be issued next."""
+        """Send a message about the collective that is issued next."""
         kind = 0 if self._one_order else issued.kind
         name = issued.unit if len(issued.unit) <= _NAME else f"...{issued.unit[-_NAME:]}"
         line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
         self._recent = [*self._recent[-3:], line]
-        flats = [flat[:2] for flat in issued.label.contents()]  # beside its identity, what could come to differ
+        flats = [flat[:2] for flat in issued.label.contents()]  # these may differ between ranks with the same identity
         summary = f"{line} {issued.label.identity} {flats}"
         ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
         self._hashes[kind] = ahead
@@ -68,7 +68,7 @@ class OrderCheck:
 
 
 class Comparison:
-    """Messages under way."""
+    """The messages about one collective, in flight."""
 
     __slots__ = ("_issued", "_pending", "_rank", "_received", "_store")
 
@@ -85,11 +85,11 @@ class Comparison:
         """Compare with all other ranks.
 
         Raises:
-            OutOfStepError: one is about to do something else. All ranks raise it.
+            OutOfStepError: ranks are about to issue different collectives. All ranks raise it.
         """
         self._pending.wait()
         rows = [bytes(row) for row in self._received.tolist()]
-        alike: dict[bytes, list[int]] = {}  # ranks by their hashes
+        alike: dict[bytes, list[int]] = {}  # ranks by hash
         for rank, row in enumerate(rows):
             alike.setdefault(row[:_HASH], []).append(rank)
         if len(alike) > 1:
@@ -100,12 +100,12 @@ class Comparison:
                 why, cure = "ranks run different units", SAME_ORDER
             text = (
                 f"{why}. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
-                f"{cure}. (This is compared in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
+                f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
             raise OutOfStepError(issued.verb, issued.unit, self._rank, len(rows), text)
 
     def _exchange(self, ranks: list[int]) -> dict[int, Described]:
-        """The units that these ranks have come to, by the process group's store: all of them are about to raise."""
+        """The units of these ranks, by way of the process group's store. All ranks call this, as all are about to raise."""
         store, found = self._store(), {}
         if store is None:
             return {}
@@ -114,7 +114,7 @@ class Comparison:
         try:
             store.wait([f"{_UNIT}{rank}" for rank in ranks], timedelta(seconds=_PATIENCE))
             found = {rank: json.loads(store.get(f"{_UNIT}{rank}")) for rank in ranks}
-        except RuntimeError as e:  # a rank has ended; the error in hand does without
+        except RuntimeError as e:  # a rank has exited: the error is raised without the descriptions
             _trace.logger.debug("no description of the units: %s", e)
         return found
 

@@ -1,19 +1,19 @@
-"""A hang becomes an error: a thread that notices when ranks wait for each other, and ends the wait.
+"""Turns a hang into an error: a thread detects that ranks wait for each other, and ends their waits.
 
 [Note: Slow or stuck]
-A rank is *stuck* if it waits for a collective that some other rank has not issued, and never will: as that one is stuck
-itself, or has left the forward or backward that the collective belongs to. A slow rank is neither. So there is no guess in
-this, and no time limit: where nobody is stuck, waiting goes on until the process group's own timeout.
+A rank is *stuck* if it waits for a collective that another rank has not issued and never will, because that rank is stuck
+itself or has left the forward or backward that the collective belongs to. A slow rank is not stuck. So this is exact, with
+no guess and no time limit: while no rank is stuck, waiting continues until the process group's own timeout.
 
-While all goes well the thread wakes every few seconds, looks whether the same wait is still going on, and asks the
-process group's store for an alarm: nothing is added to a collective but two assignments. Who waits for long raises the
-alarm. Then every rank publishes where it is, also one that waits somewhere else (a barrier of the user's), and who finds
-itself stuck, by positions that have not changed in between, publishes the verdict and interrupts the group.
+In normal operation the thread wakes every few seconds, checks whether the same wait is still going on, and asks the
+process group's store for an alarm. The cost to a collective is two assignments. A rank with a long wait raises the alarm.
+Then every rank publishes its position, also a rank that waits elsewhere (in a barrier of the user's). A rank that finds
+itself stuck, from positions that have not changed in between, publishes the verdict and interrupts the group.
 
 [Note: Interrupting gloo]
-A blocked wait has no handle to end it, and ``abort`` does nothing. But a receive that times out closes all connections of
-its rank, whichever thread it is on, and so ends every wait there, and those for it. Who still waits for a third rank finds
-the verdict in the store at its next look, and does the same.
+A blocked wait has no handle to end it, and ``abort`` does nothing. But a receive that times out, on any thread, closes all
+connections of its rank. This ends every wait on this rank, and every wait for this rank. A rank that still waits for a
+third rank finds the verdict in the store the next time its thread wakes, and interrupts the group too.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from flatshard._comm.progress import SAME_ORDER, Progress, here
 _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
 
 Position = dict[str, Any]
-"""Where a rank is, as JSON. ``waits``: [key, count, text] of what it waits for, or None; ``unit``: of what unit, see
-``Described``; ``counts``: collectives issued by key; ``place`` and ``first``: see ``Progress``; ``recent``: texts; ``at``:
-grows with every publication."""
+"""A rank's position, as JSON. ``waits``: [key, count, text] of the collective that it waits for, or None; ``unit``: that
+collective's unit, see ``Described``; ``counts``: collectives issued, by key; ``place`` and ``first``: see ``Progress``;
+``recent``: texts; ``at``: increases with every publication."""
 
 
 def verdict(collectives: BuiltinCollectives) -> str | None:
-    """Why the group was interrupted, if it was by a rank that found itself stuck."""
+    """The reason why a stuck rank interrupted the group. None if the group was not interrupted."""
     try:
         store = collectives.store()
         return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
-    except RuntimeError as e:  # the rank that hosts the store is gone, which explains less than the error in hand
+    except RuntimeError as e:  # the rank that hosts the store is gone, so the original error has to do
         _trace.logger.debug("no verdict: %s", e)
         return None
 
@@ -54,7 +54,7 @@ def verdict(collectives: BuiltinCollectives) -> str | None:
 
 
 def position(progress: Progress, at: int) -> Position:
-    """Where this rank is now."""
+    """This rank's position now."""
     waits = here.waiting
     if waits is not None and waits.progress is not progress:
         waits = None
@@ -70,16 +70,16 @@ def position(progress: Progress, at: int) -> Position:
 
 
 def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
-    """The ranks that have not issued what ``rank`` waits for."""
+    """The ranks that have not issued the collective that ``rank`` waits for."""
     key, count, _ = positions[rank]["waits"]
     return [r for r, p in positions.items() if r != rank and p["counts"].get(str(key), 0) < count]
 
 
 def _has_left(other: Position, mine: Position) -> bool:
-    """Whether a rank has ended the forward or backward that we are in: it is in none, and was in ours.
+    """Whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
 
-    It was, if it has issued what we issued first in ours. The numbers of forwards tell nothing: a rank may have run some
-    alone, with parameters that are kept.
+    It has if it is in no forward or backward now, and has issued the first collective of ours. Numbers of forwards cannot
+    be compared: a rank may have run some alone, with parameters that stay unsharded.
     """
     if (
         other["waits"] is not None
@@ -93,7 +93,7 @@ def _has_left(other: Position, mine: Position) -> bool:
 
 
 def stuck(positions: Mapping[int, Position]) -> list[int]:
-    """The ranks that wait for what will never come. [Note: Slow or stuck]"""
+    """The ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
     found = {r for r, p in positions.items() if p["waits"] is not None}
     while True:
         freed = {
@@ -107,7 +107,7 @@ def stuck(positions: Mapping[int, Position]) -> list[int]:
 
 
 def describe(positions: Mapping[int, Position], found: list[int]) -> str:
-    """The error for ranks ``found`` to be stuck: where they and those that they wait for are."""
+    """The error text for the stuck ranks ``found``: their positions, and those of the ranks that they wait for."""
     lines, told = [], sorted({*found, *(s for r in found for s in _missing(positions, r))})
     for rank in told:
         place = positions[rank]
@@ -129,11 +129,11 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
 
 
 _Wait = tuple[int, int, int]
-"""Which wait it is: the group's progress (its ``id``), key and count. Not the collective, which would hold a dead group's."""
+"""Identifies a wait: the ``id`` of the group's progress, key, count. (An ``Issued`` would keep a destroyed group alive.)"""
 
 
 class _Watched:
-    """What the thread knows of one group. It holds nothing of it."""
+    """The thread's record of one group. It holds only weak references to the group's objects."""
 
     def __init__(self, collectives: GlooCollectives, progress: Progress) -> None:
         self._collectives = weakref.ref(collectives)
@@ -142,18 +142,18 @@ class _Watched:
         self._waiting: _Wait | None = None
         self._since = 0.0
         self._told: _Wait | None = None  # the wait that was logged last
-        self._alarmed = False  # by us
+        self._alarmed = False  # this rank has raised the alarm
         self._at = 0
-        self._first: dict[int, Position] = {}  # of the positions that have not changed, when they were seen first
-        self.is_alarmed = False  # by anybody
+        self._first: dict[int, Position] = {}  # by rank: the first published position since it last changed
+        self.is_alarmed = False  # any rank has raised the alarm
 
     @property
     def is_over(self) -> bool:
-        """Whether the group is gone, or all models that used it."""
+        """Whether the group, or every model that used it, has been freed."""
         return self._collectives() is None or self._progress() is None
 
     def look(self) -> bool:
-        """One look. Returns whether there is to be another."""
+        """Check the group once. Returns False if it need not be checked again."""
         collectives, progress = self._collectives(), self._progress()
         store = None if collectives is None else collectives.store()
         if collectives is None or store is None or progress is None:
@@ -176,8 +176,8 @@ class _Watched:
         return not (stalled and self._judge(collectives, store))
 
     def _judge(self, collectives: GlooCollectives, store: Any) -> bool:
-        """Whether this rank is stuck. Then the group has been interrupted."""
-        if store.check([_VERDICT]):  # by another rank, which closed its own connections: we may wait for a third's
+        """Whether this rank is stuck. If so, the group has been interrupted."""
+        if store.check([_VERDICT]):  # another rank closed its connections, but this one may wait for a third rank
             collectives.interrupt()
             return True
         settled = {}
@@ -200,7 +200,7 @@ class _Watched:
         return True
 
     def _tell(self, rank: int, settled: Mapping[int, Position]) -> None:
-        """Log, once, whom this rank waits for, though it may be slow only."""
+        """Log, once per wait, which rank this one waits for. That rank may just be slow."""
         if rank not in settled or (waits := settled[rank]["waits"]) is None:
             return
         late = _missing(settled, rank)
@@ -214,14 +214,14 @@ class _Watched:
 
 
 def limit() -> float:
-    """Seconds after which a wait is a long one. Shorter in the first passes, where mistakes show."""
+    """Seconds after which a wait counts as long. Shorter in the first passes, where most mistakes show."""
     waiting = here.waiting
     checked = waiting is not None and waiting.count <= _config.checked_collectives()
     return min(_config.WATCH_SECONDS, 2.0) if checked else _config.WATCH_SECONDS
 
 
 class _Watch:
-    """The thread, and the groups that it looks after."""
+    """The thread, and the groups that it watches."""
 
     def __init__(self) -> None:
         self._watched: list[_Watched] = []
@@ -229,7 +229,7 @@ class _Watch:
         self._wake = threading.Event()
         self._stopped = False
         atexit.register(self.stop)
-        os.register_at_fork(after_in_child=self._forget)  # the stores' connections are the parent's
+        os.register_at_fork(after_in_child=self._forget)  # the stores' connections belong to the parent process
 
     def _forget(self) -> None:
         self._watched.clear()
@@ -243,7 +243,7 @@ class _Watch:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread: none may return from the store's code to an interpreter that is gone."""
+        """End the thread before the interpreter exits: it must not return from the store's C++ code afterwards."""
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
@@ -256,7 +256,7 @@ class _Watch:
             self._look_at_all()
 
     def _look_at_all(self) -> None:
-        # A function by itself: while the thread sleeps, it holds nothing of a group that is gone.
+        # A separate function, so that the sleeping thread has no local variable that refers to a freed group.
         for watched in list(self._watched):
             if not self._look(watched):
                 self._watched.remove(watched)
@@ -265,7 +265,7 @@ class _Watch:
         pauses = []
         for watched in self._watched:
             if watched.is_over:
-                return 0.0  # to forget it
+                return 0.0  # wake at once, to remove it
             pauses.append(max(0.25, watched.world_size / 100) if watched.is_alarmed else limit() / 4)
         return min(pauses, default=None)
 
@@ -273,7 +273,7 @@ class _Watch:
     def _look(watched: _Watched) -> bool:
         try:
             return watched.look()
-        except RuntimeError as e:  # the store is gone: so is the rank that hosts it, and waits will fail by themselves
+        except RuntimeError as e:  # the rank that hosts the store is gone, so waits will fail without our help
             _trace.logger.debug("the watch ends: %s", e)
             return False
 
@@ -282,6 +282,6 @@ _watch = _Watch()
 
 
 def start(collectives: GlooCollectives, progress: Progress) -> None:
-    """Look after the ranks of a group until it is destroyed. ``progress``: what this one issues by whichever collectives."""
+    """Watch a group until it is destroyed. ``progress``: what this rank issues on it, by any collectives."""
     if _config.WATCH_SECONDS > 0:
         _watch.add(collectives, progress)

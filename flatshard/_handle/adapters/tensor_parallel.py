@@ -1,16 +1,16 @@
-"""Parameters that are DTensors: tensor parallelism first, sharding second.
+"""Parameters that are DTensors: tensor parallelism first, then sharding.
 
 ``parallelize_module`` makes a parameter a DTensor over the tensor-parallel mesh. Its local tensor is sharded like any other
 parameter, over the ranks of the data-parallel group, which hold the same local tensor: see ``wrapping.py``, [Note: What is
-sharded of a tensor subclass]. The module sees a DTensor with the placements that it had. Build the optimizer after
+sharded of a tensor subclass]. The module sees a DTensor with the original placements. Build the optimizer after
 ``fully_shard``: the registered parameters are new objects.
 
 [Note: Norms over two meshes]
-A gradient whose DTensor is sharded has parts on all ranks of both meshes, and a replicated one has equal copies along the
-tensor-parallel mesh, which count once: see ``norm_runtime``. A flat parameter (``flat_parameters``) has parameters of both
-kinds. So its gradient's norm is taken over all ranks of both meshes, and of the equal copies the first rank's is counted: see
-``common_runtime``. (A flat parameter for each kind would need no such care, and cost every unit one more all-gather and one
-more reduction, also where nobody asks for norms of flat parameters.)
+A gradient whose DTensor is sharded has parts on all ranks of both meshes. A replicated one has equal copies along the
+tensor-parallel mesh, and only one copy counts: see ``norm_runtime``. A flat parameter (``flat_parameters``) may contain
+parameters of both kinds. So the norm of its gradient is taken over all ranks of both meshes, and of equal copies only that of
+the first rank counts: see ``common_runtime``. (The alternative is a flat parameter for each kind. It would cost every unit
+one more all-gather and one more reduction, even if no norms of flat parameters are taken.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flatshard._runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel(Wrapping):
-    """What makes a local tensor a DTensor."""
+    """How a DTensor is built from its local tensor."""
 
     mesh: Any  # DeviceMesh
     placements: tuple[Any, ...]
@@ -39,7 +39,7 @@ class TensorParallel(Wrapping):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorParallel | None:
-        """That of a DTensor; None for any other tensor."""
+        """The wrapping of a DTensor; None for any other tensor."""
         if not is_dtensor(tensor):
             return None
         dtensor: Any = tensor
@@ -65,7 +65,7 @@ class TensorParallel(Wrapping):
         param._local_tensor, param._spec = given._local_tensor, given._spec  # type: ignore[attr-defined]
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """See ``Wrapping``. Placed as the parameter is: a partial sum is reduced over the mesh."""
+        """See ``Wrapping``. The gradient gets the parameter's placements: a partial sum is reduced over the mesh."""
         dtensor: Any = grad
         if not is_dtensor(grad):
             return grad
@@ -78,7 +78,7 @@ class TensorParallel(Wrapping):
         return self.wrap(grad)
 
     def replicas(self, device: torch.device) -> list[Runtime]:
-        """See ``Wrapping``. One for each dimension of the mesh that has any."""
+        """See ``Wrapping``. One group per mesh dimension with replicas."""
         sizes = [self.mesh.size(i) if p.is_replicate() else 1 for i, p in enumerate(self.placements)]
         return [Runtime.of(self.mesh.get_group(i), device) for i, size in enumerate(sizes) if size > 1]
 
@@ -94,7 +94,7 @@ class TensorParallel(Wrapping):
 
 
 class ManyRuntimes(Runtime):
-    """The ranks of several process groups that are orthogonal, as one: for reductions of a few numbers."""
+    """The ranks of several orthogonal process groups, as one group. Only for reductions of a few numbers."""
 
     _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyRuntimes]] = weakref.WeakValueDictionary()
 
@@ -109,8 +109,8 @@ class ManyRuntimes(Runtime):
 
     @classmethod
     def of(cls, runtimes: Sequence[Runtime]) -> ManyRuntimes:  # type: ignore[override]
-        """The one for ``runtimes``: gradients are told apart by theirs."""
-        key = tuple(map(id, runtimes))  # alive as long as it is
+        """The object for ``runtimes``. It is shared, because gradients are grouped by their runtime's identity."""
+        key = tuple(map(id, runtimes))  # unique: the object keeps `runtimes` alive
         found = cls._by_parts.get(key)
         if found is None:
             found = cls._by_parts[key] = cls(runtimes)
@@ -123,8 +123,8 @@ class ManyRuntimes(Runtime):
 
 
 def common_runtime(runtimes: Sequence[Runtime | None]) -> tuple[Runtime | None, list[bool]]:
-    """The ranks that hold parts of any of several tensors, of each of which one of ``runtimes`` has the parts; and for each
-    whether this rank's part is counted there. [Note: Norms over two meshes]
+    """One runtime for several tensors, where ``runtimes[i]`` are the ranks that hold parts of tensor ``i``. Also returns, for
+    each tensor, whether this rank's part counts in a norm over it. [Note: Norms over two meshes]
     """
     parts = [r.runtimes if isinstance(r, ManyRuntimes) else () if r is None else (r,) for r in runtimes]
     every = list(dict.fromkeys(itertools.chain(*parts)))
@@ -133,15 +133,15 @@ def common_runtime(runtimes: Sequence[Runtime | None]) -> tuple[Runtime | None, 
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is a DTensor. By its slots: what defines it takes half a second to import."""
+    """Whether ``tensor`` is a DTensor. Checked by its slots, because importing the class takes half a second."""
     return hasattr(type(tensor), "_local_tensor")
 
 
 def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> bool:
-    """Whether tensor-parallel ranks before this one hold the same parameter. ``beside``: of a DTensor in its flat parameter.
+    """Whether a lower tensor-parallel rank holds the same parameter. ``beside``: of a DTensor in the same flat parameter.
 
-    A plain parameter is replicated over the mesh of the DTensors that it lies beside. Where there are none, the ranks cut
-    it alike, and checkpoints see that their parts are the same.
+    A plain parameter beside DTensors in a flat parameter is replicated over their mesh. In a flat parameter without DTensors
+    all tensor-parallel ranks cut parameters in the same way, so a checkpoint finds that their parts are the same.
     """
     if parallel is None:
         return beside is not None and any(beside.mesh.get_coordinate())
@@ -151,9 +151,9 @@ def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> b
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, when it has arrived; any other tensor itself. Without a graph."""
+    """The local tensor of a DTensor, without a graph. Waits for its collective, if any. Other tensors as they are."""
     if not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    result: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # of an asynchronous collective
+    result: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # an AsyncCollectiveTensor
     return result

@@ -1,12 +1,13 @@
-"""Parameters that are tensor subclasses with plain tensors inside: quantised weights, weights with a dispatch of their own.
+"""Parameters that are tensor subclasses with plain tensors inside: quantised weights, weights with their own dispatch.
 
-Such a class says by ``__tensor_flatten__`` which tensors are inside, and is made of them by ``__tensor_unflatten__``: the
-protocol by which ``torch.compile`` and FSDP2 take them apart.
+The class lists the tensors inside by ``__tensor_flatten__``, and is built from them by ``__tensor_unflatten__``. This is the
+protocol that ``torch.compile`` and FSDP2 use.
 
 [Note: Bytes of several tensors]
-With one tensor inside, that is sharded, in its own dtype. With several (int8 values, scales and zero points of a quantised
-weight) their bytes are, end to end, each from 16 bytes on: a frozen ``uint8`` parameter. All of them travel in the unit's one
-all-gather, and no byte of them is ever cast. There is no gradient of bytes, so such a parameter must be frozen.
+If there is one tensor inside, it is sharded in its own dtype. If there are several (int8 values, scales and zero points of a
+quantised weight), their bytes are sharded as one frozen ``uint8`` parameter: end to end, each tensor aligned to 16 bytes. So
+all of them are gathered in the unit's one all-gather, and are never cast. Bytes have no gradient, so such a parameter must
+be frozen.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_dtenso
 from flatshard._handle.adapters.wrapping import Wrapping, remembered
 from flatshard._handle.layout import dense_stride
 
-_ALIGNMENT = 16  # bytes: of the widest dtype
+_ALIGNMENT = 16  # bytes; the size of the widest dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One plain tensor inside."""
+    """One plain tensor inside a subclass."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,13 +42,13 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One tensor subclass, perhaps inside another."""
+    """One tensor subclass, perhaps inside another one."""
 
     kind: Any  # the class
-    context: Any  # what `__tensor_flatten__` gave besides the names
+    context: Any  # the second result of `__tensor_flatten__`
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    inner: tuple[tuple[str, _Node | None], ...]  # None: a plain tensor, the next of the leaves
+    inner: tuple[tuple[str, _Node | None], ...]  # the tensors inside, by name; None: a plain tensor, the next leaf
 
     def build(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
         tensors = {name: next(leaves) if node is None else node.build(leaves) for name, node in self.inner}
@@ -57,7 +58,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class TensorSubclass(Wrapping):
-    """How a tensor subclass is made of the tensors inside."""
+    """How a tensor subclass is built from the tensors inside."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,7 +67,7 @@ class TensorSubclass(Wrapping):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSubclass | None:
-        """That of a tensor subclass; None for a plain tensor and for a DTensor."""
+        """The wrapping of a tensor subclass; None for a plain tensor and for a DTensor."""
         if not is_wrapper(tensor):
             return None
         leaves: list[_Leaf] = []
@@ -80,7 +81,7 @@ class TensorSubclass(Wrapping):
         return result
 
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Wrapping``. Of several tensors, their bytes: a copy."""
+        """See ``Wrapping``. If there are several tensors inside, a copy of their bytes."""
         if not is_wrapper(tensor):
             return tensor.detach()
         inside = [t.detach() for t in plain_tensors(tensor)]
@@ -97,7 +98,7 @@ class TensorSubclass(Wrapping):
         return self.root.build(iter(parts))
 
     def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
-        """See ``Wrapping``. ``param`` becomes another object's content, as nothing else changes what a subclass holds."""
+        """See ``Wrapping``. Swaps ``param`` with a new object: there is no other way to change the tensors inside."""
         fresh = nn.Parameter(self.wrap(plain), param.requires_grad)
         for name, value in param.__dict__.items():
             fresh.__dict__.setdefault(name, value)
@@ -108,37 +109,39 @@ class TensorSubclass(Wrapping):
         return self.unwrap(grad)
 
     def check(self, tensor: torch.Tensor) -> str | None:
-        """Why ``tensor``, which this was made of, cannot be sharded so; None if it can."""
+        """The reason why ``tensor``, of which this is the wrapping, cannot be sharded. None if it can."""
         if any(is_dtensor(t) for t in _inside(tensor, through_dtensors=False)):
-            return "has a DTensor inside: parallelize first, with the subclass as the DTensor's local tensor left out"
+            return "has a DTensor inside, which cannot be sharded: use the subclass without tensor parallelism"
         if tensor.requires_grad:
             if len(self.leaves) > 1:
-                return f"requires grad and has {len(self.leaves)} tensors inside, so there is no gradient to shard: freeze it"
+                return f"requires grad, but has {len(self.leaves)} tensors inside, so it has no gradient to shard: freeze it"
             if self.leaves[0].shape != self.shape or not self.leaves[0].dtype.is_floating_point:
-                return "requires grad, and the tensor inside is not a floating-point one of its own shape: freeze it"
+                return (
+                    "requires grad, but the tensor inside is not a floating-point tensor of the same shape: freeze it"
+                )
         plain = self.unwrap(tensor)
         made = self.wrap(plain)
         if type(made) is not self.kind or tuple(made.shape) != self.shape:
-            return "is not made again by its own __tensor_unflatten__"
+            return "is not rebuilt by its own __tensor_unflatten__"
         inside, memory = plain_tensors(made), plain.untyped_storage()
         if any(t.numel() and t.untyped_storage().data_ptr() != memory.data_ptr() for t in inside):
-            return "copies what its __tensor_unflatten__ is given, so it cannot lie in a flat parameter"
+            return "copies the tensors that its __tensor_unflatten__ is given, so it cannot lie in a flat parameter"
         return None
 
 
 def is_wrapper(tensor: object) -> bool:
-    """Whether ``tensor`` is a subclass with plain tensors inside, other than a DTensor."""
+    """Whether ``tensor`` is a subclass with plain tensors inside, and not a DTensor."""
     kind = type(tensor)
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and not is_dtensor(tensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that ``tensor`` consists of: of a subclass those inside, of a DTensor the local one."""
+    """The plain tensors inside ``tensor``: of a subclass, those inside; of a DTensor, the local one; otherwise itself."""
     return [tensor] if type(tensor) is torch.Tensor else list(_inside(tensor))
 
 
 def wrapping_of(tensor: torch.Tensor) -> Wrapping | None:
-    """That of a subclass, of a DTensor, or of the plain parameter that was made of one; None for any other tensor."""
+    """The wrapping of a subclass, of a DTensor, or of a plain parameter taken out of one. None for any other tensor."""
     return remembered(tensor) or TensorParallel.of(tensor) or TensorSubclass.of(tensor)
 
 

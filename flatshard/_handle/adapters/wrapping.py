@@ -1,11 +1,12 @@
-"""Parameters that are more than one plain tensor: DTensors, quantised weights, other tensor subclasses.
+"""Parameters that are not one plain tensor: DTensors, quantised weights, other tensor subclasses.
 
 [Note: What is sharded of a tensor subclass]
-A flat parameter is plain memory. So of a parameter that is a tensor subclass a plain tensor is taken out and sharded like any
-other, and while it is unsharded the module sees the subclass again, built once over that tensor's range of the unsharded
-buffer. Between, the registered parameter is a :class:`ShardedParameter` with a part of the plain tensor: a new object, since
-Python cannot make a subclass with a layout of its own a plain tensor in place. What the plain tensor is, and how the subclass
-is made of it, is a :class:`Wrapping`: see ``tensor_parallel.py`` for DTensors, ``tensor_subclass.py`` for the others.
+A flat parameter is plain memory. So for a parameter that is a tensor subclass, a plain tensor is taken out of it, and sharded
+like any other. While the parameter is unsharded, the module sees the subclass again, built once over that tensor's range of
+the unsharded buffer. Otherwise the registered parameter is a :class:`ShardedParameter` with a part of the plain tensor. This
+is a new object: Python cannot turn a subclass with a layout of its own into a plain tensor in place. A :class:`Wrapping`
+defines the plain tensor, and how the subclass is built from it: see ``tensor_parallel.py`` for DTensors, and
+``tensor_subclass.py`` for other subclasses.
 """
 
 from __future__ import annotations
@@ -22,50 +23,52 @@ _ATTRIBUTE = "_flatshard_wrapping"
 
 
 class Wrapping(ABC):
-    """How the tensor that modules see is made of the plain tensor that is sharded. Immutable."""
+    """How a tensor subclass, which modules see, is built from the plain tensor that is sharded. Immutable."""
 
-    shape: tuple[int, ...]  # of what modules see
+    shape: tuple[int, ...]  # of the subclass
     stride: tuple[int, ...]
 
     @abstractmethod
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain tensor of what modules see, without a graph. A plain one itself."""
+        """The plain tensor inside ``tensor``, without a graph. A plain ``tensor`` is returned as it is."""
 
     @abstractmethod
     def wrap(self, plain: torch.Tensor) -> torch.Tensor:
-        """What modules see, over the memory of ``plain``. No communication."""
+        """Build the subclass over the memory of ``plain``. No communication."""
 
     @abstractmethod
     def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
-        """Make ``param`` what modules see over the memory of ``plain``, which may have another dtype or device than before.
+        """Make ``param``, a subclass, use the memory of ``plain``, which may have another dtype or device than before.
 
         Raises:
-            RuntimeError: it cannot be had so.
+            RuntimeError: this is not possible.
         """
 
     @abstractmethod
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the plain tensor, given that of what modules see."""
+        """Convert the gradient of the subclass to the gradient of the plain tensor."""
 
     def wrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """The inverse of ``local_gradient``."""
         return grad
 
     def replicas(self, device: torch.device) -> list[Runtime]:
-        """Groups of ranks besides those sharded over that must hold the same plain tensor."""
+        """More groups of ranks that must hold the same plain tensor, besides the group that it is sharded over."""
         return []
 
     def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
-        """The ranks that hold the parts of a gradient. ``runtime``: of those that hold parts of the plain tensor."""
+        """The ranks that hold parts of the whole gradient. ``runtime``: those that hold parts of the plain tensor."""
         return runtime
 
     def take_apart(self, param: nn.Parameter) -> nn.Parameter:
-        """A new, plain parameter with what is sharded of ``param``, to be registered in its place."""
+        """A new, plain parameter with the plain tensor inside ``param``, to be registered in place of ``param``."""
         with torch.no_grad():
             result = nn.Parameter(self.unwrap(param), param.requires_grad)
             if param.grad is not None:
                 result.grad = self.local_gradient(param.grad)
-        its_own = self.wrap(result.data).__dict__  # the rest a user has set, or nn.Parameter, which is known by it
+        its_own = self.wrap(
+            result.data
+        ).__dict__  # not to be copied; all others were set by the user or by nn.Parameter
         result.__dict__.update({k: v for k, v in param.__dict__.items() if k not in its_own})
         remember(result, self)
         return result
@@ -75,11 +78,11 @@ class Wrapping(ABC):
 
 
 def remember(param: torch.Tensor, wrapping: Wrapping) -> None:
-    """Have ``param`` known as made of, or sharded from, what ``wrapping`` makes."""
+    """Record that ``param`` belongs to ``wrapping``: it was built by it, or is the plain tensor inside."""
     param.__dict__[_ATTRIBUTE] = wrapping
 
 
 def remembered(param: torch.Tensor) -> Wrapping | None:
-    """What was said of ``param`` to ``remember``."""
+    """The wrapping that was recorded for ``param`` by ``remember``, or None."""
     found: Wrapping | None = param.__dict__.get(_ATTRIBUTE)
     return found

@@ -1,1 +1,1 @@
-"""What the user sees of a flat parameter: sharded parameters and gradients, and numbers that are partial."""
+"""The tensors that the user sees: sharded parameters and gradients, and numbers that only cover this rank's part."""

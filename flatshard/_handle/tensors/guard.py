@@ -1,12 +1,12 @@
-"""A module's dict of parameters, which notices forwards that run while their parameters are sharded.
+"""A replacement for a module's dict of parameters. It detects a forward that runs while its parameters are sharded.
 
 [Note: Forwards outside of the unit's]
-``model.generate()``, when not registered as a forward, may call ``self.head(x)`` while the head is sharded. ``F.linear``
-then finds a 1-D weight: it raises something about shapes, or it multiplies by it, if the sizes happen to fit. Looking at
-every call of a module would cost 0.9 microseconds each, and at every read of a parameter 0.1. But nn.Module looks into
-``_parameters`` only for what the module's own ``__dict__`` does not have. So `Slots` puts compute parameters there, where a
-forward finds them sooner than it would in a plain module; what comes to this dict comes for something else. What is
-registered as None (``bias=False``) is there for good.
+``model.generate()``, if it is not registered as a forward, may call ``self.head(x)`` while the head is sharded. ``F.linear``
+then gets a 1-D weight: it raises an error about shapes, or computes with it if the sizes happen to fit. A check in every
+call of a module would cost 0.9 microseconds, and in every read of a parameter 0.1. But nn.Module reads ``_parameters`` only
+for names that are not in the module's own ``__dict__``. So `Slots` puts compute parameters into ``__dict__``, where a
+forward finds them faster than in a plain module. A read of this dict is then not by a forward whose parameters are
+unsharded. Parameters that are registered as None (``bias=False``) are always in ``__dict__``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Self
 
 from torch import nn
-from torch.nn.utils._named_member_accessor import swap_tensor  # private: to know functional_call's writes from a user's
+from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
@@ -33,9 +33,9 @@ Parameters = dict[str, nn.Parameter | None]
 
 
 class GuardedParameters(Parameters):
-    """What a module has in ``_parameters``. [Note: Forwards outside of the unit's]
+    """A module's ``_parameters``. [Note: Forwards outside of the unit's]
 
-    It holds the sharded parameters, also while compute parameters are in ``attributes``, and shows these then.
+    It always stores the sharded parameters. While compute parameters are in ``attributes``, reads return those.
     """
 
     __slots__ = ("attributes",)
@@ -61,12 +61,12 @@ class GuardedParameters(Parameters):
                 self._check_reader(param, sys._getframe(1))
         return param
 
-    # All that reads must show the same. With an iterator of its own, so do ``dict(self)`` and ``**self``.
+    # All ways to read must give the same. `dict(self)` and `**self` do because this class has its own iterator.
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
-    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view reads past us
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
         return {name: self._look(name) for name in self}.items()
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
@@ -82,18 +82,17 @@ class GuardedParameters(Parameters):
         return repr(self.copy())
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
-        """Raise if a forward of this dict's module reads ``param``. Anybody else may: ``model.head.weight.grad``."""
+        """Raise if a forward of this dict's module reads ``param``. Other readers are fine: ``model.head.weight.grad``."""
         if reader.f_code is not _GETATTR:
             return
         frame = reader.f_back
-        while (
-            frame is not None and frame.f_code.co_filename != _GETATTR.co_filename
-        ):  # nn.Module.__call__, with its hooks
+        # Up to nn.Module.__call__, which runs the hooks.
+        while frame is not None and frame.f_code.co_filename != _GETATTR.co_filename:
             if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
                 raise RuntimeError(_explain(param, frame))
             frame = frame.f_back
 
-    # Whoever else writes here means forwards to see it.
+    # `Slots` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
@@ -104,12 +103,12 @@ class GuardedParameters(Parameters):
         changes.count += 1
 
     def _check_swap(self, name: str, held: ShardedParameter) -> None:
-        """Raise if ``functional_call`` lends a tensor to a forward that would take it for a new value to keep."""
+        """Raise if ``functional_call`` lends a tensor to a forward, which would keep it as a new value of the parameter."""
         if not isinstance(self.attributes.get(name), nn.Parameter):
             raise RuntimeError(
-                f"functional_call would put another tensor in the place of parameter {held._flatshard_info.fqn!r}, which is "
-                "sharded, and whose unit gathers what is registered. Call it where the parameters are whole: `with "
-                "torch.no_grad(), flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`"
+                f"functional_call would replace parameter {held._flatshard_info.fqn!r}, which is sharded: its unit would "
+                "keep the tensor as a new value. Call it while the parameters are whole: `with torch.no_grad(), "
+                "flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`"
             )
 
     def __delitem__(self, name: str) -> None:
@@ -141,7 +140,7 @@ class GuardedParameters(Parameters):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
-        """Of a module that is half copied: ``attributes`` are set by `Slots`, if it is sharded like this one."""
+        """Called for a copy of the module. `Slots` sets ``attributes`` afterwards, if the copy is sharded, too."""
         result = GuardedParameters({}, {})
         memo[id(self)] = result
         for name, param in super().items():
@@ -162,10 +161,10 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
     info, kind = param._flatshard_info, type(_self_of(forward)).__name__
     if _is_recomputed(forward):
         return (
-            f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward, which was done with its unit: "
-            "in another forward of this backward the unit was skipped (flatshard.skip), and a reentrant checkpoint hides "
-            "that there is more to come. Use use_reentrant=False, or run a backward for each forward. Or else the unit's own "
-            "forward was not around this one: call the module that is the unit, as module(...)"
+            f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
+            "another forward in this backward skipped the unit (flatshard.skip), and with a reentrant checkpoint flatshard "
+            "cannot know that a recomputation is still to come. Use use_reentrant=False, or run a backward for each forward. "
+            "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
         )
     method, frame = None, forward.f_back
     while frame is not None and method is None:
@@ -177,15 +176,15 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
         what = f"{type(caller).__name__}.{method}"
         cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
     else:
-        cure = "call the module that is the unit, as module(...); for another method of it see register_forward_method"
+        cure = "call the module that is the unit, as module(...); for its other methods see register_forward_method"
     return (
         f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {info.shape}. But "
-        f"{kind}.forward was called from outside of a forward of its unit: {cure}. Or give the {kind} a unit of its own"
+        f"{kind}.forward was called outside of its unit's forward: {cure}. Or make the {kind} a unit of its own"
     )
 
 
 def _is_recomputed(forward: FrameType) -> bool:
-    """Whether a reentrant checkpoint runs it in backward."""
+    """Whether ``forward`` runs in the backward of a reentrant checkpoint."""
     frame: FrameType | None = forward
     while frame is not None and frame.f_code is not _RECOMPUTE:
         frame = frame.f_back
@@ -193,7 +192,7 @@ def _is_recomputed(forward: FrameType) -> bool:
 
 
 def _method_name(kind: type, code: CodeType) -> str | None:
-    """By what name users find the method of ``kind`` that runs ``code``: itself, or inside of decorators. None: by none."""
+    """The name of the method of ``kind`` that runs ``code``, directly or inside decorators. None if there is none."""
     if code.co_name == "forward":
         return None
     for cls in kind.__mro__:
@@ -202,5 +201,5 @@ def _method_name(kind: type, code: CodeType) -> str | None:
                 if getattr(found, "__code__", None) is code:
                     return None if name == "forward" else name
                 found = getattr(found, "__wrapped__", None)
-    # Inside of a decorator without functools.wraps: what it took has the method's name.
+    # In a decorator without functools.wraps: the decorated function has the method's name.
     return code.co_name if callable(inspect.getattr_static(kind, code.co_name, None)) else None

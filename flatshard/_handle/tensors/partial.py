@@ -1,12 +1,13 @@
-"""Numbers of which each rank has its own, on the way to one number for all: norms, sums, overflow flags.
+"""Numbers that each rank computes for its own part, and that are reduced to one number for all: norms, sums, overflow flags.
 
-``reduce_norms`` and ``reduce_sums`` take them all the way. :class:`PartialNorm` and :class:`PartialFlag` are what torch's own
-functions get from sharded gradients in place of a norm or a flag: they wait until it is known what is asked for.
+``reduce_norms`` and ``reduce_sums`` do the whole reduction. torch's own functions get a :class:`PartialNorm` or a
+:class:`PartialFlag` for a sharded gradient instead of a norm or a flag. These are reduced when their value is needed.
 
 [Note: Different questions]
-Each reduction carries a fingerprint of its question. Where ranks take norms of different things (one has ``.grad`` None
-where another has not, and skips it), their all-reduces would match all the same, and give wrong numbers silently. So an
-odd fingerprint raises. On an accelerator, whose results the host does not wait for, it makes the result NaN.
+Each reduction carries a fingerprint of what it computes. Ranks may take norms of different gradients: if ``.grad`` is None on
+one rank only, it skips a norm that others take. Their all-reduces would match nevertheless, and silently give wrong numbers.
+So different fingerprints raise an error. On an accelerator, where the host does not wait for results, they make the result
+NaN.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ import torch
 from flatshard._runtime import Runtime
 
 plainly = torch._C.DisableTorchFunctionSubclass
-"""``with plainly():`` functions treat every tensor inside as a plain one, and give plain ones."""
+"""``with plainly():`` functions treat tensors of every subclass as plain ones, and return plain ones."""
 
 
 def reduce_norms(norms: torch.Tensor, ord: float, runtime: Runtime, question: str) -> torch.Tensor:
-    """Norms of whole tensors, from the norms of each rank's part of them: one all-reduce.
+    """Norms of whole tensors, from the norms of the ranks' parts: one all-reduce.
 
     Args:
-        norms: float, any shape; this rank's ``ord``-norms. Of an empty part: ``norm_of_nothing(ord)``.
-        ord: any order of a vector norm; 0 counts what is not zero.
+        norms: float, any shape; the ``ord``-norms of this rank's parts. For an empty part: ``norm_of_nothing(ord)``.
+        ord: any order of a vector norm; 0 counts nonzero elements.
         runtime: of the ranks that hold the parts.
-        question: what is asked for, the same text on all ranks. [Note: Different questions]
+        question: a description, the same text on all ranks. [Note: Different questions]
 
     Returns:
-        float64, in the shape and on the device of ``norms``, equal on all ranks. NaN where any rank has NaN.
+        float64, in the shape and on the device of ``norms``, equal on all ranks. NaN if any rank has NaN.
     """
     flat = norms.detach().reshape(-1).to(runtime.device, torch.float64)  # powers may leave float32's range
     if math.isinf(ord):
         signed = flat if ord > 0 else -flat
-        # Not every backend's maximum knows NaN.
+        # Not every backend's maximum propagates NaN.
         is_nan = signed.isnan()
         both = torch.cat([torch.where(is_nan, -math.inf, signed), is_nan.double()])
         most, any_nan = _all_reduce(both, "max", runtime, question).chunk(2)
@@ -60,12 +61,12 @@ def reduce_sums(values: torch.Tensor, runtime: Runtime, question: str) -> torch.
 
 
 def norm_of_nothing(ord: float) -> float:
-    """What an empty part adds to a norm."""
+    """The norm of an empty part: the neutral element."""
     return math.inf if ord < 0 else 0.0
 
 
 def _all_reduce(values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtime, question: str) -> torch.Tensor:
-    tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: its square is exact, summed over 2^13 ranks
+    tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: the sum of its square is exact for up to 2^13 ranks
     wire = values.new_empty(values.numel() + 2)
     wire[:-2] = values
     wire[-2].fill_(tag)
@@ -77,10 +78,10 @@ def _all_reduce(values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtim
         return torch.where(same, wire[:-2], math.nan)
     if not same:
         raise RuntimeError(
-            f"rank {runtime.rank} asked for {question}, and another rank for something else at the same time. Ranks must "
-            "take norms of gradients in the same order, also of those whose .grad is None on some ranks. For the norm of all "
-            "call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for one norm a "
-            "parameter flatshard.optim.gradient_statistics(model)"
+            f"rank {runtime.rank} asked for {question}, but another rank asked for something else at the same time. All "
+            "ranks must take norms of gradients in the same order, also of gradients that are None on some ranks. For the "
+            "norm of all call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for "
+            "one norm per parameter flatshard.optim.gradient_statistics(model)"
         )
     return wire[:-2]
 
@@ -88,17 +89,17 @@ def _all_reduce(values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtim
 # -- what torch's own functions get ------------------------------------------------------------------------------------
 
 consume = collections.deque[Any](maxlen=0).extend
-"""Run an iterator to its end, in C."""
+"""Exhaust an iterator, in C."""
 
 
 def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute: str, values: Iterable[Any]) -> None:
-    """Make plain ``tensors`` instances of ``kind`` in place, each with its value of one attribute. Loops in C."""
+    """Turn plain ``tensors`` into instances of ``kind`` in place, each with its value of ``attribute``. Loops in C."""
     consume(map(setattr, tensors, itertools.repeat("__class__"), itertools.repeat(kind)))
     consume(map(setattr, tensors, itertools.repeat(attribute), values))
 
 
 class _Source(NamedTuple):
-    """Whose norms, of which order, and on which device they are."""
+    """The ranks that hold the parts, the order of the norms, and their device."""
 
     runtime: Runtime
     ord: float
@@ -106,17 +107,17 @@ class _Source(NamedTuple):
 
 
 class PartialNorm(torch.Tensor):
-    """The norm of this rank's part of a gradient (as DTensor's ``_NormPartial``): 0-dim, made by ``torch._foreach_norm``.
+    """The norm of this rank's part of a gradient (like DTensor's ``_NormPartial``): 0-dim, made by ``torch._foreach_norm``.
 
-    ``torch.stack`` gives a :class:`PartialNorms`. Any other use makes the norm whole first, in place, so all ranks must
-    come to it.
+    ``torch.stack`` gives a :class:`PartialNorms`. Any other use first reduces the norm over the ranks, in place, so all
+    ranks must do it.
     """
 
     _source: _Source
 
     @classmethod
     def mark(cls, norms: Sequence[torch.Tensor], runtime: Runtime, ord: float, device: torch.device) -> None:
-        """Declare 0-dim plain ``norms`` on ``device`` to be of parts that ``runtime``'s ranks hold, in place."""
+        """Turn 0-dim plain ``norms`` on ``device`` into partial norms, in place. ``runtime``: its ranks hold the parts."""
         retype(norms, cls, "_source", itertools.repeat(_Source(runtime, ord, device)))
 
     @classmethod
@@ -128,8 +129,8 @@ class PartialNorm(torch.Tensor):
             return PartialNorms.of(args[0])
         return _look_or_make_whole(func, args, kwargs)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, as torch.nn.utils calls it for each of many norms
-        """As ``torch.Tensor.to``; it stays partial."""
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, because torch.nn.utils calls it for each of many norms
+        """As ``torch.Tensor.to``. The result is partial, too."""
         source = self._source
         if args == (source.device,) and not kwargs:
             return self
@@ -147,8 +148,8 @@ _source = operator.attrgetter("_source")
 class PartialNorms(torch.Tensor):
     """A stack of norms, some of them partial: 1-D.
 
-    Its norm, if of the same order, is the total over all ranks and a plain tensor: one all-reduce of one number for each
-    process group, whichever gradients a rank has. Any other use makes it whole first.
+    Its norm, if of the same order, is the total over all ranks, as a plain tensor. It takes one all-reduce of one number
+    per process group, whichever gradients a rank has. Any other use first reduces the norms over the ranks.
     """
 
     _norms: Sequence[torch.Tensor]
@@ -176,7 +177,7 @@ class PartialNorms(torch.Tensor):
         return _look_or_make_whole(func, args, kwargs)
 
     def _total(self, ord: float) -> torch.Tensor | None:
-        """None: the norm of order ``ord`` does not follow from these norms' own totals."""
+        """The total norm of order ``ord``. None if it cannot be computed from the ranks' own totals."""
         with plainly():
             by_source = self._by_source()
             if ord == 0 or any(source is not None and source.ord != ord for source in by_source):
@@ -190,7 +191,7 @@ class PartialNorms(torch.Tensor):
             return torch.linalg.vector_norm(torch.stack(totals), ord) if len(totals) > 1 else totals[0]
 
     def _by_source(self) -> dict[_Source | None, torch.Tensor]:
-        """The norms by what they are parts of; None: of nothing any more, or never."""
+        """The norms by source. None: norms that are whole."""
         if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_source, self._norms))) == 1:  # the usual case
             return {_source(self._norms[0]): self}
         found: dict[_Source | None, list[torch.Tensor]] = {}
@@ -207,17 +208,17 @@ class PartialNorms(torch.Tensor):
 
 
 class PartialFlag(torch.Tensor):
-    """``found_inf`` of a ``GradScaler``, as seen in this rank's parts: a flag that is set where any rank's is.
+    """``found_inf`` of a ``GradScaler``, for this rank's parts: the whole flag is set if it is set on any rank.
 
-    Becomes a plain tensor at its first use, which all ranks must come to: one all-reduce for each process group, in all
-    for gradients of any number of dtypes.
+    At its first use it becomes a plain tensor, so all ranks must use it. This takes one all-reduce per process group, for
+    gradients of all dtypes together.
     """
 
     _runtimes: frozenset[Runtime]
 
     @classmethod
     def mark(cls, flag: torch.Tensor, runtimes: Iterable[Runtime]) -> None:
-        """Declare ``flag`` to be about parts of these ``runtimes``, and of those that it is about already."""
+        """Turn ``flag`` into a partial flag of ``runtimes``, in addition to those that it has already."""
         before = flag._runtimes if isinstance(flag, cls) else frozenset()
         retype([flag], cls, "_runtimes", [before.union(runtimes)])
 
@@ -225,7 +226,7 @@ class PartialFlag(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is UNSCALE:  # of gradients that are not sharded: it is not read yet
+        if func is UNSCALE:  # for gradients that are not sharded: it only sets the flag
             with plainly():
                 return func(*args, **(kwargs or {}))
         return _look_or_make_whole(func, args, kwargs or {})
@@ -249,7 +250,7 @@ def _look_or_make_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def make_whole(*arguments: Any) -> None:
-    """Make every partial number in ``arguments``, nested in any way, a plain tensor that holds the whole. In place."""
+    """Reduce all partial numbers in ``arguments``, which may be nested, to plain tensors with the whole values. In place."""
     norms: dict[_Source, dict[int, PartialNorm]] = {}
     for found in _partial_in(arguments):
         if isinstance(found, PartialNorm):
@@ -278,9 +279,9 @@ def _partial_in(argument: Any) -> Iterator[PartialNorm | PartialNorms | PartialF
 
 
 UNSCALE: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
-"""What ``GradScaler`` calls with the gradients of one dtype."""
+"""The function that ``GradScaler`` calls with the gradients of one dtype."""
 
-# What may be asked of a partial number as it is.
+# Functions that do not need the whole value of a partial number.
 _LOOKS: frozenset[Callable[..., Any]] = frozenset(
     (
         torch.Tensor.device.__get__,
@@ -292,7 +293,7 @@ _LOOKS: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 
-# The functions that take a vector norm, with the names of what may follow the tensor in their calls.
+# The functions that compute a vector norm, with the names of the parameters after the tensor.
 NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
     torch.linalg.vector_norm: ("ord", "dim", "keepdim"),
     torch.linalg.norm: ("ord", "dim", "keepdim"),
@@ -304,7 +305,7 @@ NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
 def norm_arguments(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """The order of the norm that a call of one of ``NORMS`` asks for, and its other arguments that say something."""
+    """The order of the norm in a call of one of ``NORMS``, and its other arguments that are not at their default."""
     given = dict(zip(NORMS[func], args[1:], strict=False)) | kwargs
     ord = given.pop("ord", given.pop("p", None))
     if ord is None or ord == "fro":

@@ -1,16 +1,17 @@
-"""What the user finds in ``.grad`` of a sharded parameter: this rank's part, of which torch's own tools take whole norms.
+"""The ``.grad`` of a sharded parameter: this rank's part. torch's own tools compute norms of the whole gradient from it.
 
 [Note: Right with torch's own tools]
-``torch.nn.utils.clip_grad_norm_`` would see a local norm, and ``torch.amp.GradScaler`` only the infinities of this rank. So
-``.grad`` is a :class:`ShardedGradient`, given to the plain tensor by ``__class__``, as :class:`ShardedParameter` is to the
-parameter. Its ``__torch_function__`` (there is no ``__torch_dispatch__``) asks the other ranks where a function needs them:
+Without this, ``torch.nn.utils.clip_grad_norm_`` would use a local norm, and ``torch.amp.GradScaler`` only the infinities of
+this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor whose ``__class__`` is set, like that of a
+:class:`ShardedParameter`. Its ``__torch_function__`` (it has no ``__torch_dispatch__``) communicates for some functions:
 
-- norms of a whole gradient, and ``_amp_foreach_non_finite_check_and_unscale_``, which is what ``GradScaler`` calls;
-- ``detach``, ``.data`` and casts give a sharded gradient again, as in ``p.grad.detach().float().norm()``.
+- norms of a whole gradient, and ``_amp_foreach_non_finite_check_and_unscale_``, which ``GradScaler`` calls;
+- ``detach``, ``.data`` and casts return a sharded gradient again, as in ``p.grad.detach().float().norm()``.
 
-Every other function sees a plain tensor and gives plain ones, which know of no other rank: ``p.grad.sum()``, ``p.grad.max()``
-and ``p.grad.isnan().any()`` are about this rank's part. So are norms of what was computed from it, ``(p.grad / 2).norm()``.
-What is not sharded (``NO_SHARD``, a world of one) stays plain.
+All other functions treat it as a plain tensor, and return plain tensors, which have no relation to other ranks:
+``p.grad.sum()``, ``p.grad.max()`` and ``p.grad.isnan().any()`` are about this rank's part. So are norms of tensors computed
+from it, such as ``(p.grad / 2).norm()``. The gradient of a parameter that is not sharded (``NO_SHARD``, a world of one) is
+plain.
 """
 
 from __future__ import annotations
@@ -41,32 +42,30 @@ from flatshard._runtime import Runtime
 
 
 class GradientInfo(Protocol):
-    """Whose gradient it is (``ShardInfo``)."""
+    """The parameter that a gradient belongs to (``ShardInfo``)."""
 
     @property
     def fqn(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]: ...  # of the whole
+    def shape(self) -> tuple[int, ...]: ...  # of the whole gradient
 
     @property
-    def runtime(self) -> Runtime | None: ...  # of the ranks that hold the parts; None: it is whole
+    def runtime(self) -> Runtime | None: ...  # of the ranks that hold the parts; None: the gradient is not sharded
 
     @property
-    def elsewhere(
-        self,
-    ) -> tuple[tuple[int, int], ...]: ...  # elements here, half-open, that another rank counts in norms
+    def elsewhere(self) -> tuple[tuple[int, int], ...]: ...  # ranges of elements that another rank counts in norms
 
 
 class ShardedGradient(torch.Tensor):
-    """This rank's part of a gradient: 1-D. A plain tensor, but that its norm is the norm over all ranks.
+    """This rank's part of a gradient: 1-D. It acts as a plain tensor, but its norm is the norm over all ranks.
 
     ``p.grad.norm()`` communicates: every rank must take it, and in the same order. See [Note: Right with torch's own tools].
     """
 
     _flatshard_info: GradientInfo
 
-    is_sparse = False  # every optimizer asks each gradient: a constant need not be dispatched
+    is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
 
     @classmethod
     def __torch_function__(
@@ -81,18 +80,18 @@ class ShardedGradient(torch.Tensor):
             return func(*args, **kwargs) if kwargs else func(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A plain tensor: the copy belongs to no parameter."""
+        """Returns a plain tensor: the copy belongs to no parameter."""
         result: torch.Tensor = memo.setdefault(id(self), self.clone())
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain tensor: process groups do not travel."""
+        """Pickles as a plain tensor: process groups cannot be pickled."""
         with plainly():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-# torch.nn.utils.clip_grad_norm_ takes its foreach path by exact type; DTensor registers itself there too. Without it there
-# would be an all-reduce for each gradient.
+# torch.nn.utils.clip_grad_norm_ uses its foreach path for these exact types; DTensor registers itself there, too. Without it,
+# there would be an all-reduce per gradient.
 _foreach_utils._foreach_supported_types.append(ShardedGradient)
 
 
@@ -103,19 +102,19 @@ plain_grad: Any = torch.Tensor.grad
 
 
 def set_gradient(param: nn.Parameter, grad: torch.Tensor | None, info: GradientInfo) -> None:
-    """``param.grad = grad``; a plain dense tensor becomes a sharded gradient, if the parameter is sharded."""
+    """``param.grad = grad``. If the parameter is sharded, a plain dense ``grad`` becomes a sharded gradient."""
     plain_grad.__set__(param, grad)
     if grad is not None and info.runtime is not None:
         mark(grad, info)
 
 
 def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
-    """``param.grad = grad`` with the loop in C. What is to be a sharded gradient is one."""
+    """``param.grad = grad`` in a loop in C. The caller has already turned ``grads`` into sharded gradients, if needed."""
     consume(map(plain_grad.__set__, params, grads))
 
 
 def mark(grad: torch.Tensor, info: GradientInfo) -> None:
-    """Declare ``grad`` to be this rank's part of a gradient, in place, unless it has a class of its own or is sparse."""
+    """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse."""
     if type(grad) is torch.Tensor and grad.layout is torch.strided:
         mark_all([grad], [info])
 
@@ -129,7 +128,7 @@ def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[GradientInfo]) -> No
 
 
 def _norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """One of ``NORMS`` of one gradient: one all-reduce."""
+    """A function of ``NORMS`` for one gradient: one all-reduce."""
     make_whole(args[1:], kwargs)
     grad = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
     if not isinstance(grad, ShardedGradient):
@@ -139,13 +138,13 @@ def _norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     info = grad._flatshard_info
     ord, rest = norm_arguments(func, args, kwargs)
     dtype = rest.pop("dtype", None)
-    # Of a matrix it is another norm, if an order is given.
+    # For a matrix torch.linalg.norm with an order is a matrix norm.
     of_matrix = func is torch.linalg.norm and len(info.shape) > 1 and (len(args) > 1 or kwargs.get("ord") is not None)
     if rest or of_matrix:
         raise NotImplementedError(
-            f"a norm of the sharded gradient of {info.fqn!r} with {sorted(rest) or ['ord']}: this rank has a 1-D part of a "
-            f"gradient of shape {info.shape}. Use p.grad.norm(p), or look at the whole one inside "
-            "`with flatshard.summon_full_params(module, with_grads=True):`"
+            f"a norm of the sharded gradient of {info.fqn!r} with {sorted(rest) or ['ord']} is not supported: this rank has "
+            f"a 1-D part of a gradient of shape {info.shape}. Use p.grad.norm(p), or compute it from the whole gradient "
+            "inside `with flatshard.summon_full_params(module, with_grads=True):`"
         )
     assert info.runtime is not None
     with plainly():
@@ -179,10 +178,10 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     grads: Sequence[torch.Tensor] = given["self"]
     ord, dtype = float(given.get("ord", 2)), given.get("dtype")
-    if ord == 0:  # the total is a count of gradients, which no rank has whole
+    if ord == 0:  # the total counts whole gradients, and no rank has one
         raise NotImplementedError(
-            "torch's total norm of order 0 counts the gradients that are not zero, and ranks hold parts of them: use "
-            "flatshard.optim.get_total_norm(model, 0)"
+            "torch's total norm of order 0 counts the gradients that are not zero, but ranks have only parts of gradients: "
+            "use flatshard.optim.get_total_norm(model, 0)"
         )
     with plainly():
         if any(map(_elsewhere, grads)):
@@ -196,7 +195,7 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _foreach_local_norm(grads: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    here = [g for g in grads if g.numel()]  # most are empty where there are many ranks
+    here = [g for g in grads if g.numel()]  # with many ranks, most are empty
     norms = list(torch._foreach_norm(here, ord, dtype=dtype)) if here else []
     if len(here) == len(grads):
         return norms
@@ -211,12 +210,12 @@ _runtime = operator.attrgetter("_flatshard_info.runtime")
 
 
 def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Where this rank's part lies that another one counts. [Note: Norms over two meshes]"""
+    """Ranges of this rank's part that another rank counts in norms. [Note: Norms over two meshes]"""
     return grad._flatshard_info.elsewhere if isinstance(grad, ShardedGradient) else ()
 
 
 def _by_runtime(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> dict[Runtime, Sequence[torch.Tensor]]:
-    """Of ``values``, one for each gradient, those of sharded gradients by the ranks that hold these."""
+    """Select the ``values`` (one per gradient) that belong to sharded gradients, by the ranks that hold these."""
     if set(map(type, grads)) == {ShardedGradient}:
         runtimes = set(map(_runtime, grads))
         if len(runtimes) == 1:  # the usual case
@@ -237,7 +236,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _same(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``detach``, ``.data`` and casts: the same gradient."""
+    """``detach``, ``.data`` and casts: the result is the gradient of the same parameter."""
     make_whole(args[1:], kwargs)
     with plainly():
         result = func(*args, **kwargs)

@@ -2,16 +2,17 @@
 
 [Note: The user's Parameter objects survive]
 An optimizer, an EMA or a weight-decay rule may have been built from ``model.parameters()`` before sharding. So the
-original ``nn.Parameter`` objects are kept for life: their ``.data`` is pointed once at a slice of the local shard, and
-their ``__class__`` becomes :class:`ShardedParameter` (as torch's own lazy parameters change class when they
-materialise). The class adds no ``__torch_function__``: every operation on it costs what it costs on a plain parameter.
-What is assigned to ``.grad`` becomes a :class:`ShardedGradient`, which has one.
+original ``nn.Parameter`` objects are kept: their ``.data`` is set once to a slice of the local shard, and their
+``__class__`` becomes :class:`ShardedParameter` (as torch's lazy parameters change their class when they materialise).
+The class has no ``__torch_function__``, so every operation on it costs as much as on a plain parameter. A tensor that is
+assigned to ``.grad`` becomes a :class:`ShardedGradient`, which has one.
 
 [Note: What is seen of changes by .data]
-A unit that is gathered must notice when its shards change, and all ranks must notice alike, also those whose part is empty.
-Autograd's version counter tells, if it counts every change. Of a plain tensor it doesn't count ``p.data = ...`` and
-``p.data.add_()``. Of a sharded parameter it does: the setter counts, and the getter gives ``p.detach()``, which shares the
-counter. The graph of a forward never holds a sharded parameter, so autograd's own check isn't made stricter by that.
+An unsharded unit must notice when its shards change, on all ranks alike, also on ranks whose part is empty. Autograd's
+version counter shows this, if it counts every change. For a plain tensor it does not count ``p.data = ...`` and
+``p.data.add_()``. For a sharded parameter it does: the setter of ``.data`` increments it, and the getter returns
+``p.detach()``, which shares it. Autograd's own check does not become stricter by this, because the graph of a forward never
+holds a sharded parameter.
 """
 
 from __future__ import annotations
@@ -41,55 +42,57 @@ _plain_requires_grad: Any = torch.Tensor.requires_grad
 
 
 class Home(Protocol):
-    """What a sharded parameter lies in: its flat parameter."""
+    """The flat parameter that a sharded parameter is a slice of."""
 
-    is_watched: bool  # somebody asked to be called when the gradient of one of its parameters has come
+    is_watched: bool  # one of its parameters has a post-accumulate-grad hook
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """The parameter that autograd sees in place of ``param``."""
+        """The compute parameter of ``param``: the tensor that autograd sees."""
 
 
 _homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()  # by the sharded parameter's id
-# For the weak references themselves: see [Note: Looking only after a change].
+# Gives each parameter a weak reference, against `swap_tensors`: see [Note: Looking only after a change].
 _unswappable: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of which parameter a sharded parameter holds: ``flatshard.tensors.shard_info(p)``."""
+    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``."""
 
     fqn: str
     shape: tuple[int, ...]  # of the whole parameter
-    stride: tuple[int, ...]  # of the whole parameter, dense: the memory order that ``start`` and ``stop`` count in
+    stride: tuple[int, ...]  # of the whole parameter, dense: defines the memory order for ``start`` and ``stop``
     start: int  # this rank's elements, half-open, in memory order
     stop: int
     shard_world_size: int
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
-    owner: int | None = None  # the rank, of those sharded over, that has all of it; None: it is cut, or this is a copy
-    # Over whose ranks; None where the shard group has a single rank, and in a copy that was pickled.
+    owner: int | None = (
+        None  # the rank of the shard group that holds the whole parameter; None: it is cut, or unpickled
+    )
+    # The ranks that hold the parts. None if the shard group has a single rank, and in an unpickled copy.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
-    # Of a tensor subclass. Then all of the above but `runtime` is about the plain tensor that is taken out of it.
+    # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
     wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
-    # A tensor-parallel rank holds the same, perhaps cut elsewhere, and is the one that writes it into checkpoints.
+    # Another tensor-parallel rank holds the same values (perhaps cut differently), and writes them into checkpoints.
     is_copy: bool = field(default=False, repr=False, compare=False)
-    # Of this rank's elements, counted from ``start``, what another rank of ``runtime`` has, too, and counts in norms: sorted.
+    # Ranges of this rank's elements, from ``start``, that another rank of ``runtime`` also has and counts in norms. Sorted.
     elsewhere: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def parallel(self) -> TensorParallel | None:
-        """What is sharded over another mesh as well."""
+        """The tensor parallelism of a DTensor parameter, or None."""
         return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of this rank's part: ``(stop - start,)``; ``(rows, *rest)`` where it consists of rows; whole, where it is alone."""
+        """The shape of this rank's part: 1-D; ``(rows, *rest)`` if cut by rows; the whole shape on a single rank."""
         if self.shard_world_size == 1:
             return self.shape
         return part_shape(self.shape, self.stop - self.start, self.by_rows)
 
     @property
     def rows(self) -> tuple[int, int] | None:
-        """The rows of the parameter that this rank has, half-open; None where it was not cut by rows."""
+        """The rows of the parameter that this rank has, half-open. None if it was not cut by rows."""
         if not self.shape or not (self.by_rows or self.shard_world_size == 1):
             return None
         row = max(1, math.prod(self.shape[1:]))
@@ -101,11 +104,11 @@ class ShardInfo:
         return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
-        """``part``, which lies as this rank's part does, as 1-D; a view, where it has that stride."""
+        """``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
         return part if part.dim() == 1 else in_memory_order(part, self.stride)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """The inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
         shape = self.part_shape
         return part if shape == part.shape else part.as_strided(shape, self.stride)
 
@@ -122,10 +125,10 @@ class ShardInfo:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which each rank holds a part, in the parameter's own dtype: 1-D, shape ``(stop - start,)``, or, where
-    its layout is ``Rows`` or ``Whole``, ``(rows, *rest)``.
+    """A parameter of which each rank holds a part, in the parameter's own dtype. The part is 1-D, ``(stop - start,)``, or
+    ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
 
-    Where the shard group has a single rank (``NO_SHARD``, world size 1) it keeps its original shape.
+    If the shard group has a single rank (``NO_SHARD``, world size 1), it keeps its original shape.
     """
 
     _flatshard_info: ShardInfo
@@ -133,13 +136,13 @@ class ShardedParameter(nn.Parameter):
     def _set_grad(self, grad: torch.Tensor | None) -> None:
         set_gradient(self, grad, self._flatshard_info)
 
-    # A property of C functions where it is read, in every step of an optimizer.
+    # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
 
     # [Note: Looking only after a change], [Note: What is seen of changes by .data]
 
     def _set_data(self, data: torch.Tensor) -> None:
-        if not _is_same(self, data):  # else module.to() of what it is
+        if not _is_same(self, data):  # module.to() may assign the same memory
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
@@ -174,35 +177,35 @@ class ShardedParameter(nn.Parameter):
         )
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """As in torch, where ``hook`` gets this rank's own gradient: whole, in its original shape, before it is averaged.
+        """As in torch. ``hook`` gets this rank's own gradient: whole, in its original shape, before it is averaged.
 
-        So it was under DistributedDataParallel. For the averaged gradient's part that ``.grad`` gets, use
+        DistributedDataParallel does the same. For this rank's part of the averaged gradient, which becomes ``.grad``, use
         ``register_post_accumulate_grad_hook``.
         """
         if (home := _homes.get(id(self))) is not None:
-            home.compute_of(self)  # may refuse
+            home.compute_of(self)  # raises for a flat parameter
         handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
         self._pass_hooks_on()
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """As in torch: ``hook(p)`` runs in backward, when ``p.grad`` has its part of the averaged gradient. It may step on
-        it and set it to None. Not under ``no_sync``.
+        """As in torch: ``hook(p)`` runs in backward, after ``p.grad`` got its part of the averaged gradient. It may step an
+        optimizer on ``p`` and set ``p.grad`` to None. It does not run under ``no_sync``.
         """
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._pass_hooks_on()
         return handle
 
     def _pass_hooks_on(self) -> None:
-        """No gradient of autograd's ever reaches this tensor: have its hooks run where they come."""
+        """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
         home = _homes.get(id(self))
         if home is not None:
             home.is_watched |= bool(self._post_accumulate_grad_hooks)
-            if self._backward_hooks:  # the same dict: what is added or removed later counts too
+            if self._backward_hooks:  # the same dict: hooks that are added or removed later count, too
                 home.compute_of(self)._backward_hooks = self._backward_hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with this rank's part. Copying the module shards it anew (``FlatParamHandle``)."""
+        """A plain parameter with this rank's part. A copy of the whole module is sharded again (``FlatParamHandle``)."""
         if id(self) in memo:
             found: nn.Parameter = memo[id(self)]
             return found
@@ -214,7 +217,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt(cls, param: nn.Parameter, info: ShardInfo, home: Home) -> Self:
-        """Make the user's own ``param`` a sharded parameter, in place."""
+        """Turn the user's own ``param`` into a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
@@ -224,13 +227,13 @@ class ShardedParameter(nn.Parameter):
         return param
 
 
-# torch.optim picks its foreach and fused implementations by exact type. DTensor registers itself in the same list.
-# Private, and there is no public way: without it every optimizer on CUDA would fall back to one kernel per parameter.
+# torch.optim selects foreach and fused implementations by exact type, from this list. DTensor registers itself there, too.
+# The list is private, but there is no public way. Without it every optimizer on CUDA would run one kernel per parameter.
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether ``data`` is the memory that ``param`` has. By its storage, as an empty tensor has no address."""
+    """Whether ``data`` is the same memory as ``param``. Compares storages, because an empty tensor has no address."""
     return (
         data.dtype is param.dtype
         and data.shape == param.shape
@@ -241,14 +244,14 @@ def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def shard_info(param: torch.Tensor) -> ShardInfo | None:
-    """How ``param``, a parameter or its ``.grad``, is sharded: its name, the whole's shape, and which elements, and which
-    rows, this rank has. None for a plain tensor.
+    """How ``param``, a parameter or its ``.grad``, is sharded: the FQN, the whole shape, and this rank's elements and rows.
+    None for a plain tensor.
     """
     return getattr(param, "_flatshard_info", None)
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter that ``param`` is this rank's part of; a plain tensor's own shape.
+    """The shape of the whole parameter of which ``param`` is this rank's part. A plain tensor has its own shape.
 
     Rules that look at the shape keep working after sharding::
 
@@ -261,7 +264,7 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``tensor``'s elements as 1-D, in the order of a dense ``stride``; a view where ``tensor`` has that stride."""
+    """``tensor``'s elements as 1-D, in the order of a dense ``stride``. A view if ``tensor`` has that stride."""
     if any(a != b and n > 1 for a, b, n in zip(tensor.stride(), stride, tensor.shape, strict=True)):
         dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = dense.copy_(tensor)
