@@ -8,7 +8,6 @@ others (a step count, 0-dim) are the same on all ranks. An optimizer over ``flat
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.gathering import Gathering, exchange, from_owner
 from flatshard.checkpoint._optim_names import Alone, Like, Named, Names, Optimizers, as_list, steps_whole
-from flatshard.checkpoint._optim_options import SavedOptions, options_of
+from flatshard.checkpoint._optim_options import first_state, options_of
 from flatshard.checkpoint._sharded_value import sharded_value
 from flatshard.checkpoint._state_dict import export, is_first_rank
 
@@ -54,9 +53,11 @@ def optim_state_dict(
         rank0_only: with ``full``: only the first of all ranks gets the result, the others ``{}``.
         offload_to_cpu: with ``full``: the result is on CPU.
         for_load: where a trainable parameter has no state yet, show what its first step would make, for
-            ``torch.distributed.checkpoint.load`` to fill. The optimizer and the parameters stay as they are: hand the dict to
-            :func:`load_optim_state_dict` then. Where some parameters were never used, a checkpoint has no state of them:
-            give its keys, ``FileSystemReader(path).read_metadata().state_dict_metadata``, in the place of True.
+            ``torch.distributed.checkpoint.load`` to fill. No step is taken (a copy of the optimizer steps zeros of the
+            parameter's size, one parameter at a time, without hooks): hand the dict to :func:`load_optim_state_dict` then.
+            Where some parameters were never used, or were frozen after some steps, a checkpoint has state of others than
+            those that are trainable: give its keys, ``FileSystemReader(path).read_metadata().state_dict_metadata``, in the
+            place of True.
 
     Raises:
         ValueError: the optimizer steps parameters that are not ``module``'s; nothing is sharded; ``rank0_only`` without
@@ -70,20 +71,26 @@ def optim_state_dict(
     if for_load is not False and full:
         raise ValueError("optim_state_dict(for_load=True) is for loading into sharded values: leave out full=True")
     names = Names(module, "optim_state_dict")
-    saved = set() if isinstance(for_load, bool) else {key[at:] for key in for_load for at in _after_state(key)}
+    saved = None if isinstance(for_load, bool) else _Saved(for_load)
     state: State = {}
     groups: list[dict[str, Any]] = []
     everything: list[Named] = []
     for optimizer in as_list(optim):
-        made = {} if for_load is False else _first_states(optimizer)
+        made: dict[nn.Parameter, dict[str, Any]] = {}
         is_whole = steps_whole(optimizer)
         for given, named in zip(optimizer.param_groups, names.groups(optimizer), strict=True):
             groups.append({"params": [n.fqn for n in named], **dict(options_of(given))})
             everything += named
             for each in named:
-                found = optimizer.state.get(each.stepped) or made.get(each.stepped, {})
-                if for_load is not False and for_load is not True:
-                    found = {k: v for k, v in found.items() if f"{each.fqn}.{k}" in saved}
+                found = optimizer.state.get(each.stepped, {})
+                if not found and (
+                    for_load is True and each.param.requires_grad if saved is None else each.fqn in saved.params
+                ):
+                    if each.stepped not in made:
+                        made[each.stepped] = _first_state(optimizer, given, each.stepped)
+                    found = made[each.stepped]
+                if saved is not None:
+                    found = {k: v for k, v in found.items() if f"{each.fqn}.{k}" in saved.states}
                 if found:
                     state[each.fqn] = {key: _piece(each, key, value, is_whole) for key, value in found.items()}
     if not full:
@@ -95,9 +102,12 @@ def optim_state_dict(
     return {"state": whole, "param_groups": groups} if receives else {}
 
 
-def _after_state(key: str) -> list[int]:
-    """Where the name of a parameter may begin in a checkpoint's key: the user chose what comes before, ``optim.state.``"""
-    return [i + len("state.") for i in range(len(key)) if key.startswith("state.", i)]
+class _Saved:
+    """What a checkpoint has, by its keys. The user chose what comes before ``state.``, and any part may have dots."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.states = {key[i + len("state.") :] for key in keys for i in range(len(key)) if key.startswith("state.", i)}
+        self.params = {name[:i] for name in self.states for i, c in enumerate(name) if c == "."}
 
 
 def _piece(named: Named, key: str, value: Any, whole: bool) -> Any:
@@ -130,29 +140,11 @@ def _value(named: Named, value: Any) -> Any:
     return value.tensor if named.info is None else sharded_value(value.tensor, named.info)
 
 
-def _first_states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """The states that a first step makes, taken on gradients of zero and undone."""
+def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parameter) -> dict[str, Any]:
     if steps_whole(optimizer):
-        states: dict[Any, dict[str, Any]] = optimizer.first_states()  # type: ignore[attr-defined]
-        return states
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if all(optimizer.state.get(p) for p in params):
-        return {}
-    before, optimizer.state = optimizer.state, defaultdict(dict)
-    kept = [(p, p.grad, p.detach().clone()) for p in params]
-    options = SavedOptions(optimizer.param_groups)
-    try:
-        for param in params:
-            param.grad = torch.zeros_like(param.detach())
-        type(optimizer).step(optimizer)  # not by the attribute, which a scheduler counts
-        return dict(optimizer.state)
-    finally:
-        optimizer.state = before
-        options.restore()
-        with torch.no_grad():
-            for param, grad, value in kept:
-                param.grad = grad
-                param.copy_(value)
+        state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
+        return state
+    return first_state(optimizer, group, torch.zeros_like(stepped.detach()))
 
 
 # -- whole values ------------------------------------------------------------------------------------------------------
