@@ -8,6 +8,7 @@ others (a step count, 0-dim) are the same on all ranks. An optimizer over ``flat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.optim import Optimizer
 from flatshard._composable.state import Unit
 from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.gathering import Gathering, exchange, from_owner
+from flatshard._handle.gathering import Gathering, exchange, from_parts
 from flatshard.checkpoint._optim_names import Alone, Like, Named, Names, Optimizers, as_list, steps_whole
 from flatshard.checkpoint._optim_options import first_state, options_of
+from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._sharded_value import sharded_value
 from flatshard.checkpoint._state_dict import export, is_first_rank
 
@@ -70,7 +72,29 @@ def optim_state_dict(
         raise ValueError("optim_state_dict(rank0_only=True) needs full=True: otherwise each rank has its own part")
     if for_load is not False and full:
         raise ValueError("optim_state_dict(for_load=True) is for loading into sharded values: leave out full=True")
-    names = Names(module, "optim_state_dict")
+    if full:
+        names = Names(module, "optim_state_dict")
+        receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
+        state, groups = whole_optim_state(names, optim, receives, torch.device("cpu") if offload_to_cpu else None)
+        return {"state": state, "param_groups": groups} if receives else {}
+    everything, state, groups = _pieces(Names(module, "optim_state_dict"), optim, for_load)
+    state = {n.fqn: {k: _value(n, v) for k, v in state[n.fqn].items()} for n in everything if n.fqn in state}
+    return {"state": state, "param_groups": groups}
+
+
+def whole_optim_state(
+    module: nn.Module | Names, optim: Optimizers, receives: bool, device: torch.device | None
+) -> tuple[State, list[dict[str, Any]]]:
+    """``optim_state_dict(full=True)``: state and groups. Who does not receive gets no state."""
+    names = module if isinstance(module, Names) else Names(module, "optim_state_dict")
+    everything, state, groups = _pieces(names, optim, False)
+    return _gather(names, everything, state, device, receives), groups
+
+
+def _pieces(
+    names: Names, optim: Optimizers, for_load: bool | Iterable[str]
+) -> tuple[list[Named], State, list[dict[str, Any]]]:
+    """All that the optimizers step, its state here (tensors in ``Like`` and ``Alone``), and the groups."""
     saved = None if isinstance(for_load, bool) else _Saved(for_load)
     state: State = {}
     groups: list[dict[str, Any]] = []
@@ -93,13 +117,7 @@ def optim_state_dict(
                     found = {k: v for k, v in found.items() if f"{each.fqn}.{k}" in saved.states}
                 if found:
                     state[each.fqn] = {key: _piece(each, key, value, is_whole) for key, value in found.items()}
-    if not full:
-        state = {n.fqn: {k: _value(n, v) for k, v in state[n.fqn].items()} for n in everything if n.fqn in state}
-        return {"state": state, "param_groups": groups}
-    receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
-    device = torch.device("cpu") if offload_to_cpu else None
-    whole = _gather(names, everything, state, device, receives)
-    return {"state": whole, "param_groups": groups} if receives else {}
+    return everything, state, groups
 
 
 class _Saved:
@@ -137,7 +155,7 @@ def _value(named: Named, value: Any) -> Any:
         return value.tensor
     if not isinstance(value, Like):
         return value
-    return value.tensor if named.info is None else sharded_value(value.tensor, named.info)
+    return value.tensor if named.info is None else sharded_value(value.tensor, named.param)
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parameter) -> dict[str, Any]:
@@ -154,6 +172,7 @@ def _gather(
     names: Names, everything: list[Named], state: dict[str, dict[str, Any]], device: torch.device | None, receives: bool
 ) -> State:
     whole: State = {}
+    roll_call([unit.handle.runtime for unit, _ in names.flats], "optim_state_dict(full=True)")
     kinds = _agree(names, everything, state)
     for unit, buffers, entries in names.unit_flats(everything):
         present = [n for n in entries if n is not None]
@@ -167,8 +186,9 @@ def _gather(
                 if kind[0] == "alone":
                     here = own.get(key)
                     tensor = here.tensor if isinstance(here, Alone) else None
-                    value = from_owner(unit.handle, tensor, kind[2], _dtype(kind[1]))
-                    whole[each.fqn][key] = export(value, device, None) if receives else None
+                    part = None if tensor is None else tensor.reshape(-1)
+                    value = from_parts(unit.handle.runtime, part, 0, math.prod(kind[2]), _dtype(kind[1]))
+                    whole[each.fqn][key] = export(value.view(kind[2]), device, None) if receives else None
         tensors = dict.fromkeys(
             (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
         )

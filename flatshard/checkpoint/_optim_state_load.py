@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
+from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_names import Like, Named, Names, Optimizers, as_list, rekey, steps_whole
 from flatshard.checkpoint._optim_state_dict import State
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source
@@ -23,6 +24,7 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
     optimizers = as_list(optim)
     loads = _to_load(module, optimizers, state, strict)
     for optimizer, load in zip(optimizers, loads, strict=True):
+        hook_optimizer(optimizer)
         optimizer.load_state_dict(load)
 
 

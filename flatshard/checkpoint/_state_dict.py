@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.find import units_registered_in
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, owner_of
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.buffers import FlatBuffers
@@ -20,6 +20,7 @@ from flatshard._handle.gathering import Gathering
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
+from flatshard.checkpoint._roll_call import roll_call
 
 _FORMAT = 1  # of local_state_dict
 
@@ -46,29 +47,75 @@ def full_state_dict(
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
-        RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already.
+        RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already; or
+            ranks that do not call it, whom the message names: after five minutes, with a warning after ten seconds.
     """
     flats = idle_flats(module, "full_state_dict")
     _check_dtype(dtype, "full_state_dict")
     state = module.state_dict(keep_vars=True)
-    wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
     receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
-    exported: dict[int, torch.Tensor] = {}  # by the id of the parameter or buffer
-    for unit, buffers in flats:
-        if any(id(p) in wanted for p in buffers.params):
-            whole = Gathering(unit.handle, buffers).wait()
-            for param in reversed(buffers.params):
-                value = whole.pop()
-                if receives and id(param) in wanted:
-                    exported[id(param)] = export(value, device, dtype)
-                del value
+    wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
+    wholes = WholeParameters("full_state_dict", receives, device, dtype, wanted)
+    for _, buffers in flats:
+        for param in buffers.params:
+            if id(param) in wanted:
+                wholes.of(param)
     if not receives:
         return {}
-    for value in state.values():
-        if isinstance(value, torch.Tensor) and id(value) not in exported:
-            exported[id(value)] = export(value, device, dtype)
-    return {name: exported.get(id(value), value) for name, value in state.items()}
+    exported = {
+        id(v): export(v, device, dtype) for v in state.values() if isinstance(v, torch.Tensor) and id(v) not in wanted
+    }
+    return {
+        name: wholes.of(value) if id(value) in wanted else exported.get(id(value), value)
+        for name, value in state.items()
+    }
+
+
+class WholeParameters:
+    """Whole values of parameters, each a plain tensor of its own: a flat parameter is gathered when one of it is asked for.
+
+    All ranks ask for the same ones in the same order. Who doesn't receive gets tensors without memory.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        receives: bool,
+        device: torch.device | None,
+        dtype: torch.dtype | None = None,
+        wanted: Container[int] | None = None,
+    ) -> None:
+        """``call``: see ``roll_call``. ``device``: None: where the parameters compute. ``wanted``: the ids of the parameters
+        to keep, of those that are gathered together; None: all.
+        """
+        self._call, self._receives, self._device, self._dtype, self._wanted = call, receives, device, dtype, wanted
+        self._values: dict[int, torch.Tensor] = {}  # by the parameter's id
+        self._met: set[int] = set()  # runtimes, by number
+
+    def of(self, param: nn.Parameter) -> torch.Tensor:
+        """That of a sharded ``param``: the same tensor each time."""
+        if id(param) not in self._values:
+            unit = owner_of(param)
+            assert unit is not None
+            self._gather(unit, next(b for b in unit.handle.buffers if any(p is param for p in b.params)))
+        return self._values[id(param)]
+
+    def _gather(self, unit: Unit, buffers: FlatBuffers) -> None:
+        runtime = unit.handle.runtime
+        if runtime.number not in self._met:
+            roll_call([runtime], self._call)
+            self._met.add(runtime.number)
+        whole = Gathering(unit.handle, buffers).wait()
+        for param in reversed(buffers.params):
+            value = whole.pop()
+            if self._wanted is None or id(param) in self._wanted:
+                self._values[id(param)] = (
+                    export(value, self._device, self._dtype)
+                    if self._receives
+                    else torch.empty(value.shape, dtype=value.dtype, device="meta")
+                )
+            del value
 
 
 def iter_full_params(
@@ -94,7 +141,8 @@ def iter_full_params(
     Raises:
         ValueError: nothing in ``module`` is sharded, a name is unknown, ``bucket_bytes`` is not positive, or ``dtype`` is no
             floating-point dtype.
-        RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already.
+        RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already; or ranks
+            that do not call it, when the first is asked for.
     """
     flats = idle_flats(module, "iter_full_params")
     _check_dtype(dtype, "iter_full_params")
@@ -118,6 +166,7 @@ def _stream(
     bucket_bytes: int,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    roll_call([unit.handle.runtime for unit, _ in flats], "iter_full_params")
     for bucket in _buckets([f for f in flats if any(id(p) in chosen for p in f[1].params)], bucket_bytes):
         gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
         for _, buffers in bucket:
