@@ -51,7 +51,7 @@ def full_state_dict(
             ranks that do not call it, whom the message names: after five minutes, with a warning after ten seconds.
     """
     flats = idle_flats(module, "full_state_dict")
-    _check_dtype(dtype, "full_state_dict")
+    check_dtype(dtype, "full_state_dict")
     state = module.state_dict(keep_vars=True)
     receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
@@ -145,7 +145,7 @@ def iter_full_params(
             that do not call it, when the first is asked for.
     """
     flats = idle_flats(module, "iter_full_params")
-    _check_dtype(dtype, "iter_full_params")
+    check_dtype(dtype, "iter_full_params")
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ValueError(f"iter_full_params: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     every = [(plain_name(n), p) for n, p in module.named_parameters(remove_duplicate=names is None)]
@@ -318,7 +318,7 @@ def is_first_rank(units: list[Unit]) -> bool:
     return first and all(unit.is_rank0 for unit in units)
 
 
-def _check_dtype(dtype: object, verb: str) -> None:
+def check_dtype(dtype: object, verb: str) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{verb}: dtype must be a floating-point dtype or None, got {dtype!r}")
 
