@@ -11,6 +11,7 @@ from flatshard.checkpoint._meeting import MeetingError
 from flatshard.checkpoint._optim_names import rekey
 from flatshard.checkpoint._optim_state_dict import optim_state_dict
 from flatshard.checkpoint._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
+from flatshard.checkpoint._safetensors import export_safetensors
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
@@ -20,6 +21,7 @@ __all__ = [
     "SentParams",
     "ShardedValue",
     "apply_changed_params",
+    "export_safetensors",
     "full_state_dict",
     "iter_changed_params",
     "iter_full_params",

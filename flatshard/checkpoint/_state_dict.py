@@ -156,17 +156,19 @@ def iter_full_params(
     asked: Iterable[str] = names if isinstance(names, Iterable) and not callable(names) else ()
     if unknown := [n for n in asked if n not in dict(every)]:
         raise ValueError(f"iter_full_params: {type(module).__name__} has no parameters {name_list(unknown)}")
-    return _stream(flats, [p for _, p in every], chosen, bucket_bytes, dtype)
+    return stream_params(flats, [p for _, p in every], chosen, bucket_bytes, dtype)
 
 
-def _stream(
+def stream_params(
     flats: list[Flat],
     params: list[nn.Parameter],
     chosen: dict[int, list[str]],
     bucket_bytes: int,
     dtype: torch.dtype | None,
+    call: str = "iter_full_params",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    roll_call([unit.handle.runtime for unit, _ in flats], "iter_full_params")
+    """``iter_full_params`` of ``params``: ``chosen`` are their names, by the parameters' ids. ``call``: see ``roll_call``."""
+    roll_call([unit.handle.runtime for unit, _ in flats], call)
     for bucket in _buckets([f for f in flats if any(id(p) in chosen for p in f[1].params)], bucket_bytes):
         gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
         for _, buffers in bucket:
@@ -307,15 +309,16 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
 
 
 def is_first_rank(units: list[Unit]) -> bool:
-    parallels = [
-        known.parallel
-        for u in units
-        for b in u.handle.buffers
-        for p in b.params
-        if (known := shard_info(p)) is not None
-    ]
-    first = all(not any(p.mesh.get_coordinate()) for p in parallels if p is not None)
-    return first and all(unit.is_rank0 for unit in units)
+    return has_first_copy(units) and all(unit.is_rank0 for unit in units)
+
+
+def has_first_copy(units: list[Unit]) -> bool:
+    """Whether this rank is of the first replica, and of the first ranks of tensor parallelism."""
+    infos = [shard_info(p) for u in units for b in u.handle.buffers for p in b.params]
+    parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
+    return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
+        u.handle.replicas is None or u.handle.replicas.rank == 0 for u in units
+    )
 
 
 def check_dtype(dtype: object, verb: str) -> None:
