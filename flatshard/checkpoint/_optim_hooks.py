@@ -29,23 +29,27 @@ _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def hook_optimizer(optimizer: Optimizer) -> None:
-    """[Note: What an optimizer hands out]
-
-    Raises:
-        ValueError: it has loaded what is no part of this rank's. Nothing is changed.
-    """
+    """[Note: What an optimizer hands out]"""
     if optimizer in _hooked:
         return
+    _hooked.add(optimizer)
     if steps_whole(optimizer):
         optimizer.register_state_dict_post_hook(_refuse_helper)
     else:
-        loaded: dict[Any, Any] = {
-            p: _parts(p, state) for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)
-        }
-        optimizer.state.update(loaded)
         optimizer.register_state_dict_post_hook(_as_values)
         optimizer.register_load_state_dict_pre_hook(_as_parts)
-    _hooked.add(optimizer)
+
+
+def take_loaded(optimizer: Optimizer) -> None:
+    """Put this rank's parts in the place of what was loaded before there were hooks.
+
+    Raises:
+        ValueError: it is no part of this rank's. Nothing is changed.
+    """
+    if not steps_whole(optimizer):
+        found = {p: _parts(p, state) for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)}
+        for param, parts in found.items():
+            optimizer.state[param].update(parts)
 
 
 def _as_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def _as_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         return {**state_dict, "state": {i: whole[name] for i, name in enumerate(names) if name in whole}}
     state = {
         number: {key: _value(params[number], key, value, asked is not None) for key, value in values.items()}
-        if isinstance(number, int)
+        if isinstance(number, int) and isinstance(values, dict)
         else values
         for number, values in state_dict["state"].items()
     }

@@ -24,7 +24,6 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
     optimizers = as_list(optim)
     loads = _to_load(module, optimizers, state, strict)
     for optimizer, load in zip(optimizers, loads, strict=True):
-        hook_optimizer(optimizer)
         optimizer.load_state_dict(load)
 
 
@@ -77,6 +76,8 @@ def _to_load(
     if problems:
         lines = "\n\t".join(problems)
         raise ValueError(f"load_optim_state_dict: the state does not fit, and nothing has been changed:\n\t{lines}")
+    for optimizer in optimizers:
+        hook_optimizer(optimizer)  # torch's helpers may see what is loaded before there is a step
     return loads
 
 

@@ -23,7 +23,7 @@ from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.state import all_units
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
-from flatshard.checkpoint._optim_hooks import hook_optimizer
+from flatshard.checkpoint._optim_hooks import hook_optimizer, take_loaded
 
 _looked_at = LookedAt()
 _watching: list[Any] = []
@@ -47,6 +47,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(isinstance(p, ShardedParameter) for p in params):
         _check_shapes(optimizer, params)
         hook_optimizer(optimizer)
+        take_loaded(optimizer)
     _looked_at.add(optimizer)
 
 
