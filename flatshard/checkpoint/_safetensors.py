@@ -24,8 +24,8 @@ from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.gathering import exchange
-from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
-from flatshard.checkpoint._state_dict import Flat, check_dtype, has_first_copy, idle_flats, stream_params
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard.checkpoint._state_dict import Flat, check_dtype, gathered, has_first_copy, idle_flats
 
 _DTYPES = {
     torch.float64: "F64",
@@ -89,14 +89,13 @@ def export_safetensors(
     attempt = _Attempt()
     try:
         attempt(_open, folder, own)
-        chosen = {key: [name] for key, (name, value) in tensors.items() if isinstance(value, nn.Parameter)}
-        for name, whole in stream_params(
-            flats, list(module.parameters()), chosen, bucket_bytes, dtype, "export_safetensors"
-        ):
+        for param, whole in gathered(flats, tensors, "export_safetensors", bucket_bytes):
+            name, _ = tensors[id(param)]
             if name in written:
-                attempt(written[name].put, name, whole)
+                attempt(written[name].put, name, whole.to(described[name][1]))
+            del whole
         for name, value in tensors.values():
-            if name in written and not isinstance(value, nn.Parameter):
+            if name in written and not isinstance(value, ShardedParameter):
                 attempt(written[name].put, name, value.to(described[name][1]))
         for file in own:
             attempt(file.close)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.find import units_registered_in
-from flatshard._composable.state import Unit, owner_of
+from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.buffers import FlatBuffers
@@ -56,66 +56,55 @@ def full_state_dict(
     receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
     wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
-    wholes = WholeParameters("full_state_dict", receives, device, dtype, wanted)
-    for _, buffers in flats:
-        for param in buffers.params:
-            if id(param) in wanted:
-                wholes.of(param)
+    exported = whole_parameters(flats, wanted, "full_state_dict", receives, device, dtype)
     if not receives:
         return {}
-    exported = {
-        id(v): export(v, device, dtype) for v in state.values() if isinstance(v, torch.Tensor) and id(v) not in wanted
-    }
-    return {
-        name: wholes.of(value) if id(value) in wanted else exported.get(id(value), value)
-        for name, value in state.items()
-    }
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and id(value) not in exported:
+            exported[id(value)] = export(value, device, dtype)
+    return {name: exported.get(id(value), value) for name, value in state.items()}
 
 
-class WholeParameters:
-    """Whole values of parameters, each a plain tensor of its own: a flat parameter is gathered when one of it is asked for.
+def whole_parameters(
+    flats: list[Flat],
+    wanted: Container[int],
+    call: str,
+    receives: bool,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+) -> dict[int, torch.Tensor]:
+    """Plain tensors of their own, by the ids of the parameters, of which ``wanted`` are asked for. All ranks together.
 
-    All ranks ask for the same ones in the same order. Who doesn't receive gets tensors without memory.
+    ``call``: see ``roll_call``. ``receives``: False: tensors without memory, as only other ranks get the values. ``device``:
+    None: where the parameters compute.
     """
+    found: dict[int, torch.Tensor] = {}
+    for param, value in gathered(flats, wanted, call):
+        found[id(param)] = (
+            export(value, device, dtype) if receives else torch.empty(value.shape, dtype=value.dtype, device="meta")
+        )
+        del value
+    return found
 
-    def __init__(
-        self,
-        call: str,
-        receives: bool,
-        device: torch.device | None,
-        dtype: torch.dtype | None = None,
-        wanted: Container[int] | None = None,
-    ) -> None:
-        """``call``: see ``roll_call``. ``device``: None: where the parameters compute. ``wanted``: the ids of the parameters
-        to keep, of those that are gathered together; None: all.
-        """
-        self._call, self._receives, self._device, self._dtype, self._wanted = call, receives, device, dtype, wanted
-        self._values: dict[int, torch.Tensor] = {}  # by the parameter's id
-        self._met: set[int] = set()  # runtimes, by number
 
-    def of(self, param: nn.Parameter) -> torch.Tensor:
-        """That of a sharded ``param``: the same tensor each time."""
-        if id(param) not in self._values:
-            unit = owner_of(param)
-            assert unit is not None
-            self._gather(unit, next(b for b in unit.handle.buffers if any(p is param for p in b.params)))
-        return self._values[id(param)]
+def gathered(
+    flats: list[Flat], wanted: Container[int], call: str, bucket_bytes: int = 1
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters with their whole values, a bucket of flat parameters at a time, in one order on all ranks.
 
-    def _gather(self, unit: Unit, buffers: FlatBuffers) -> None:
-        runtime = unit.handle.runtime
-        if runtime.number not in self._met:
-            roll_call([runtime], self._call)
-            self._met.add(runtime.number)
-        whole = Gathering(unit.handle, buffers).wait()
-        for param in reversed(buffers.params):
-            value = whole.pop()
-            if self._wanted is None or id(param) in self._wanted:
-                self._values[id(param)] = (
-                    export(value, self._device, self._dtype)
-                    if self._receives
-                    else torch.empty(value.shape, dtype=value.dtype, device="meta")
-                )
-            del value
+    A value is a view of what is gathered, which is freed with the last one: let go of it before the next.
+    """
+    roll_call([unit.handle.runtime for unit, _ in flats], call)
+    for bucket in _buckets([f for f in flats if any(id(p) in wanted for p in f[1].params)], bucket_bytes):
+        gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
+        for _, buffers in bucket:
+            whole = gatherings.pop().wait()
+            whole.reverse()
+            for param in buffers.params:
+                value = whole.pop()
+                if id(param) in wanted:
+                    yield param, value
+                del value
 
 
 def iter_full_params(
@@ -127,15 +116,16 @@ def iter_full_params(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(FQN, whole tensor) of each parameter, gathered as it goes: to hand weights on without ever holding all of them.
 
-    All ranks must iterate, over the same names and to the same point. A flat parameter is gathered at a time, or several
-    together as far as they fit in ``bucket_bytes``; at most that is held beyond what the caller keeps, or the largest flat
-    parameter. The tensors are the caller's own, where the parameters compute. Parameters nobody shards come last.
+    All ranks must iterate, over the same names and to the same point: the order is one on all ranks. A flat parameter is
+    gathered at a time, or several together as far as they fit in ``bucket_bytes``; at most that is held beyond what the
+    caller keeps, or the largest flat parameter. The tensors are the caller's own, where the parameters compute. Parameters
+    nobody shards come last.
 
     Args:
         module: a sharded module, or one that holds sharded ones.
         bucket_bytes: how much to gather at a time.
         names: which parameters: a collection of FQNs, or a function that says. A tied parameter comes under every name that
-            was asked for. None: all parameters, each once, in the order of ``named_parameters()``.
+            was asked for. None: all parameters, each once.
         dtype: cast floating-point parameters. None: each in its own dtype.
 
     Raises:
@@ -156,32 +146,24 @@ def iter_full_params(
     asked: Iterable[str] = names if isinstance(names, Iterable) and not callable(names) else ()
     if unknown := [n for n in asked if n not in dict(every)]:
         raise ValueError(f"iter_full_params: {type(module).__name__} has no parameters {name_list(unknown)}")
-    return stream_params(flats, [p for _, p in every], chosen, bucket_bytes, dtype)
+    return _stream(flats, [p for _, p in every], chosen, bucket_bytes, dtype)
 
 
-def stream_params(
+def _stream(
     flats: list[Flat],
     params: list[nn.Parameter],
     chosen: dict[int, list[str]],
     bucket_bytes: int,
     dtype: torch.dtype | None,
-    call: str = "iter_full_params",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``iter_full_params`` of ``params``: ``chosen`` are their names, by the parameters' ids. ``call``: see ``roll_call``."""
-    roll_call([unit.handle.runtime for unit, _ in flats], call)
-    for bucket in _buckets([f for f in flats if any(id(p) in chosen for p in f[1].params)], bucket_bytes):
-        gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
-        for _, buffers in bucket:
-            whole = gatherings.pop().wait()
-            whole.reverse()
-            for param in buffers.params:
-                value = whole.pop()
-                for name in chosen.pop(id(param), ()):
-                    yield name, export(value, None, dtype)
-                del value
-    for param in params:
-        for name in chosen.pop(id(param), ()):
-            yield name, export(param, None, dtype)
+    for param, value in gathered(flats, chosen, "iter_full_params", bucket_bytes):
+        for name in chosen[id(param)]:
+            yield name, export(value, None, dtype)
+        del value
+    for param in dict.fromkeys(params):
+        if not isinstance(param, ShardedParameter):
+            for name in chosen.get(id(param), ()):
+                yield name, export(param, None, dtype)
 
 
 def _buckets(flats: list[Flat], limit: int) -> Iterator[list[Flat]]:

@@ -27,7 +27,7 @@ from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._standard_helpers import Request, request
-from flatshard.checkpoint._state_dict import WholeParameters
+from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 _LOAD = nn.Module.load_state_dict.__code__
 
@@ -134,20 +134,24 @@ def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: st
     for name, param in sharded:
         destination[name] = sharded_value(destination[name], param)
         if asked is not None and asked.whole and isinstance(destination[name], ShardedValue):
-            destination[name] = _wholes(destination, asked).of(param)
+            destination[name] = _wholes(destination, asked)[id(param)]
 
 
-def _wholes(destination: dict[str, Any], asked: Request) -> WholeParameters:
-    """What is gathered for one state dict, as long as it lives. [Note: Whole state for the standard helpers]
+def _wholes(destination: dict[str, Any], asked: Request) -> dict[int, torch.Tensor]:
+    """All parameters', by id, as long as the state dict lives. [Note: Whole state for the standard helpers]
 
-    An attribute of the dict, beside torch's own ``_metadata``: a tied parameter comes under several names, in several
-    modules.
+    An attribute of the dict, beside torch's own ``_metadata``: they are gathered together, and go to several modules.
     """
-    call = "get_model_state_dict(full_state_dict=True)"
-    found: WholeParameters = vars(destination).setdefault(
-        "_flatshard_whole", WholeParameters(call, asked.receives, asked.device)
-    )
+    kept = vars(destination)
+    if _WHOLE not in kept:
+        call = "get_model_state_dict(full_state_dict=True)"
+        wanted = {id(p) for p in asked.module.parameters() if isinstance(p, ShardedParameter)}
+        kept[_WHOLE] = whole_parameters(idle_flats(asked.module, call), wanted, call, asked.receives, asked.device)
+    found: dict[int, torch.Tensor] = kept[_WHOLE]
     return found
+
+
+_WHOLE = "_flatshard_whole"
 
 
 # -- checking ----------------------------------------------------------------------------------------------------------

@@ -482,6 +482,26 @@ def test_a_template_takes_no_step(pool):
             pool.run(template, flat, world_size=world_size)
 
 
+def test_templates_of_torchs_optimizers(world):
+    """What a template shows is what a step makes."""
+    world(2)
+    kinds = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+    more = (("Adam", {"fused": True}), ("Adam", {"lr": torch.tensor(0.1)}), ("SGD", {"lr": 0.1, "momentum": 0.9}))
+    for kind, options in (*((kind, {}) for kind in kinds), *more):
+        model = flatshard.fully_shard(nn.Linear(5, 7))
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+        state = flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)["state"]
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param.detach())
+        optimizer.step()
+        assert forms(state) == forms(flatshard.checkpoint.optim_state_dict(model, optimizer)["state"]), kind
+
+
+def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    every = {(name, key): value for name, values in state.items() for key, value in values.items()}
+    return {k: (type(v), v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for k, v in every.items()}
+
+
 def freeze(ctx, path: str) -> None:
     """What was frozen after some steps keeps its state, and a checkpoint of it loads into the same model."""
 
