@@ -154,8 +154,12 @@ def steps_whole(optimizer: Optimizer) -> bool:
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """One optimizer, or several."""
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    """One optimizer, or several: those that have the state, where others hold them as ``optimizer`` (accelerate's)."""
+    result = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for i, optimizer in enumerate(result):
+        while "state" not in vars(optimizer) and isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = result[i] = inner
+    return result
 
 
 def rekey(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:

@@ -49,13 +49,8 @@ def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict
 
     Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
     keeps besides state and options, as ``copy.copy`` does.
-
-    Raises:
-        TypeError: ``optimizer`` only wraps another one.
     """
     kind = type(optimizer)
-    if not {"state", "param_groups"} <= vars(optimizer).keys():
-        raise TypeError(f"{kind.__name__} has no state of its own: pass the optimizer that it wraps")
     param = nn.Parameter(zeros)
     param.grad = torch.zeros_like(zeros)
     stand_in: Any = object.__new__(kind)

@@ -45,7 +45,7 @@ def optim_state_dict_to_load(
         ValueError: names, shapes or dtypes do not fit; the message has all of them. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    return _to_load(module, [optim], state, strict)[0]
+    return _to_load(module, as_list(optim), state, strict)[0]
 
 
 def _to_load(

@@ -9,9 +9,11 @@ and in the end raises. A rank that gave up is not counted, so that all can meet 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from flatshard import _trace
 from flatshard._errors import name_list
@@ -30,31 +32,32 @@ def roll_call(runtimes: Iterable[Runtime], call: str) -> None:
     for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
         store = None if runtime.progress is None else runtime.store()
         if store is not None:
-            _meet(store, runtime.rank, runtime.world_size, call)
+            _meet(store, runtime.rank, dist.get_process_group_ranks(runtime.group), call)
 
 
-def _meet(store: Any, rank: int, size: int, call: str) -> None:
+def _meet(store: Any, rank: int, ranks: Sequence[int], call: str) -> None:
+    """``rank``: in the group. ``ranks``: its members, in the world."""
     key = f"flatshard/roll_call/{call}"
     store.set(f"{key}/{rank}", "")  # to name those that have not come
     try:
-        number, before = divmod(store.add(key, 1) - 1, size)  # of the meeting; ranks that came to it before
-        if before == size - 1:
+        number, before = divmod(store.add(key, 1) - 1, len(ranks))  # of the meeting; ranks that came to it before
+        if before == len(ranks) - 1:
             store.set(f"{key}/go {number}", "")
             store.delete_key(f"{key}/go {number - 1}")  # all who waited for it are here
         else:
-            _wait(store, key, f"{key}/go {number}", call, rank, size)
+            _wait(store, key, f"{key}/go {number}", call, rank, ranks)
     finally:
         store.delete_key(f"{key}/{rank}")
 
 
-def _wait(store: Any, key: str, go: str, call: str, rank: int, size: int) -> None:
+def _wait(store: Any, key: str, go: str, call: str, rank: int, ranks: Sequence[int]) -> None:
     started, warned = time.monotonic(), False
     while not _is_set(store, go):
         waited = time.monotonic() - started
         gives_up = waited > GIVE_UP_AFTER
         if gives_up or (waited > WARN_AFTER and not warned):
-            late = name_list([f"rank {r}" for r in range(size) if not store.check([f"{key}/{r}"])], 10)
-            text = f"{call}: rank {rank} has waited for {late} for {waited:.0f} s. All ranks must make this call"
+            late = name_list([f"rank {each}" for r, each in enumerate(ranks) if not store.check([f"{key}/{r}"])], 10)
+            text = f"{call}: rank {ranks[rank]} has waited for {late} for {waited:.0f} s. All ranks must make this call"
             if not gives_up:
                 _trace.logger.warning(text)
                 warned = True

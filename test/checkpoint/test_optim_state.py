@@ -231,6 +231,33 @@ def test_several_optimizers(pool):
     pool.run(several, world_size=2)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Holds another one, as accelerate's does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+def wrap_optimizer(ctx) -> None:
+    model = shard(ctx, make(), policy={nn.Linear})
+    optimizer = one_group(model)
+    train(model, optimizer)
+    state = flatshard.checkpoint.optim_state_dict(model, Wrapper(optimizer), full=True)
+    fresh = one_group(model)
+    template = flatshard.checkpoint.optim_state_dict(model, Wrapper(fresh), for_load=True)
+    assert template["state"].keys() >= state["state"].keys()
+    assert not fresh.state
+    flatshard.checkpoint.load_optim_state_dict(model, Wrapper(fresh), state)
+    same(flatshard.checkpoint.optim_state_dict(model, fresh, full=True), state)
+
+
+def test_an_optimizer_that_holds_another(pool):
+    pool.run(wrap_optimizer, world_size=2)
+
+
 class Factored(torch.optim.SGD):
     """Keeps a row of its own for each matrix."""
 
