@@ -8,7 +8,7 @@ parts.
 
 torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
 on sharded parameters, or by ``load_optim_state_dict``; before that it has no state, but what plain ``load_state_dict`` put
-there. That is looked at when the hooks come: then each rank takes its part, or refuses what isn't its own.
+there. That is looked at before the first step: then each rank takes its part, or refuses what isn't its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._optim_names import steps_whole
+from flatshard.checkpoint._optim_parts import parts_of_state
 from flatshard.checkpoint._optim_state_dict import whole_optim_state
-from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
+from flatshard.checkpoint._sharded_value import ShardedValue, sharded_value
 from flatshard.checkpoint._standard_helpers import request
 
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -38,18 +39,6 @@ def hook_optimizer(optimizer: Optimizer) -> None:
     else:
         optimizer.register_state_dict_post_hook(_as_values)
         optimizer.register_load_state_dict_pre_hook(_as_parts)
-
-
-def take_loaded(optimizer: Optimizer) -> None:
-    """Put this rank's parts in the place of what was loaded before there were hooks.
-
-    Raises:
-        ValueError: it is no part of this rank's. Nothing is changed.
-    """
-    if not steps_whole(optimizer):
-        found = {p: _parts(p, state) for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)}
-        for param, parts in found.items():
-            optimizer.state[param].update(parts)
 
 
 def _as_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -107,21 +96,5 @@ def _as_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
     state = dict(state_dict["state"])
     for key, param in zip(keys, params, strict=True):
         if isinstance(param, ShardedParameter) and key in state:
-            state[key] = _parts(param, state[key])
+            state[key] = parts_of_state(param, state[key])
     return {**state_dict, "state": state}
-
-
-def _parts(param: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-    return {key: _part(param, key, value) for key, value in state.items()}
-
-
-def _part(param: ShardedParameter, key: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not (value.dim() or isinstance(value, ShardedValue)):
-        return value
-    info = param._flatshard_info
-    whole = info.shape if info.parallel is None else info.parallel.shape
-    if not isinstance(value, ShardedValue) and (value.shape == param.shape or tuple(value.shape) != tuple(whole)):
-        return value  # a part
-    if problem := check_source(info, value.dtype, value):
-        raise ValueError(f"the optimizer's state {key!r} of {info.fqn!r}: {problem}")
-    return local_source(info, value).clone()

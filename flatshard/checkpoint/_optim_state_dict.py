@@ -22,6 +22,7 @@ from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.gathering import Gathering, exchange, from_parts
 from flatshard.checkpoint._optim_names import Alone, Like, Named, Names, Optimizers, as_list, steps_whole
 from flatshard.checkpoint._optim_options import first_state, options_of
+from flatshard.checkpoint._optim_parts import take_loaded
 from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._sharded_value import sharded_value
 from flatshard.checkpoint._state_dict import export, is_first_rank
@@ -100,6 +101,7 @@ def _pieces(
     groups: list[dict[str, Any]] = []
     everything: list[Named] = []
     for optimizer in as_list(optim):
+        take_loaded(optimizer)
         made: dict[nn.Parameter, dict[str, Any]] = {}
         is_whole = steps_whole(optimizer)
         for given, named in zip(optimizer.param_groups, names.groups(optimizer), strict=True):

@@ -23,7 +23,8 @@ from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.state import all_units
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
-from flatshard.checkpoint._optim_hooks import hook_optimizer, take_loaded
+from flatshard.checkpoint._optim_hooks import hook_optimizer
+from flatshard.checkpoint._optim_parts import take_loaded
 
 _looked_at = LookedAt()
 _watching: list[Any] = []

@@ -300,6 +300,7 @@ def hand_out(ctx, path: str) -> None:
     fresh, fresh_optimizer = build(ctx, 0)
     fresh.load_state_dict(model.state_dict())
     fresh_optimizer.load_state_dict(loaded)  # before any step
+    check(fresh, fresh_optimizer, expected)
     continued, theirs = copy.deepcopy(expected), None
     step(fresh, fresh_optimizer)
     step(other, other_optimizer)
