@@ -13,7 +13,8 @@ import torch
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
+from flatshard._runtime import Runtime
 
 
 class Gathering:
@@ -57,16 +58,10 @@ class Gathering:
             self._pending.wait()
         except Exception as e:
             self._handle.runtime.fail("all-gather", self._handle.fqn, e)
-        result = []
-        for info, param in zip(self._owner.layout.params, self._owner.params, strict=True):
-            whole = self.flat.as_strided(info.shape, info.stride, info.start)
-            known = shard_info(param)
-            if known is not None and known.wrapping is not None:
-                whole = known.wrapping.wrap(whole)
-                if known.parallel is not None:
-                    whole = whole.full_tensor()  # type: ignore[attr-defined]
-            result.append(whole)
-        return result
+        return [
+            unwrapped_whole(self.flat.as_strided(i.shape, i.stride, i.start), shard_info(p))
+            for i, p in zip(self._owner.layout.params, self._owner.params, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -95,13 +90,22 @@ def exchange(handle: FlatParamHandle, text: str) -> list[str]:
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
 
 
-def from_owner(
-    handle: FlatParamHandle, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Send ``tensor`` from the one rank that has it to all ranks that hold the shards. The other ranks pass None."""
-    result = torch.zeros(shape, dtype=dtype, device=handle.buffers[0].unsharded.flat.device)
-    if tensor is not None:
-        result.copy_(tensor)
-    if result.numel():  # as bytes: all other ranks have zeros, so the sum is the owner's tensor bit for bit
-        handle.runtime.all_reduce_now(result.view(-1).view(torch.uint8), "sum")
+def from_parts(runtime: Runtime, part: torch.Tensor | None, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor of ``numel`` elements, the same on all ranks. Each rank passes its part, at ``start``, or None."""
+    result = torch.zeros(numel, dtype=dtype, device=runtime.device)
+    if part is not None:
+        result[start : start + part.numel()].copy_(part)
+    if numel and runtime.world_size > 1:  # as bytes: all other ranks have zeros, so the sum is exact
+        runtime.all_reduce_now(result.view(torch.uint8), "sum")
     return result
+
+
+def unwrapped_whole(whole: torch.Tensor, info: ShardInfo | None) -> torch.Tensor:
+    """The whole parameter as the user knows it: in its tensor subclass, and not tensor-parallel.
+
+    With tensor parallelism this gathers over its mesh.
+    """
+    if info is None or info.wrapping is None:
+        return whole
+    whole = info.wrapping.wrap(whole)
+    return whole if info.parallel is None else whole.full_tensor()  # type: ignore[attr-defined]

@@ -1,17 +1,29 @@
 """State dicts, optimizer state and job checkpoints: by name, exact, for any number of ranks."""
 
+from flatshard.checkpoint._changed_params import (
+    ChangedParams,
+    SentParams,
+    apply_changed_params,
+    iter_changed_params,
+)
 from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
 from flatshard.checkpoint._meeting import MeetingError
 from flatshard.checkpoint._optim_names import rekey
 from flatshard.checkpoint._optim_state_dict import optim_state_dict
 from flatshard.checkpoint._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
+from flatshard.checkpoint._safetensors import export_safetensors
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 __all__ = [
+    "ChangedParams",
     "MeetingError",
+    "SentParams",
     "ShardedValue",
+    "apply_changed_params",
+    "export_safetensors",
     "full_state_dict",
+    "iter_changed_params",
     "iter_full_params",
     "load_checkpoint",
     "load_local_state_dict",

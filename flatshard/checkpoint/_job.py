@@ -21,9 +21,8 @@ from torch import nn
 
 from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
-from flatshard._names import plain_name
 from flatshard.checkpoint._meeting import Meeting
-from flatshard.checkpoint._optim_names import parameter_names, rekey
+from flatshard.checkpoint._optim_names import parameter_names, rekey, steps_only
 from flatshard.checkpoint._optim_options import options_of
 from flatshard.checkpoint._optim_state_dict import optim_state_dict
 from flatshard.checkpoint._optim_state_load import load_optim_state_dict, stepped_elsewhere
@@ -267,11 +266,8 @@ def _elsewhere(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _owner(state: Mapping[str, Any], key: str, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The module in ``state`` whose parameters ``optimizer`` steps."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    fqns = {n for group in optimizer.param_groups for p in group["params"] for n in getattr(p, "fqns", ())}
     for module in (v for v in state.values() if isinstance(v, nn.Module)):
-        of_module = {id(p): plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
-        if stepped <= of_module.keys() or (fqns and fqns <= set(of_module.values())):
+        if steps_only(module, optimizer):
             return module
     raise ValueError(
         f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, units_below
 from flatshard._errors import name_list
 from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
@@ -69,6 +69,13 @@ def parameter_names(module: nn.Module) -> dict[int, list[str]]:
         elif id(param) not in found:
             found[id(param)] = saved[id(param)]
     return found
+
+
+def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether all that ``optimizer`` steps is ``module``'s: parameters and flat parameters."""
+    own = {id(p) for p in module.parameters()}
+    own.update(id(g.flat_param) for unit in units_below(module) for g in unit.handle.grads if g.flat_param is not None)
+    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 class Names:
@@ -147,8 +154,12 @@ def steps_whole(optimizer: Optimizer) -> bool:
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """One optimizer, or several."""
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    """One optimizer, or several: those that have the state, where others hold them as ``optimizer`` (accelerate's)."""
+    result = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for i, optimizer in enumerate(result):
+        while "state" not in vars(optimizer) and isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = result[i] = inner
+    return result
 
 
 def rekey(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:

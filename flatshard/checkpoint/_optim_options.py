@@ -1,12 +1,15 @@
-"""The options of an optimizer's parameter groups: of several steps that are one, and of steps that are to be undone."""
+"""The options of an optimizer's parameter groups, and the state that a first step would make."""
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 Group = dict[str, Any]
 
@@ -38,6 +41,29 @@ class SavedOptions:
             for value, was in saved.values():
                 _put_back(value, was)
             copy_options([{key: value for key, (value, _) in saved.items()}], [group])
+
+
+@torch.no_grad()
+def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict[str, Any]:
+    """The state that a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
+
+    Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
+    keeps besides state and options, as ``copy.copy`` does.
+    """
+    kind = type(optimizer)
+    param = nn.Parameter(zeros)
+    param.grad = torch.zeros_like(zeros)
+    stand_in: Any = object.__new__(kind)
+    vars(stand_in).update(vars(optimizer))
+    vars(stand_in).pop("step", None)  # a scheduler's, which counts
+    stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [{**{k: _copy(v) for k, v in options_of(group)}, "params": [param]}]
+    step: Any = kind.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # without hooks that are on all optimizers
+    step(stand_in)
+    return dict(stand_in.state.get(param, {}))
 
 
 def _copy(value: Any) -> Any:

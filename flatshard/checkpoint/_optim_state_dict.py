@@ -8,7 +8,7 @@ others (a step count, 0-dim) are the same on all ranks. An optimizer over ``flat
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from flatshard._composable.state import Unit
 from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.gathering import Gathering, exchange, from_owner
+from flatshard._handle.gathering import Gathering, exchange, from_parts
 from flatshard.checkpoint._optim_names import Alone, Like, Named, Names, Optimizers, as_list, steps_whole
-from flatshard.checkpoint._optim_options import SavedOptions, options_of
+from flatshard.checkpoint._optim_options import first_state, options_of
+from flatshard.checkpoint._optim_parts import take_loaded
+from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._sharded_value import sharded_value
 from flatshard.checkpoint._state_dict import export, is_first_rank
 
@@ -54,9 +56,11 @@ def optim_state_dict(
         rank0_only: with ``full``: only the first of all ranks gets the result, the others ``{}``.
         offload_to_cpu: with ``full``: the result is on CPU.
         for_load: where a trainable parameter has no state yet, show what its first step would make, for
-            ``torch.distributed.checkpoint.load`` to fill. The optimizer and the parameters stay as they are: hand the dict to
-            :func:`load_optim_state_dict` then. Where some parameters were never used, a checkpoint has no state of them:
-            give its keys, ``FileSystemReader(path).read_metadata().state_dict_metadata``, in the place of True.
+            ``torch.distributed.checkpoint.load`` to fill. No step is taken (a copy of the optimizer steps zeros of the
+            parameter's size, one parameter at a time, without hooks): hand the dict to :func:`load_optim_state_dict` then.
+            Where some parameters were never used, or were frozen after some steps, a checkpoint has state of others than
+            those that are trainable: give its keys, ``FileSystemReader(path).read_metadata().state_dict_metadata``, in the
+            place of True.
 
     Raises:
         ValueError: the optimizer steps parameters that are not ``module``'s; nothing is sharded; ``rank0_only`` without
@@ -69,35 +73,61 @@ def optim_state_dict(
         raise ValueError("optim_state_dict(rank0_only=True) needs full=True: otherwise each rank has its own part")
     if for_load is not False and full:
         raise ValueError("optim_state_dict(for_load=True) is for loading into sharded values: leave out full=True")
-    names = Names(module, "optim_state_dict")
-    saved = set() if isinstance(for_load, bool) else {key[at:] for key in for_load for at in _after_state(key)}
+    if full:
+        names = Names(module, "optim_state_dict")
+        receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
+        state, groups = whole_optim_state(names, optim, receives, torch.device("cpu") if offload_to_cpu else None)
+        return {"state": state, "param_groups": groups} if receives else {}
+    everything, state, groups = _pieces(Names(module, "optim_state_dict"), optim, for_load)
+    state = {n.fqn: {k: _value(n, v) for k, v in state[n.fqn].items()} for n in everything if n.fqn in state}
+    return {"state": state, "param_groups": groups}
+
+
+def whole_optim_state(
+    module: nn.Module | Names, optim: Optimizers, receives: bool, device: torch.device | None
+) -> tuple[State, list[dict[str, Any]]]:
+    """``optim_state_dict(full=True)``: state and groups. Who does not receive gets no state."""
+    names = module if isinstance(module, Names) else Names(module, "optim_state_dict")
+    everything, state, groups = _pieces(names, optim, False)
+    return _gather(names, everything, state, device, receives), groups
+
+
+def _pieces(
+    names: Names, optim: Optimizers, for_load: bool | Iterable[str]
+) -> tuple[list[Named], State, list[dict[str, Any]]]:
+    """All that the optimizers step, its state here (tensors in ``Like`` and ``Alone``), and the groups."""
+    saved = None if isinstance(for_load, bool) else _Saved(for_load)
     state: State = {}
     groups: list[dict[str, Any]] = []
     everything: list[Named] = []
     for optimizer in as_list(optim):
-        made = {} if for_load is False else _first_states(optimizer)
+        take_loaded(optimizer)
+        made: dict[nn.Parameter, dict[str, Any]] = {}
         is_whole = steps_whole(optimizer)
         for given, named in zip(optimizer.param_groups, names.groups(optimizer), strict=True):
             groups.append({"params": [n.fqn for n in named], **dict(options_of(given))})
             everything += named
             for each in named:
-                found = optimizer.state.get(each.stepped) or made.get(each.stepped, {})
-                if for_load is not False and for_load is not True:
-                    found = {k: v for k, v in found.items() if f"{each.fqn}.{k}" in saved}
+                found = optimizer.state.get(each.stepped, {})
+                if not found and (
+                    for_load is True and each.param.requires_grad if saved is None else each.fqn in saved.params
+                ):
+                    if each.stepped not in made:
+                        made[each.stepped] = _first_state(optimizer, given, each.stepped)
+                    found = made[each.stepped]
+                if saved is not None:
+                    found = {k: v for k, v in found.items() if f"{each.fqn}.{k}" in saved.states}
                 if found:
                     state[each.fqn] = {key: _piece(each, key, value, is_whole) for key, value in found.items()}
-    if not full:
-        state = {n.fqn: {k: _value(n, v) for k, v in state[n.fqn].items()} for n in everything if n.fqn in state}
-        return {"state": state, "param_groups": groups}
-    receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
-    device = torch.device("cpu") if offload_to_cpu else None
-    whole = _gather(names, everything, state, device, receives)
-    return {"state": whole, "param_groups": groups} if receives else {}
+    return everything, state, groups
 
 
-def _after_state(key: str) -> list[int]:
-    """Where the name of a parameter may begin in a checkpoint's key: the user chose what comes before, ``optim.state.``"""
-    return [i + len("state.") for i in range(len(key)) if key.startswith("state.", i)]
+class _Saved:
+    """What a checkpoint has, by its keys. The user chose what comes before ``state.``, and any part may have dots."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.states = {key[i + len("state.") :] for key in keys for i in range(len(key)) if key.startswith("state.", i)}
+        self.params = {name[:i] for name in self.states for i, c in enumerate(name) if c == "."}
 
 
 def _piece(named: Named, key: str, value: Any, whole: bool) -> Any:
@@ -127,32 +157,14 @@ def _value(named: Named, value: Any) -> Any:
         return value.tensor
     if not isinstance(value, Like):
         return value
-    return value.tensor if named.info is None else sharded_value(value.tensor, named.info)
+    return value.tensor if named.info is None else sharded_value(value.tensor, named.param)
 
 
-def _first_states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """The states that a first step makes, taken on gradients of zero and undone."""
+def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parameter) -> dict[str, Any]:
     if steps_whole(optimizer):
-        states: dict[Any, dict[str, Any]] = optimizer.first_states()  # type: ignore[attr-defined]
-        return states
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if all(optimizer.state.get(p) for p in params):
-        return {}
-    before, optimizer.state = optimizer.state, defaultdict(dict)
-    kept = [(p, p.grad, p.detach().clone()) for p in params]
-    options = SavedOptions(optimizer.param_groups)
-    try:
-        for param in params:
-            param.grad = torch.zeros_like(param.detach())
-        type(optimizer).step(optimizer)  # not by the attribute, which a scheduler counts
-        return dict(optimizer.state)
-    finally:
-        optimizer.state = before
-        options.restore()
-        with torch.no_grad():
-            for param, grad, value in kept:
-                param.grad = grad
-                param.copy_(value)
+        state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
+        return state
+    return first_state(optimizer, group, torch.zeros_like(stepped.detach()))
 
 
 # -- whole values ------------------------------------------------------------------------------------------------------
@@ -162,6 +174,7 @@ def _gather(
     names: Names, everything: list[Named], state: dict[str, dict[str, Any]], device: torch.device | None, receives: bool
 ) -> State:
     whole: State = {}
+    roll_call([unit.handle.runtime for unit, _ in names.flats], "optim_state_dict(full=True)")
     kinds = _agree(names, everything, state)
     for unit, buffers, entries in names.unit_flats(everything):
         present = [n for n in entries if n is not None]
@@ -175,8 +188,9 @@ def _gather(
                 if kind[0] == "alone":
                     here = own.get(key)
                     tensor = here.tensor if isinstance(here, Alone) else None
-                    value = from_owner(unit.handle, tensor, kind[2], _dtype(kind[1]))
-                    whole[each.fqn][key] = export(value, device, None) if receives else None
+                    part = None if tensor is None else tensor.reshape(-1)
+                    value = from_parts(unit.handle.runtime, part, 0, math.prod(kind[2]), _dtype(kind[1]))
+                    whole[each.fqn][key] = export(value.view(kind[2]), device, None) if receives else None
         tensors = dict.fromkeys(
             (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
         )

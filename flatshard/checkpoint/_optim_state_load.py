@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
+from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_names import Like, Named, Names, Optimizers, as_list, rekey, steps_whole
 from flatshard.checkpoint._optim_state_dict import State
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source
@@ -44,7 +45,7 @@ def optim_state_dict_to_load(
         ValueError: names, shapes or dtypes do not fit; the message has all of them. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    return _to_load(module, [optim], state, strict)[0]
+    return _to_load(module, as_list(optim), state, strict)[0]
 
 
 def _to_load(
@@ -75,6 +76,8 @@ def _to_load(
     if problems:
         lines = "\n\t".join(problems)
         raise ValueError(f"load_optim_state_dict: the state does not fit, and nothing has been changed:\n\t{lines}")
+    for optimizer in optimizers:
+        hook_optimizer(optimizer)  # torch's helpers may see what is loaded before there is a step
     return loads
 
 

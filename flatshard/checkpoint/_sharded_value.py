@@ -9,25 +9,39 @@ collective on parameter data and no copy, and loading fills the shards in place.
 [Note: A tensor of which a rank holds a part]
 :class:`ShardedValue` has the shape of the whole, as code that reads a checkpoint's shapes expects. What treats every element
 alike (arithmetic, casts, ``clone``, ``lerp_`` for averages of weights) does so to this rank's part. What would need the
-other ranks' elements raises: nothing may pass for the whole that is not.
+other ranks' elements raises, but for ``full_tensor()``, which asks them: nothing may pass for the whole that is not. A
+pickled one is this rank's part and says so: another rank refuses to load it.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from flatshard._composable.state import owner_of
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
+from flatshard._handle.gathering import from_parts, unwrapped_whole
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order, shard_info
+from flatshard._runtime import Runtime
 from flatshard.checkpoint._boxes import Box, Part
+from flatshard.checkpoint._roll_call import roll_call
 
 aten = torch.ops.aten
+
+
+class Source(NamedTuple):
+    """What a value was made of."""
+
+    info: ShardInfo
+    runtime: Runtime  # of the ranks that have the other parts of the block
 
 
 class ShardedValue(torch.Tensor):
@@ -39,17 +53,18 @@ class ShardedValue(torch.Tensor):
 
     _local: torch.Tensor  # 1-D, the part's elements in memory order
     _part: Part
+    _source: Source | None  # None: it was unpickled
 
     # No dispatch by function: operations come to `__torch_dispatch__`, as a DTensor's do.
     __torch_function__ = nn.Parameter.__torch_function__
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, part: Part) -> ShardedValue:
+    def __new__(cls, local: torch.Tensor, part: Part, source: Source | None) -> ShardedValue:
         # Private, but what every tensor subclass that wraps others is made by; there is no public name for it.
         result: ShardedValue = torch.Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        result._local, result._part = local, part
+        result._local, result._part, result._source = local, part, source
         return result
 
     def to_local(self) -> torch.Tensor:
@@ -57,12 +72,24 @@ class ShardedValue(torch.Tensor):
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
-        """Not for a single tensor.
+        """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.
+
+        For single values; ``full_state_dict`` and ``iter_full_params`` gather many at a time.
 
         Raises:
-            RuntimeError: always, with the call to make in its place.
+            RuntimeError: it came from a pickle, so nobody knows who has the other parts; or some ranks do not call it, which
+                the message names.
         """
-        raise RuntimeError(f"{_name(self)}.full_tensor(): {_CURE}")
+        part, source = self._part, self._source
+        if source is None:
+            raise RuntimeError(f"{_name(self)}.full_tensor(): it was unpickled, and {_CURE}")
+        if source.info.shard_world_size > 1:
+            roll_call([source.runtime], f"full_tensor of {source.info.fqn!r}")
+            numel = math.prod(part.block_shape)
+            flat = from_parts(source.runtime, self._local, part.start, numel, self.dtype)
+        else:  # with tensor parallelism only
+            flat = self._local.clone()
+        return unwrapped_whole(flat.as_strided(part.block_shape, part.stride), source.info)
 
     def __repr__(self) -> str:  # type: ignore[override]
         part = self._part
@@ -73,16 +100,21 @@ class ShardedValue(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
-        found: ShardedValue = memo.setdefault(id(self), ShardedValue(copy.deepcopy(self._local, memo), self._part))
+        local = copy.deepcopy(self._local, memo)
+        found: ShardedValue = memo.setdefault(id(self), ShardedValue(local, self._part, self._source))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            f"{_name(self)} cannot be pickled (torch.save): this rank has only a part of it. Save all of it by "
-            "torch.distributed.checkpoint.save(...), whole tensors by "
-            "torch.save(flatshard.checkpoint.full_state_dict(module), ...), or this rank's part by "
-            "torch.save(flatshard.checkpoint.local_state_dict(module), ...)"
-        )
+        """With its part, which no other rank's parameter takes."""
+        part = self._part
+        if part.numel < math.prod(part.shape) and not _warned:
+            _warned.append(True)
+            warnings.warn(
+                f"{_name(self)} is pickled (torch.save), and this rank has only elements {part.start}:{part.stop} of it: "
+                f"every rank must save a file of its own, which it alone can load. For one file of everything: {_CURE}",
+                stacklevel=2,
+            )
+        return _unpickled, (self._local, *_plain(part))
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
@@ -146,9 +178,23 @@ class ShardedValue(torch.Tensor):
                 if result is value._local:
                     return value
             if result.numel() == part.numel:
-                return ShardedValue(result, part)
+                return ShardedValue(result, part, values[0]._source)
         return result
 
+
+_warned: list[bool] = []  # that a part is not the whole: once
+
+
+def _plain(part: Part) -> tuple[Any, ...]:
+    """In tuples, numbers and flags, which any unpickler knows."""
+    return part.shape, part.block_shape, part.block_offsets, part.stride, part.start, part.stop, part.is_copy
+
+
+def _unpickled(local: torch.Tensor, *part: Any) -> ShardedValue:
+    return ShardedValue(local, Part(*part), None)
+
+
+torch.serialization.add_safe_globals([_unpickled])  # torch.load(weights_only=True)
 
 _CURE = (
     "this rank has only a part of it. Take whole tensors from flatshard.checkpoint.full_state_dict(module) or "
@@ -187,7 +233,7 @@ def _describe(value: torch.Tensor) -> str:
 def _new_empty(value: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     assert isinstance(value, ShardedValue)
     if tuple(size) == value._part.shape:
-        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value._part)
+        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value._part, value._source)
     return value._local.new_empty(size, **kwargs)
 
 
@@ -215,11 +261,13 @@ def part_of(info: ShardInfo) -> Part:
     return Part(tuple(parallel.shape), info.shape, tuple(offsets), info.stride, info.start, info.stop, info.is_copy)
 
 
-def sharded_value(tensor: torch.Tensor, info: ShardInfo) -> torch.Tensor:
-    """``tensor``, which lies as the sharded parameter of ``info`` does, as a state dict holds it: whole, where it is."""
-    if info.shard_world_size == 1 and info.parallel is None:
+def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """``tensor``, which lies as the sharded ``param`` does, as a state dict holds it: whole, where it is."""
+    info, unit = shard_info(param), owner_of(param)
+    if info is None or (info.shard_world_size == 1 and info.parallel is None):
         return tensor
-    return ShardedValue(info.in_memory_order(tensor), part_of(info))
+    source = None if unit is None else Source(info, unit.handle.runtime)
+    return ShardedValue(info.in_memory_order(tensor), part_of(info), source)
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:

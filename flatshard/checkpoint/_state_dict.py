@@ -20,6 +20,7 @@ from flatshard._handle.gathering import Gathering
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
+from flatshard.checkpoint._roll_call import roll_call
 
 _FORMAT = 1  # of local_state_dict
 
@@ -46,29 +47,64 @@ def full_state_dict(
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
-        RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already.
+        RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already; or
+            ranks that do not call it, whom the message names: after five minutes, with a warning after ten seconds.
     """
     flats = idle_flats(module, "full_state_dict")
-    _check_dtype(dtype, "full_state_dict")
+    check_dtype(dtype, "full_state_dict")
     state = module.state_dict(keep_vars=True)
-    wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
     receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
-    exported: dict[int, torch.Tensor] = {}  # by the id of the parameter or buffer
-    for unit, buffers in flats:
-        if any(id(p) in wanted for p in buffers.params):
-            whole = Gathering(unit.handle, buffers).wait()
-            for param in reversed(buffers.params):
-                value = whole.pop()
-                if receives and id(param) in wanted:
-                    exported[id(param)] = export(value, device, dtype)
-                del value
+    wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
+    exported = whole_parameters(flats, wanted, "full_state_dict", receives, device, dtype)
     if not receives:
         return {}
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in exported:
             exported[id(value)] = export(value, device, dtype)
     return {name: exported.get(id(value), value) for name, value in state.items()}
+
+
+def whole_parameters(
+    flats: list[Flat],
+    wanted: Container[int],
+    call: str,
+    receives: bool,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+) -> dict[int, torch.Tensor]:
+    """Plain tensors of their own, by the ids of the parameters, of which ``wanted`` are asked for. All ranks together.
+
+    ``call``: see ``roll_call``. ``receives``: False: tensors without memory, as only other ranks get the values. ``device``:
+    None: where the parameters compute.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for param, value in gathered(flats, wanted, call):
+        found[id(param)] = (
+            export(value, device, dtype) if receives else torch.empty(value.shape, dtype=value.dtype, device="meta")
+        )
+        del value
+    return found
+
+
+def gathered(
+    flats: list[Flat], wanted: Container[int], call: str, bucket_bytes: int = 1
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters with their whole values, a bucket of flat parameters at a time, in one order on all ranks.
+
+    A value is a view of what is gathered, which is freed with the last one: let go of it before the next.
+    """
+    roll_call([unit.handle.runtime for unit, _ in flats], call)
+    for bucket in _buckets([f for f in flats if any(id(p) in wanted for p in f[1].params)], bucket_bytes):
+        gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
+        for _, buffers in bucket:
+            whole = gatherings.pop().wait()
+            whole.reverse()
+            for param in buffers.params:
+                value = whole.pop()
+                if id(param) in wanted:
+                    yield param, value
+                del value
 
 
 def iter_full_params(
@@ -80,24 +116,26 @@ def iter_full_params(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(FQN, whole tensor) of each parameter, gathered as it goes: to hand weights on without ever holding all of them.
 
-    All ranks must iterate, over the same names and to the same point. A flat parameter is gathered at a time, or several
-    together as far as they fit in ``bucket_bytes``; at most that is held beyond what the caller keeps, or the largest flat
-    parameter. The tensors are the caller's own, where the parameters compute. Parameters nobody shards come last.
+    All ranks must iterate, over the same names and to the same point: the order is one on all ranks. A flat parameter is
+    gathered at a time, or several together as far as they fit in ``bucket_bytes``; at most that is held beyond what the
+    caller keeps, or the largest flat parameter. The tensors are the caller's own, where the parameters compute. Parameters
+    nobody shards come last.
 
     Args:
         module: a sharded module, or one that holds sharded ones.
         bucket_bytes: how much to gather at a time.
         names: which parameters: a collection of FQNs, or a function that says. A tied parameter comes under every name that
-            was asked for. None: all parameters, each once, in the order of ``named_parameters()``.
+            was asked for. None: all parameters, each once.
         dtype: cast floating-point parameters. None: each in its own dtype.
 
     Raises:
         ValueError: nothing in ``module`` is sharded, a name is unknown, ``bucket_bytes`` is not positive, or ``dtype`` is no
             floating-point dtype.
-        RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already.
+        RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already; or ranks
+            that do not call it, when the first is asked for.
     """
     flats = idle_flats(module, "iter_full_params")
-    _check_dtype(dtype, "iter_full_params")
+    check_dtype(dtype, "iter_full_params")
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ValueError(f"iter_full_params: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     every = [(plain_name(n), p) for n, p in module.named_parameters(remove_duplicate=names is None)]
@@ -118,19 +156,14 @@ def _stream(
     bucket_bytes: int,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for bucket in _buckets([f for f in flats if any(id(p) in chosen for p in f[1].params)], bucket_bytes):
-        gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
-        for _, buffers in bucket:
-            whole = gatherings.pop().wait()
-            whole.reverse()
-            for param in buffers.params:
-                value = whole.pop()
-                for name in chosen.pop(id(param), ()):
-                    yield name, export(value, None, dtype)
-                del value
-    for param in params:
-        for name in chosen.pop(id(param), ()):
-            yield name, export(param, None, dtype)
+    for param, value in gathered(flats, chosen, "iter_full_params", bucket_bytes):
+        for name in chosen[id(param)]:
+            yield name, export(value, None, dtype)
+        del value
+    for param in dict.fromkeys(params):
+        if not isinstance(param, ShardedParameter):
+            for name in chosen.get(id(param), ()):
+                yield name, export(param, None, dtype)
 
 
 def _buckets(flats: list[Flat], limit: int) -> Iterator[list[Flat]]:
@@ -258,18 +291,19 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
 
 
 def is_first_rank(units: list[Unit]) -> bool:
-    parallels = [
-        known.parallel
-        for u in units
-        for b in u.handle.buffers
-        for p in b.params
-        if (known := shard_info(p)) is not None
-    ]
-    first = all(not any(p.mesh.get_coordinate()) for p in parallels if p is not None)
-    return first and all(unit.is_rank0 for unit in units)
+    return has_first_copy(units) and all(unit.is_rank0 for unit in units)
 
 
-def _check_dtype(dtype: object, verb: str) -> None:
+def has_first_copy(units: list[Unit]) -> bool:
+    """Whether this rank is of the first replica, and of the first ranks of tensor parallelism."""
+    infos = [shard_info(p) for u in units for b in u.handle.buffers for p in b.params]
+    parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
+    return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
+        u.handle.replicas is None or u.handle.replicas.rank == 0 for u in units
+    )
+
+
+def check_dtype(dtype: object, verb: str) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{verb}: dtype must be a floating-point dtype or None, got {dtype!r}")
 

@@ -25,8 +25,9 @@ from flatshard._composable.extensions import Extension, ForwardFeature, Link
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._sharded_value import check_source, local_source, sharded_value
-from flatshard.optim._hooks import refuse_to_gather
+from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
+from flatshard.checkpoint._standard_helpers import Request, request
+from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 _LOAD = nn.Module.load_state_dict.__code__
 
@@ -93,11 +94,6 @@ class StateDictHooks:
                     unit.handle.check_parameters()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        own = self._unit
-        if own is not None and own.module is module:
-            refuse_to_gather(
-                "model", "flatshard.checkpoint.full_state_dict(module, rank0_only=..., offload_to_cpu=...)"
-            )
         self.settle()
 
     def before_load(
@@ -127,10 +123,35 @@ class StateDictHooks:
 
 def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Say of each sharded parameter which part of the whole it is. With ``keep_vars`` the parameters stay themselves."""
-    for name, param in module._parameters.items():
-        value = destination.get(prefix + name)
-        if type(param) is ShardedParameter and type(value) is torch.Tensor and value.shape == param.shape:
-            destination[prefix + name] = sharded_value(value, param._flatshard_info)
+    sharded = [
+        (prefix + name, param)
+        for name, param in module._parameters.items()
+        if type(param) is ShardedParameter
+        and type(value := destination.get(prefix + name)) is torch.Tensor
+        and value.shape == param.shape
+    ]
+    asked = request("model") if sharded else None
+    for name, param in sharded:
+        destination[name] = sharded_value(destination[name], param)
+        if asked is not None and asked.whole and isinstance(destination[name], ShardedValue):
+            destination[name] = _wholes(destination, asked)[id(param)]
+
+
+def _wholes(destination: dict[str, Any], asked: Request) -> dict[int, torch.Tensor]:
+    """All parameters', by id, as long as the state dict lives. [Note: Whole state for the standard helpers]
+
+    An attribute of the dict, beside torch's own ``_metadata``: they are gathered together, and go to several modules.
+    """
+    kept = vars(destination)
+    if _WHOLE not in kept:
+        call = "get_model_state_dict(full_state_dict=True)"
+        wanted = {id(p) for p in asked.module.parameters() if isinstance(p, ShardedParameter)}
+        kept[_WHOLE] = whole_parameters(idle_flats(asked.module, call), wanted, call, asked.receives, asked.device)
+    found: dict[int, torch.Tensor] = kept[_WHOLE]
+    return found
+
+
+_WHOLE = "_flatshard_whole"
 
 
 # -- checking ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from flatshard._comm.collectives import Pending
 from flatshard._composable.state import owner_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_options import SavedOptions, copy_options, options_of
+from flatshard.checkpoint._optim_options import SavedOptions, copy_options, first_state, options_of
 from flatshard.layouts import work_of
 from flatshard.optim._owned import Owned, move
 
@@ -113,36 +113,15 @@ class WholeParameterOptimizer(Optimizer):
         owned = self._owned[param]
         return None if owned is None or owned.buffers.is_whole else owned.owner
 
-    @torch.no_grad()
-    def first_states(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """What a first step would make of the parameters that are stepped here, on gradients of zero. Nothing is changed, and
-        no communication: for ``optim_state_dict(for_load=True)``.
+    def first_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """What a first step would make of ``param`` where it is stepped, ``{}`` elsewhere. Nothing is changed, and no
+        communication: for ``optim_state_dict(for_load=True)``.
         """
-        inner = self._inner
-        assert inner is not None
-        before, found = SavedOptions(inner.param_groups), {}
-        inner.state.clear()
-        grads = [(proxy, proxy.grad) for proxy in self._proxies.values()]  # of plain parameters
-        try:
-            for proxy, _ in grads:
-                proxy.grad = None
-            for param, proxy in self._proxies.items():
-                owned = self._owned[param]
-                if not param.requires_grad or not (owned is None or owned.is_mine):
-                    continue
-                value = proxy.data
-                proxy.data = torch.zeros(proxy.shape, dtype=param.dtype, device=param.device)
-                proxy.grad = torch.zeros_like(proxy.data)
-                inner.step()
-                proxy.data, proxy.grad = value, None
-                before.restore()
-                found[param] = inner.state.pop(proxy, {})
-            return found
-        finally:
-            inner.state.clear()
-            before.restore()
-            for proxy, grad in grads:
-                proxy.grad = grad
+        inner, owned, proxy = self._inner, self._owned[param], self._proxies[param]
+        if inner is None or not (owned is None or owned.is_mine):
+            return {}
+        group = next(g for g in inner.param_groups if any(p is proxy for p in g["params"]))
+        return first_state(inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -90,7 +90,7 @@ def test_peak_memory_of_exports(pool):
     pool.run(measure, world_size=2)
 
 
-def stream(ctx) -> None:
+def stream(ctx) -> list[str]:
     source = make()
     whole = {n: p.detach() for n, p in source.named_parameters()}
     for strategy in STRATEGIES:
@@ -110,11 +110,13 @@ def stream(ctx) -> None:
         flatshard.checkpoint.iter_full_params(model, names=["nothing"])
     with pytest.raises(ValueError, match="bucket_bytes must be a positive number of bytes, got 0"):
         flatshard.checkpoint.iter_full_params(model, bucket_bytes=0)
+    return [n for n, _ in flatshard.checkpoint.iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_iter_full_params(pool, world_size):
-    pool.run(stream, world_size=world_size)
+    first, *others = pool.run(stream, world_size=world_size)
+    assert all(names == first for names in others)
 
 
 def restart(ctx) -> None:

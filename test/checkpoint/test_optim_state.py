@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import CommunicationWatch, Model, make, same, shard
+from saving import CommunicationWatch, MemoryWatch, Model, make, same, shard
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import flatshard
 from flatshard import ShardingStrategy
@@ -230,6 +231,33 @@ def test_several_optimizers(pool):
     pool.run(several, world_size=2)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Holds another one, as accelerate's does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+def wrap_optimizer(ctx) -> None:
+    model = shard(ctx, make(), policy={nn.Linear})
+    optimizer = one_group(model)
+    train(model, optimizer)
+    state = flatshard.checkpoint.optim_state_dict(model, Wrapper(optimizer), full=True)
+    fresh = one_group(model)
+    template = flatshard.checkpoint.optim_state_dict(model, Wrapper(fresh), for_load=True)
+    assert template["state"].keys() >= state["state"].keys()
+    assert not fresh.state
+    flatshard.checkpoint.load_optim_state_dict(model, Wrapper(fresh), state)
+    same(flatshard.checkpoint.optim_state_dict(model, fresh, full=True), state)
+
+
+def test_an_optimizer_that_holds_another(pool):
+    pool.run(wrap_optimizer, world_size=2)
+
+
 class Factored(torch.optim.SGD):
     """Keeps a row of its own for each matrix."""
 
@@ -420,3 +448,143 @@ def wrapped(ctx, path: str) -> None:
 
 def test_names_under_checkpoint_wrapper(pool, tmp_path):
     pool.run(wrapped, str(tmp_path / "checkpoint"))
+
+
+class Counting(torch.optim.AdamW):
+    """Has an attribute of its own and options that a step changes in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.steps: int = 0
+        for group in self.param_groups:
+            group["seen"] = [0]
+            group["count"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["seen"][0] += 1
+            group["count"] += 1
+        return super().step(closure)
+
+
+def template(ctx, flat: bool) -> None:
+    """A template comes of no step: no hook runs, nothing moves, and a parameter at a time is held besides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    optimizer = Counting(flatshard.flat_parameters(model) if flat else model.parameters())
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which counts calls of ``optimizer.step``
+    everybody = register_optimizer_step_post_hook(lambda o, *_: seen.append("all") if o is optimizer else None)
+    kept = [p.detach().clone() for p in model.parameters()]
+    with MemoryWatch() as watch:
+        state = flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)["state"]
+    everybody.remove()
+    part = model[0].weight.nbytes
+    assert watch.peak <= 6 * 2 * part + 6 * part  # the averages; values, gradients and what AdamW needs of one
+    assert seen == []
+    assert not getattr(optimizer, "_opt_called", False)
+    assert optimizer.steps == 0
+    assert all(g["seen"] == [0] and g["count"] == 0 for g in optimizer.param_groups)
+    assert not optimizer.state
+    assert all(p.grad is None and torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
+    assert {n: set(v) for n, v in state.items()} == {
+        n: {"step", "exp_avg", "exp_avg_sq"} for n, _ in model.named_parameters()
+    }
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    found = flatshard.checkpoint.optim_state_dict(model, optimizer)["state"]
+    for name, values in found.items():
+        for key, value in values.items():
+            made = state[name][key]
+            assert (type(made), made.shape, made.dtype) == (type(value), value.shape, value.dtype), (name, key)
+
+
+def test_a_template_takes_no_step(pool):
+    for flat in (False, True):
+        for world_size in (1, 2):
+            pool.run(template, flat, world_size=world_size)
+
+
+def test_templates_of_torchs_optimizers(world):
+    """What a template shows is what a step makes."""
+    world(2)
+    kinds = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+    more = (("Adam", {"fused": True}), ("Adam", {"lr": torch.tensor(0.1)}), ("SGD", {"lr": 0.1, "momentum": 0.9}))
+    for kind, options in (*((kind, {}) for kind in kinds), *more):
+        model = flatshard.fully_shard(nn.Linear(5, 7))
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+        state = flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)["state"]
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param.detach())
+        optimizer.step()
+        assert forms(state) == forms(flatshard.checkpoint.optim_state_dict(model, optimizer)["state"]), kind
+
+
+def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    every = {(name, key): value for name, values in state.items() for key, value in values.items()}
+    return {k: (type(v), v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for k, v in every.items()}
+
+
+def freeze(ctx, path: str) -> None:
+    """What was frozen after some steps keeps its state, and a checkpoint of it loads into the same model."""
+
+    def build() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+        flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = build()
+    train(model, optimizer)
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer)
+    flatshard.save_checkpoint(path, {"model": model, "optim": optimizer}, process_group=ctx.group)
+    expected = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    assert "0.weight" in expected["state"]
+    other, other_optimizer = build()
+    other[0].weight.requires_grad_(False)
+    for target, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        flatshard.load_checkpoint(path, {"model": target, "optim": its_optimizer}, process_group=ctx.group)
+        same(flatshard.checkpoint.optim_state_dict(target, its_optimizer, full=True), expected)
+        train(target, its_optimizer, 1)
+    everything = flatshard.checkpoint.optim_state_dict(*build(), for_load=True)
+    assert everything["state"].keys() == expected["state"].keys()
+
+
+def test_parameters_frozen_after_some_steps(pool, tmp_path):
+    pool.run(freeze, str(tmp_path / "saved"), world_size=2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Linear(5, 6, bias=False), nn.Linear(6, 6)
+        self.head = nn.Linear(5, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.embed(x)) @ self.head.weight
+
+
+def tied(ctx, path: str) -> None:
+    torch.manual_seed(0)
+    model = flatshard.fully_shard(Tied(), process_group=ctx.group)
+    optimizer = torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)
+    train(model, optimizer)
+    expected = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    flatshard.save_checkpoint(path, {"model": model, "optim": optimizer}, process_group=ctx.group)
+    other = flatshard.fully_shard(Tied(), process_group=ctx.group)
+    again = torch.optim.AdamW(flatshard.flat_parameters(other), lr=1e-2)
+    flatshard.load_checkpoint(path, {"model": other, "optim": again}, process_group=ctx.group)
+    same(flatshard.checkpoint.optim_state_dict(other, again, full=True), expected)
+    stranger = torch.optim.AdamW(flatshard.flat_parameters(model))
+    with pytest.raises(RuntimeError, match=r"optimizer 'optim' steps parameters of no module in the state"):
+        flatshard.save_checkpoint(f"{path}2", {"model": other, "optim": stranger}, process_group=ctx.group)
+
+
+def test_tied_weights_and_flat_parameters(pool, tmp_path):
+    pool.run(tied, str(tmp_path / "saved"), world_size=2)

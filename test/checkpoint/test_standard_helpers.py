@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from saving import Net, net, same, step
+from saving import MemoryWatch, Net, make, net, same, shard, step
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import ShardedValue
+from flatshard.checkpoint import ShardedValue, _roll_call
 from flatshard.tensors import shard_info
 
 Optimizer = torch.optim.Optimizer
@@ -108,28 +112,245 @@ def test_loading_whole_state(pool, world_size):
     pool.run(load_whole, world_size=world_size)
 
 
-def refuse(ctx) -> None:
-    model, optimizer = build(ctx, 0)
-    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    with pytest.raises(RuntimeError, match=r"gathers nothing .* call flatshard.checkpoint.full_state_dict\(module"):
-        get_model_state_dict(model, options=full)
-    with pytest.raises(RuntimeError, match=r"call flatshard.checkpoint.optim_state_dict\(module, optimizer, full=True"):
-        get_optimizer_state_dict(model, optimizer, options=full)
-    flat = torch.optim.AdamW(flatshard.flat_parameters(model))
-    with pytest.raises(RuntimeError, match=r"knows no flat parameters .*: call flatshard.checkpoint.optim_state_dict"):
-        get_optimizer_state_dict(model, flat)
+WHOLE = StateDictOptions(full_state_dict=True)
+WHOLE_ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    torch.manual_seed(5)
+    for _ in range(steps):
+        model(torch.randn(3, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_whole(model: nn.Module, optimizer: Optimizer, source: dict[str, Tensor], trained: dict[str, Any]) -> None:
+    """What torch's helpers give of a sharded model is what they give of the plain one."""
+    for options in (WHOLE, WHOLE_ON_FIRST):
+        receives = options is WHOLE or dist.get_rank() == 0
+        state = get_model_state_dict(model, options=options)
+        assert state.keys() == (source.keys() if receives else set())
+        for name, value in state.items():
+            assert type(value) is Tensor, name
+            assert (value.dtype, value.shape) == (source[name].dtype, source[name].shape), name
+            assert torch.equal(value, source[name]), name
+        found = get_optimizer_state_dict(model, optimizer, options=options)
+        same(found, trained) if receives else None
+        assert bool(found) == receives
+        if receives and "head.weight" in state:  # tied: one tensor
+            assert state["head.weight"].data_ptr() == state["down.weight"].data_ptr()
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedValue):
+            found = value.full_tensor()
+            assert type(found) is Tensor
+            assert (found.dtype, found.shape, found.stride()) == (value.dtype, value.shape, source[name].stride()), name
+            assert torch.equal(found, source[name]), name
+            assert torch.equal((value * 2).full_tensor(), source[name] * 2), name
+    for name, values in flatshard.checkpoint.optim_state_dict(model, optimizer)["state"].items():
+        for key, value in values.items():
+            if isinstance(value, ShardedValue):
+                assert torch.equal(value.full_tensor(), trained["state"][name][key]), (name, key)
+
+
+def gather(ctx) -> None:
+    """Uneven, tied, unused, frozen and empty parameters, of several dtypes and strides; buffers."""
+    plain = make()
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    train(plain, reference)
+    expected = get_model_state_dict(plain), get_optimizer_state_dict(plain, reference)
+    assert not expected[1]["state"].keys() & {"empty", "frozen"}  # unused; not trained
+    for strategy, policy in ((ShardingStrategy.FULL_SHARD, {nn.Linear}), (ShardingStrategy.NO_SHARD, None)):
+        ctx.note(strategy.name)
+        model = nn.Sequential()  # the helpers' module may hold the sharded one
+        model.inner = shard(ctx, make(1), strategy, policy)
+        model.inner.load_state_dict(expected[0])
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        flatshard.checkpoint.load_optim_state_dict(model.inner, optimizer, expected[1])
+        check_whole(model.inner, optimizer, *expected)
+        found = get_model_state_dict(model, options=WHOLE)
+        assert found.keys() == {f"inner.{n}" for n in expected[0]}
+        assert all(torch.equal(found[f"inner.{n}"], v) for n, v in expected[0].items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_getting_whole_state(pool, world_size):
+    pool.run(gather, world_size=world_size)
+
+
+def gather_parallel(ctx) -> None:
+    torch.manual_seed(0)
+    plain = net(0)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    step(plain, reference)
+    expected = get_model_state_dict(plain), get_optimizer_state_dict(plain, reference)
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = net(1)
+        parallelize_module(
+            model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        )
+        fully_shard(model, device_mesh=mesh["dp"], strategy=strategy)
+        model.load_state_dict(expected[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected[1])
+        check_whole(model, optimizer, *expected)
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    model = fully_shard(net(1), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    model.load_state_dict(expected[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected[1])
+    check_whole(model, optimizer, *expected)
+
+
+def test_getting_whole_state_of_tensor_parallel_modules_and_replicas(pool):
+    pool.run(gather_parallel, world_size=4)
+
+
+def measure(ctx) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
+    with MemoryWatch() as watch:
+        state = get_model_state_dict(model, options=WHOLE_ON_FIRST)
+    size = sum(v.nbytes for v in state.values())
+    assert size <= watch.peak <= size + unit + 1024
+    assert bool(size) == (ctx.rank == 0)
+
+
+def test_ranks_that_do_not_receive_hold_one_unit(pool):
+    pool.run(measure, world_size=2)
+
+
+def alone(ctx) -> None:
+    """Who calls alone gets an error that names the others; afterwards all can call together."""
     model, optimizer = build(ctx, 0)
     step(model, optimizer)
-    own = optimizer.state_dict()  # this rank's, for anybody else
-    assert not any(isinstance(v, ShardedValue) for s in own["state"].values() for v in s.values())
+    value = model.state_dict()["up.weight"]
+    calls = {
+        r"get_model_state_dict\(full_state_dict=True\)": lambda: get_model_state_dict(model, options=WHOLE),
+        r"optim_state_dict\(full=True\)": lambda: get_optimizer_state_dict(model, optimizer, options=WHOLE_ON_FIRST),
+        r"full_state_dict": lambda: flatshard.checkpoint.full_state_dict(model),
+        r"iter_full_params": lambda: list(flatshard.checkpoint.iter_full_params(model)),
+        r"full_tensor of 'up.weight'": value.full_tensor,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in (("WARN_AFTER", 0.01), ("GIVE_UP_AFTER", 0.05), ("SLICE", 0.02)):
+            patch.setattr(_roll_call, name, seconds)
+        for text, call in calls.items():
+            if ctx.rank == 1:
+                with pytest.raises(
+                    RuntimeError,
+                    match=rf"^{text}: rank 1 has waited for 'rank 0', 'rank 2' for 0 s. All ranks must make",
+                ):
+                    call()
+        dist.barrier(ctx.group)
+    for call in (*calls.values(), *calls.values()):
+        call()
+
+
+def test_one_rank_alone(pool):
+    pool.run(alone, world_size=3)
+
+
+def convert(ctx, path: str) -> None:
+    model, optimizer = build(ctx, 0)
+    step(model, optimizer)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{path}/a", process_group=ctx.group)
+    flatshard.save_checkpoint(f"{path}/b", {"model": model, "optim": optimizer}, process_group=ctx.group)
+    expected, trained = whole(model, optimizer)
+    if ctx.rank == 0:
+        for name in ("a", "b"):
+            dcp_to_torch_save(f"{path}/{name}", f"{path}/{name}.pt")
+            found = torch.load(f"{path}/{name}.pt", weights_only=True)
+            net(1).load_state_dict(found["model"])
+            assert all(torch.equal(found["model"][n], v) for n, v in expected.items())
+        assert all(
+            torch.equal(found["optim"]["state"][n]["exp_avg"], s["exp_avg"]) for n, s in trained["state"].items()
+        )
+
+
+def test_dcp_to_torch_save(pool, tmp_path):
+    pool.run(convert, str(tmp_path), world_size=2)
+
+
+def hand_out(ctx, path: str) -> None:
+    """``optimizer.state_dict()`` says whose part it is, to torch.distributed.checkpoint and in files."""
+    model, optimizer = build(ctx, 0)
+    step(model, optimizer)
     expected = whole(model, optimizer)
+    own = optimizer.state_dict()
+    sharded = ctx.world_size > 1
+    assert any(isinstance(v, ShardedValue) for s in own["state"].values() for v in s.values()) == sharded
     optimizer.load_state_dict(copy.deepcopy(own))
     check(model, optimizer, expected)
+    dcp.save({"optim": optimizer}, checkpoint_id=f"{path}/dcp", process_group=ctx.group)
+    other, other_optimizer = build(ctx, 1)
+    step(other, other_optimizer)
+    step(other, other_optimizer)
+    other.load_state_dict(model.state_dict())
+    dcp.load({"optim": other_optimizer}, checkpoint_id=f"{path}/dcp", process_group=ctx.group)
+    check(other, other_optimizer, expected)
+    torch.save(own, f"{path}/{ctx.rank}.pt")
+    dist.barrier(ctx.group)
+    loaded = torch.load(f"{path}/{ctx.rank}.pt", weights_only=True)
+    step(other, other_optimizer)
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(copy.deepcopy(loaded))
+    check(other, other_optimizer, expected)
+    fresh, fresh_optimizer = build(ctx, 0)
+    fresh.load_state_dict(model.state_dict())
+    fresh_optimizer.load_state_dict(loaded)  # before any step
+    check(fresh, fresh_optimizer, expected)
+    continued, theirs = copy.deepcopy(expected), None
+    step(fresh, fresh_optimizer)
+    step(other, other_optimizer)
+    check(fresh, fresh_optimizer, whole(other, other_optimizer))
+    if not sharded:
+        return
+    theirs = torch.load(f"{path}/{1 - ctx.rank}.pt", weights_only=True)
+    with pytest.raises(ValueError, match=r"the optimizer's state 'exp_avg' of '[a-z.]+': it is sharded otherwise"):
+        optimizer.load_state_dict(theirs)
+    with pytest.raises(RuntimeError, match=r"full_tensor\(\): it was unpickled, and this rank has only a part of it"):
+        next(v for v in theirs["state"][0].values() if isinstance(v, ShardedValue)).full_tensor()
+    late, late_optimizer = build(ctx, 0)
+    late_optimizer.load_state_dict(theirs)
+    with pytest.raises(ValueError, match=r"the optimizer's state 'exp_avg' of '[a-z.]+': it is sharded otherwise"):
+        step(late, late_optimizer)
+    late, late_optimizer = build(ctx, 0)  # whole state, by number, before any step
+    late.load_state_dict(expected[0])
+    names = [n for g in expected[1]["param_groups"] for n in g["params"]]
+    late_optimizer.load_state_dict(flatshard.checkpoint.rekey(continued[1], names, to="ids"))
+    step(late, late_optimizer)
+    check(late, late_optimizer, whole(other, other_optimizer))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_the_helpers_cannot_do(pool, world_size):
-    pool.run(refuse, world_size=world_size)
+def test_what_an_optimizer_hands_out(pool, world_size, tmp_path):
+    pool.run(hand_out, str(tmp_path), world_size=world_size)
+
+
+def after_loading(ctx) -> None:
+    """An optimizer that has loaded and not stepped is known to the helpers; flat parameters' state is marked, too."""
+    model, optimizer = build(ctx, 0)
+    step(model, optimizer)
+    expected = whole(model, optimizer)
+    fresh, fresh_optimizer = build(ctx, 1)
+    flatshard.checkpoint.load_optim_state_dict(fresh, fresh_optimizer, expected[1])
+    same(get_optimizer_state_dict(fresh, fresh_optimizer, options=WHOLE), expected[1])
+    flat = fully_shard(net(0), policy={nn.Linear}, process_group=ctx.group)
+    flat_optimizer = torch.optim.AdamW(flatshard.flat_parameters(flat), lr=1e-2)
+    with pytest.raises(RuntimeError, match=r"knows no flat parameters .*: call flatshard.checkpoint.optim_state_dict"):
+        get_optimizer_state_dict(flat, flat_optimizer)
+    step(flat, flat_optimizer)
+    values = [v for s in flat_optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"]
+    assert all(isinstance(v, ShardedValue) for v in values)
+    before = flatshard.checkpoint.optim_state_dict(flat, flat_optimizer, full=True)
+    flat_optimizer.load_state_dict(pickle.loads(pickle.dumps(flat_optimizer.state_dict())))
+    same(flatshard.checkpoint.optim_state_dict(flat, flat_optimizer, full=True), before)
+
+
+def test_optimizers_that_have_loaded_and_flat_parameters(pool):
+    pool.run(after_loading, world_size=2)
 
 
 def added_later(ctx) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import ShardedValue
+from flatshard.checkpoint import ShardedValue, _sharded_value
 
 
 def values(ctx) -> None:
@@ -187,10 +189,18 @@ def operate(ctx) -> None:
             wrong()
     with pytest.raises(ValueError, match="one with another layout"):
         value.add(torch.ones(7, 5))
-    with pytest.raises(RuntimeError, match=r"cannot be pickled.*flatshard.checkpoint.full_state_dict"):
-        pickle.dumps(value)
-    with pytest.raises(RuntimeError, match=r"flatshard.checkpoint.full_state_dict\(module\)"):
-        value.full_tensor()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sharded_value, "_warned", [])  # warns once
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again = pickle.loads(pickle.dumps(value))
+    pattern = r"is pickled .* every rank must save .*flatshard.checkpoint.full_state_dict"
+    is_part = value.to_local().numel() < value.numel()
+    assert [bool(re.search(pattern, str(w.message))) for w in caught] == [True] * is_part
+    assert again.to_local().equal(value.to_local())
+    model.load_state_dict({**model.state_dict(), "up.weight": again})
+    with pytest.raises(RuntimeError, match=r"was unpickled.*flatshard.checkpoint.full_state_dict\(module\)"):
+        again.full_tensor()
     with pytest.raises(RuntimeError, match="full_state_dict"):
         make().load_state_dict(state)
     assert f"elements {value._part.start}:{value._part.stop} here" in repr(value)

@@ -1,0 +1,234 @@
+"""Weights for another system, such as an inference server: only what has changed, from each rank its own.
+
+[Note: Few elements change]
+With small learning rates most elements stay the same in the dtype that computes, as a step is less than its last bit. So each
+rank keeps what it has sent, in that dtype, compares its shards with it, and sends what differs: no rank gathers anything. An
+element costs its value and one byte, the distance from the one before. Where that is more than 256 an element in between is
+sent too, which changes nothing. Where most elements differ, all of a shard is sent as it is.
+
+>>> since = SentParams(model)  # now the server has these weights, too: from a checkpoint, or by iter_full_params
+>>> ...  # steps
+>>> for changed in iter_changed_params(since):
+...     send(changed)
+>>> # The server has each sender's ``since.plan``:
+>>> apply_changed_params(server_model.state_dict(), plan, changed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._names import plain_name
+from flatshard.checkpoint._boxes import Part, memory_dims
+from flatshard.checkpoint._sharded_value import part_of
+from flatshard.checkpoint._state_dict import check_dtype, idle_flats
+
+_REACH = 256  # the most that a byte says of the distance between elements
+
+
+class PlacedPart(NamedTuple):
+    """Where a rank's part of a parameter lies in what it sends. Plain numbers and names: it pickles."""
+
+    names: tuple[str, ...]  # all under which the parameter is registered
+    start: int  # its first element in the flat shard
+    part: Part
+
+
+Plan = list[list[PlacedPart]]
+"""For each flat shard of one rank the parts in it, in order."""
+
+
+class ChangedParams(NamedTuple):
+    """Elements of one flat shard of the rank that sends it."""
+
+    flat: int  # which of the rank's, as in ``SentParams.plan``
+    gaps: torch.Tensor | None  # uint8: distance to the element before, less one, from -1 on; None: all elements
+    values: torch.Tensor  # 1-D, in the dtype of ``SentParams``
+
+    @property
+    def nbytes(self) -> int:
+        """Of both tensors."""
+        return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
+
+
+class SentParams:
+    """What a receiver has: this rank's parameters as they are now, in the dtype in which they compute.
+
+    Holds a copy of the rank's shards in that dtype. Of values that several ranks have (replicas, parameters that nobody
+    shards) the first rank's are sent.
+    """
+
+    plan: Plan
+    """What the receiver needs to know of this rank, once."""
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+        """
+        Args:
+            module: a sharded module, or one that holds sharded ones.
+            dtype: of what is sent of floating-point parameters. None: the one in which they compute.
+
+        Raises:
+            ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
+            RuntimeError: called inside a forward or ``summon_full_params``.
+        """
+        check_dtype(dtype, "SentParams")
+        self._module = module
+        names: dict[int, list[str]] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(plain_name(name))
+        self.plan = []
+        self._sent: list[torch.Tensor] = []
+        for source in _sources(module, "SentParams"):
+            self.plan.append(list(_placed(source, names)))
+            given = dtype if dtype is not None and source.flat.dtype.is_floating_point else source.dtype
+            self._sent.append(source.flat.to(given, copy=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values here: what sending everything takes."""
+        return sum(t.nbytes for t in self._sent)
+
+    def __iter__(self) -> Iterator[ChangedParams]:
+        """See :func:`iter_changed_params`."""
+        for number, (source, sent) in enumerate(
+            zip(_sources(self._module, "iter_changed_params"), self._sent, strict=True)
+        ):
+            changed = _difference(number, source.flat.to(sent.dtype), sent)
+            if changed is not None:
+                yield changed
+                if changed.gaps is None:
+                    sent.copy_(changed.values)
+                else:
+                    sent[_offsets(changed.gaps)] = changed.values
+
+
+def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
+    """What this rank's parameters have changed to since the receiver got them. Compared are bits in the dtype that is sent.
+
+    No communication, and any rank may do without the others. One flat shard is compared at a time, and counts as sent when
+    the next one is asked for. Where nothing has changed, nothing comes.
+
+    Raises:
+        RuntimeError: called inside a forward or ``summon_full_params``.
+    """
+    return iter(since)
+
+
+def _difference(number: int, now: torch.Tensor, sent: torch.Tensor) -> ChangedParams | None:
+    at = (_bits(now) != _bits(sent)).nonzero().view(-1)
+    if not at.numel():
+        return None
+    gaps = _gaps(at)
+    if gaps.numel() * (1 + now.itemsize) >= now.nbytes:
+        return ChangedParams(number, None, now.clone())
+    return ChangedParams(number, gaps, now[_offsets(gaps)])
+
+
+@torch.no_grad()
+def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, changed: ChangedParams) -> None:
+    """Put ``changed`` into ``weights``, in place.
+
+    Args:
+        weights: whole tensors by name, as ``state_dict()`` of the plain model has them. A tied parameter may be there under
+        any
+            of its names.
+        plan: the sender's ``SentParams.plan``.
+        changed: what it sent. It may be on another device.
+
+    Raises:
+        ValueError: a parameter is in ``weights`` under none of its names, or has another shape. Nothing is changed.
+    """
+    placed = plan[changed.flat]
+    targets = [[weights[n] for n in p.names if n in weights] for p in placed]
+    for each, found in zip(placed, targets, strict=True):
+        if not found or any(tuple(t.shape) != each.part.shape for t in found):
+            have = ", ".join(str(tuple(t.shape)) for t in found) or "nothing"
+            raise ValueError(
+                f"apply_changed_params: {each.names[0]!r} is sent as {each.part.shape}, the weights have {have}"
+            )
+    offsets = None if changed.gaps is None else _offsets(changed.gaps)
+    if offsets is not None:
+        ends = torch.tensor([p.start + p.part.numel for p in placed], device=offsets.device)
+        starts = torch.tensor([p.start for p in placed], device=offsets.device)
+        first, last = (torch.searchsorted(offsets, edges).tolist() for edges in (starts, ends))
+    for i, (each, found) in enumerate(zip(placed, targets, strict=True)):
+        if offsets is None:
+            values = changed.values[each.start : each.start + each.part.numel]
+            at = torch.arange(each.part.start, each.part.stop, device=values.device)
+        else:
+            values = changed.values[first[i] : last[i]]
+            at = offsets[first[i] : last[i]] - each.start + each.part.start
+        for target in found if len(at) else ():
+            _put(target, each.part, at.to(target.device), values.to(target.device, target.dtype))
+
+
+def _put(target: torch.Tensor, part: Part, at: torch.Tensor, values: torch.Tensor) -> None:
+    """``at``: elements of the part's block, in its memory order."""
+    if target.stride() == part.stride and tuple(target.shape) == part.block_shape:
+        target.as_strided((target.numel(),), (1,))[at] = values
+        return
+    index: dict[int, torch.Tensor] = {}
+    for dim in reversed(memory_dims(part.block_shape, part.stride)):  # from the innermost
+        at, index[dim] = at // part.block_shape[dim], at % part.block_shape[dim] + part.block_offsets[dim]
+    target[tuple(index[d] for d in range(target.dim())) or ...] = values if target.dim() else values[0]
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """Values that this rank sends."""
+
+    flat: torch.Tensor  # 1-D, in the master dtype
+    dtype: torch.dtype  # in which they compute
+    buffers: FlatBuffers | None  # whose shard it is
+    param: nn.Parameter | None  # that nobody shards
+
+
+def _sources(module: nn.Module, verb: str) -> Iterator[_Source]:
+    flats = idle_flats(module, verb)
+    for unit, buffers in flats:
+        if unit.handle.replicas is None or unit.handle.replicas.rank == 0:
+            yield _Source(buffers.shard, buffers.compute_dtype, buffers, None)
+    if all(unit.is_rank0 for unit, _ in flats):
+        for param in module.parameters():
+            if not isinstance(param, ShardedParameter):
+                yield _Source(param.detach().reshape(-1), param.dtype, None, param)
+
+
+def _placed(source: _Source, names: Mapping[int, list[str]]) -> Iterator[PlacedPart]:
+    if source.param is not None:
+        shape = tuple(source.param.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        yield PlacedPart(tuple(names[id(source.param)]), 0, Part.of_whole(shape, stride, 0, source.flat.numel()))
+    elif source.buffers is not None:
+        for param, at in zip(source.buffers.params, source.buffers.slices, strict=True):
+            info = shard_info(param)
+            if info is not None and at.numel and id(param) in names and not info.is_copy:
+                yield PlacedPart(tuple(names[id(param)]), at.start, part_of(info))
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """To compare NaNs and signed zeros, too."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return torch.view_as_real(values).view(-1) if values.is_complex() else values.view(kinds[values.itemsize])
+
+
+def _gaps(at: torch.Tensor) -> torch.Tensor:
+    """[Note: Few elements change]: of offsets in ascending order, and of those between."""
+    distance = torch.diff(at, prepend=at.new_full((1,), -1))
+    between = (distance - 1) // _REACH
+    ends = torch.cumsum(between + 1, 0) - 1
+    gaps = torch.full((int(ends[-1]) + 1,), _REACH - 1, dtype=torch.uint8, device=at.device)
+    gaps[ends] = (distance - between * _REACH - 1).to(torch.uint8)
+    return gaps
+
+
+def _offsets(gaps: torch.Tensor) -> torch.Tensor:
+    return torch.cumsum(gaps.to(torch.int64) + 1, 0) - 1

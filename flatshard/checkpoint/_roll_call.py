@@ -1,0 +1,76 @@
+"""Ranks meet before they gather whole values: a rank that calls alone gets an error, not a hang.
+
+[Note: One rank alone]
+``if rank == 0: full_state_dict(model)`` is the first mistake that people make with sharded models: the others never issue the
+all-gather. So ranks first meet at the process group's store. The last to come lets the others go; who waits for long says so,
+and in the end raises. A rank that gave up is not counted, so that all can meet again later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from flatshard import _trace
+from flatshard._errors import name_list
+from flatshard._runtime import Runtime
+
+WARN_AFTER, GIVE_UP_AFTER = 10.0, 300.0  # seconds
+SLICE = 1.0  # of a wait, in seconds, as other threads use the store in between
+
+
+def roll_call(runtimes: Iterable[Runtime], call: str) -> None:
+    """Wait until all ranks of each process group have come to ``call``: its name, the same on all ranks.
+
+    Raises:
+        RuntimeError: some have not come in time; the message names them.
+    """
+    for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
+        store = None if runtime.progress is None else runtime.store()
+        if store is not None:
+            _meet(store, runtime.rank, dist.get_process_group_ranks(runtime.group), call)
+
+
+def _meet(store: Any, rank: int, ranks: Sequence[int], call: str) -> None:
+    """``rank``: in the group. ``ranks``: its members, in the world."""
+    key = f"flatshard/roll_call/{call}"
+    store.set(f"{key}/{rank}", "")  # to name those that have not come
+    try:
+        number, before = divmod(store.add(key, 1) - 1, len(ranks))  # of the meeting; ranks that came to it before
+        if before == len(ranks) - 1:
+            store.set(f"{key}/go {number}", "")
+            store.delete_key(f"{key}/go {number - 1}")  # all who waited for it are here
+        else:
+            _wait(store, key, f"{key}/go {number}", call, rank, ranks)
+    finally:
+        store.delete_key(f"{key}/{rank}")
+
+
+def _wait(store: Any, key: str, go: str, call: str, rank: int, ranks: Sequence[int]) -> None:
+    started, warned = time.monotonic(), False
+    while not _is_set(store, go):
+        waited = time.monotonic() - started
+        gives_up = waited > GIVE_UP_AFTER
+        if gives_up or (waited > WARN_AFTER and not warned):
+            late = name_list([f"rank {each}" for r, each in enumerate(ranks) if not store.check([f"{key}/{r}"])], 10)
+            text = f"{call}: rank {ranks[rank]} has waited for {late} for {waited:.0f} s. All ranks must make this call"
+            if not gives_up:
+                _trace.logger.warning(text)
+                warned = True
+            else:
+                store.add(key, -1)
+                if not store.check([go]):
+                    raise RuntimeError(text)
+                store.add(key, 1)  # the last one has come in this moment
+
+
+def _is_set(store: Any, key: str) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=SLICE))
+    except RuntimeError:  # the time is over, or the store is gone, of which the next question tells
+        return bool(store.check([key]))
+    return True

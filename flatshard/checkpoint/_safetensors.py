@@ -1,0 +1,248 @@
+"""A folder of safetensors files, as Hugging Face loads it, written as whole parameters come by.
+
+A file is the length of a JSON header (8 bytes, little endian), the header (for each name dtype, shape, and where its bytes
+are), and the bytes, row-major. So sizes and places are known beforehand: each rank writes some of the files, each tensor in
+its place as soon as it is gathered, and holds no more than a unit. The ``safetensors`` package, which wants all of a file in
+memory (and numpy), isn't needed to write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_parallel import is_dtensor
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.agreement import on_any_rank
+from flatshard._handle.gathering import exchange
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard.checkpoint._state_dict import Flat, check_dtype, gathered, has_first_copy, idle_flats
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def export_safetensors(
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    bucket_bytes: int = 256 * 2**20,
+) -> None:
+    """Write ``module``'s state to ``directory`` as Hugging Face's ``save_pretrained`` does, for ``from_pretrained``.
+
+    All ranks must call it, and all that write see one file system. Parameters are gathered one unit at a time, and each file
+    is written by one rank as they come: no rank ever holds the model. Names are those of ``module.state_dict()``; a tied
+    parameter is written once, under the first of its names, as Hugging Face ties it again. Of buffers, those of the rank
+    that writes the file. Several files have an index, ``model.safetensors.index.json``, which is written last: a folder
+    without is not complete.
+
+    Args:
+        module: a sharded module, or one that holds sharded ones.
+        directory: made if it isn't there. It must have no safetensors files.
+        dtype: cast floating-point values. None: each in its own dtype.
+        max_file_bytes: of one file's tensors, unless it has only one.
+        bucket_bytes: how much to gather at a time, as for ``iter_full_params``.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded; a value is no plain tensor of a dtype that the format knows; ``dtype``
+        is
+            no floating-point dtype.
+        RuntimeError: on all ranks that write: one of them could not, or the directory has safetensors files. Called inside a
+            forward or ``summon_full_params``, or not by all ranks.
+    """
+    flats = idle_flats(module, "export_safetensors")
+    check_dtype(dtype, "export_safetensors")
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}  # each once, by its id
+    for name, value in module.state_dict(keep_vars=True).items():
+        _check_value(name, value)
+        tensors.setdefault(id(value), (name, value))
+    described = {name: (tuple(full_shape(value)), _dtype(value, dtype)) for name, value in tensors.values()}
+    files = _cut(described, max_file_bytes)
+    _, shared = max(flats, key=lambda flat: flat[1].layout.world_size)
+    mine = files[shared.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
+    folder = Path(directory)
+    written = {name: file for each in mine for file in [_File(folder / each[0], each[1])] for name in each[1]}
+    own = list(dict.fromkeys(written.values()))
+    attempt = _Attempt()
+    try:
+        attempt(_open, folder, own)
+        for param, whole in gathered(flats, tensors, "export_safetensors", bucket_bytes):
+            name, _ = tensors[id(param)]
+            if name in written:
+                attempt(written[name].put, name, whole.to(described[name][1]))
+            del whole
+        for name, value in tensors.values():
+            if name in written and not isinstance(value, ShardedParameter):
+                attempt(written[name].put, name, value.to(described[name][1]))
+        for file in own:
+            attempt(file.close)
+        _raise_together(flats, attempt)
+        for file in own:
+            attempt(file.publish)
+        _raise_together(flats, attempt)
+    except BaseException:
+        for file in own:
+            file.discard()
+        raise
+    if len(files) > 1 and mine and mine[0] is files[0]:
+        attempt(_write_index, folder, files)
+    _raise_together(flats, attempt)
+
+
+class _Attempt:
+    """Does things until one fails. Others go on: they wait for this rank in gathers."""
+
+    error: Exception | None = None
+
+    def __call__(self, action: Callable[..., None], *args: Any) -> None:
+        if self.error is None:
+            try:
+                action(*args)
+            except Exception as e:
+                self.error = e
+
+
+def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        RuntimeError: an attempt has failed: on all ranks that have the same shards, or other parts of these.
+    """
+    unit, _ = max(flats, key=lambda flat: flat[1].layout.world_size)
+    told = "" if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(unit.handle, told)) if text]
+    replicas = [unit.handle.replicas] if unit.handle.replicas is not None else []
+    if on_any_rank(replicas, bool(found)):
+        raise RuntimeError(
+            f"export_safetensors: {'; '.join(found) or 'a rank of another replica failed'}"
+        ) from attempt.error
+
+
+# -- what is written where ---------------------------------------------------------------------------------------------
+
+_Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _check_value(name: str, value: Any) -> None:
+    info = shard_info(value) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"export_safetensors: {name!r} is a {type(value).__name__}, and files have tensors only")
+    if TensorSubclass.of(value) is not None or (info is not None and isinstance(info.wrapping, TensorSubclass)):
+        raise ValueError(f"export_safetensors: {name!r} is a tensor subclass, of which the format knows nothing")
+    if info is None and is_dtensor(value):
+        raise ValueError(
+            f"export_safetensors: {name!r} is a DTensor that flatshard does not shard: give its module to it"
+        )
+    if value.dtype not in _DTYPES:
+        raise ValueError(
+            f"export_safetensors: {name!r} is {value.dtype}, and the format has {name_list(_DTYPES.values(), 12)}"
+        )
+
+
+def _dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.is_floating_point() else value.dtype
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _cut(described: _Described, limit: int) -> list[tuple[str, _Described]]:
+    """Files in order: their names, and what each has."""
+    files: list[_Described] = [{}]
+    size = 0
+    for name, each in described.items():
+        if files[-1] and size + _nbytes(*each) > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = each
+        size += _nbytes(*each)
+    if len(files) == 1:
+        return [("model.safetensors", files[0])]
+    return [(f"model-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
+
+
+def _open(folder: Path, own: list[_File]) -> None:
+    if not own:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if found := sorted(p.name for p in folder.glob("[!.]*.safetensors*")):
+        raise FileExistsError(f"{str(folder)!r} has {name_list(found, 3)} already: give an empty directory")
+    for file in own:
+        file.open()
+
+
+def _write_index(folder: Path, files: list[tuple[str, _Described]]) -> None:
+    total = sum(_nbytes(*each) for _, described in files for each in described.values())
+    index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in files for name in names}}
+    hidden, path = folder / ".model.safetensors.index.json", folder / "model.safetensors.index.json"
+    hidden.write_text(json.dumps(index, indent=2) + "\n")
+    hidden.rename(path)
+
+
+class _File:
+    """One file, under a hidden name until all are complete."""
+
+    def __init__(self, path: Path, described: _Described) -> None:
+        self._path, self._hidden = path, path.with_name(f".{path.name}")
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, (shape, dtype) in sorted(described.items(), key=lambda item: -item[1][1].itemsize):  # aligned
+            end = at + _nbytes(shape, dtype)
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._starts = {name: len(self._header) + header[name]["data_offsets"][0] for name in described}
+        self._file: BinaryIO | None = None
+
+    def open(self) -> None:
+        self._file = self._hidden.open("wb")
+        self._file.write(self._header)
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        assert self._file is not None
+        data = value.detach().to("cpu").contiguous()
+        self._file.seek(self._starts[name])
+        if data.numel():
+            self._file.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+
+    def close(self) -> None:
+        """All of it is on disk."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def publish(self) -> None:
+        self._hidden.rename(self._path)
+
+    def discard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._hidden.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)

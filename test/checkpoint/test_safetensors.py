@@ -1,0 +1,166 @@
+"""A folder for Hugging Face: what is in the files, who writes them, and what happens when one cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from saving import MemoryWatch, make, shard
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard.checkpoint import _safetensors, export_safetensors
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """One file, by the format's own words."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    ends, found = 0, {}
+    for name, each in header.items():
+        start, end = each["data_offsets"]
+        assert start == ends  # no holes
+        ends = end
+        values = torch.frombuffer(bytearray(data[8 + size + start : 8 + size + end]) or bytearray(8), dtype=torch.uint8)
+        found[name] = values[: end - start].view(DTYPES[each["dtype"]]).view(each["shape"])
+    assert len(data) == 8 + size + ends
+    return found
+
+
+def read_folder(path: Path) -> tuple[dict[str, Tensor], int]:
+    """By the index, where there is one; and how many files there are."""
+    files = sorted(p.name for p in path.iterdir())
+    if files == ["model.safetensors"]:
+        return read(path / files[0]), 1
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert set(files) == {*index["weight_map"].values(), "model.safetensors.index.json"}
+    found: dict[str, Tensor] = {}
+    for file in files[:-1]:
+        assert file.endswith(f"-of-{len(files) - 1:05d}.safetensors")
+        content = read(path / file)
+        assert {n for n, f in index["weight_map"].items() if f == file} == content.keys()
+        found |= content
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
+    return found, len(files) - 1
+
+
+def check(path: Path, expected: dict[str, Tensor], files: int | None = None) -> None:
+    found, count = read_folder(path)
+    assert files in (None, count)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name], value), name
+
+
+def export(ctx, path: str) -> None:
+    source = make().state_dict()
+    once = {n: v for n, v in source.items() if n != "head.weight"}  # tied to down.weight, which comes first
+    for number, strategy in enumerate((ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)):
+        model = shard(ctx, make(), strategy, {nn.Linear})
+        for limit, files in ((10**9, 1), (400, None), (1, len(once))):
+            ctx.note(f"{strategy.name}, {limit}")
+            at = Path(path) / f"{number} {limit}"
+            export_safetensors(model, at, max_file_bytes=limit, bucket_bytes=1)
+            check(at, once, files)
+        at = Path(path) / f"{number} cast"
+        export_safetensors(model, at, dtype=torch.bfloat16)
+        check(at, {n: v.bfloat16() if v.is_floating_point() else v for n, v in once.items()}, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_files_and_index(pool, world_size, tmp_path):
+    pool.run(export, str(tmp_path), world_size=world_size)
+
+
+def export_parallel(ctx, path: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+    source = plain.state_dict()
+    for names in (("dp", "tp"), ("replicate", "shard")):
+        mesh = ctx.device_mesh((2, 2), names)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+        if names[1] == "tp":
+            parallelize_module(
+                model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+            )
+            fully_shard(model, device_mesh=mesh["dp"])
+        else:
+            fully_shard(model, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+        model.load_state_dict(source)
+        export_safetensors(model, f"{path}/{names[1]}", max_file_bytes=100)
+        if ctx.rank == 0:
+            check(Path(path) / names[1], source)
+
+
+def test_tensor_parallel_modules_and_replicas(pool, tmp_path):
+    pool.run(export_parallel, str(tmp_path), world_size=4)
+
+
+def measure(ctx, path: str) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
+    with MemoryWatch() as watch:
+        export_safetensors(model, path, bucket_bytes=1)
+    assert watch.peak <= unit + 2 * 64 * 64 * 4 + 1024  # and two parameters: the one before, and the next
+
+
+def test_no_rank_holds_the_model(pool, tmp_path):
+    pool.run(measure, str(tmp_path), world_size=2)
+
+
+def refuse(ctx, path: str) -> None:
+    """Where one rank cannot write, all raise, and no file is left."""
+    model = shard(ctx, make(), policy={nn.Linear})
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(self, name, value):
+            raise OSError(28, "No space left on device")
+
+        if ctx.rank == 1:
+            patch.setattr(_safetensors._File, "put", full)
+        with pytest.raises(
+            RuntimeError, match=r"^export_safetensors: rank 1: OSError: \[Errno 28\] No space left on device$"
+        ):
+            export_safetensors(model, path, max_file_bytes=100)
+    dist.barrier(ctx.group)
+    assert list(Path(path).iterdir()) == []
+    dist.barrier(ctx.group)
+    export_safetensors(model, path, max_file_bytes=100)
+    before = sorted(p.name for p in Path(path).iterdir())
+    with pytest.raises(RuntimeError, match=r"FileExistsError: .* already: give an empty directory"):
+        export_safetensors(model, path)
+    assert sorted(p.name for p in Path(path).iterdir()) == before
+    with pytest.raises(ValueError, match="floating-point dtype or None, got"):
+        export_safetensors(model, f"{path}2", dtype=torch.int8)
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'odd' is torch.complex64, and the format has 'F64', "):
+        export_safetensors(model, f"{path}2")
+
+
+def test_one_rank_that_cannot_write(pool, tmp_path):
+    pool.run(refuse, str(tmp_path / "folder"), world_size=2)
+
+
+def test_the_library_reads_it(world, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    world(1)
+    model = fully_shard(make())
+    export_safetensors(model, tmp_path, max_file_bytes=400)
+    expected = {n: v for n, v in make().state_dict().items() if n != "head.weight"}
+    found = {}
+    for path in tmp_path.glob("*.safetensors"):
+        with safetensors.safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], v) and found[n].dtype is v.dtype for n, v in expected.items())
