@@ -35,6 +35,7 @@ from flatshard._composable.state import all_units
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, shard_info
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
+from flatshard.optim._moments import check_moment, holds_whole_ones
 
 _looked_at = LookedAt()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -51,10 +52,13 @@ class Optimizers(Extension):
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    check_moment(optimizer)
     if optimizer in _looked_at:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if plain := {id(p) for p in params if not isinstance(p, ShardedParameter)}:
+        if holds_whole_ones(type(optimizer).__name__, params):
+            return
         _warn_about_added(optimizer, plain)
     if any(isinstance(p, ShardedParameter) for p in params):
         _check_shapes(optimizer, params)
