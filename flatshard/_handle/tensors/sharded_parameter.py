@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, Self
 
 import torch
@@ -38,6 +40,7 @@ from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
+_TO_EMPTY = nn.Module.to_empty.__code__
 
 
 class Home(Protocol):
@@ -140,6 +143,7 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # else module.to() of what it is
+            refuse_to_empty(self, sys._getframe(1))
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
@@ -227,6 +231,19 @@ class ShardedParameter(nn.Parameter):
 # torch.optim picks its foreach and fused implementations by exact type. DTensor registers itself in the same list.
 # Private, and there is no public way: without it every optimizer on CUDA would fall back to one kernel per parameter.
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+def refuse_to_empty(param: ShardedParameter, writer: FrameType) -> None:
+    """Raise if ``writer``, which gives ``param`` other memory, is ``module.to_empty()``: the values would be lost."""
+    frame: FrameType | None = writer
+    while frame is not None and frame.f_code.co_name == "_apply":
+        frame = frame.f_back
+    if frame is not None and frame.f_code is _TO_EMPTY and not param.is_meta:
+        raise RuntimeError(
+            f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. "
+            "fully_shard gives modules on the meta device their memory and values itself, by param_init_fn=... or their "
+            "reset_parameters(): leave to_empty out. To move a sharded module use module.to(device)"
+        )
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
