@@ -107,6 +107,9 @@ class BackwardRecord:
 
 # Which unit owns a sharded parameter, by the parameter's id: it stays taken as long as the unit lives.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+_units: weakref.WeakValueDictionary[int, Unit] = (
+    weakref.WeakValueDictionary()
+)  # by its own id, in the order of creation
 
 
 class Unit:
@@ -135,6 +138,7 @@ class Unit:
         self._own_parameters()
 
     def _own_parameters(self) -> None:
+        _units[id(self)] = self
         for buffers in self.handle.buffers:
             _owners.update((id(p), self) for p in buffers.params)
         self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
@@ -297,8 +301,8 @@ def owner_of(param: nn.Parameter) -> Unit | None:
 
 
 def all_units() -> list[Unit]:
-    """Of this process, whatever they are in; those that own parameters."""
-    return list(dict.fromkeys(_owners.values()))
+    """Of this process, whatever they are in, also those that own no parameter."""
+    return list(_units.values())
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

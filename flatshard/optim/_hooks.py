@@ -17,7 +17,6 @@ ranks alike. Others can ask for it: ``check_whole_parameters``.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -56,10 +55,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _looked_at:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if plain := {id(p) for p in params if not isinstance(p, ShardedParameter)}:
-        if holds_whole_ones(type(optimizer).__name__, params):
+    if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
+        if holds_whole_ones(type(optimizer).__name__, plain):
             return
-        _warn_about_added(optimizer, plain)
+        _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
     if any(isinstance(p, ShardedParameter) for p in params):
         _check_shapes(optimizer, params)
         if optimizer not in _hooked:
@@ -72,8 +71,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _looked_at.add(optimizer)
 
 
-def _warn_about_added(optimizer: Optimizer, plain: set[int]) -> None:
-    """[Note: Added after sharding]. ``plain``: the ids of its parameters that are not sharded."""
+def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
+    """[Note: Added after sharding]. ``plain``: the ids of its trainable parameters that are not sharded."""
     found: dict[int, str] = {}
     for unit in sorted(all_units(), key=lambda unit: len(unit.fqn)):  # so that names are those of the outermost
         if max(unit.context.runtime.world_size, getattr(unit.handle.replicas, "world_size", 1)) > 1:
@@ -81,11 +80,11 @@ def _warn_about_added(optimizer: Optimizer, plain: set[int]) -> None:
                 if id(param) in plain:
                     found.setdefault(id(param), f"{unit.fqn}.{fqn}" if unit.fqn else fqn)
     if found:
-        warnings.warn(
+        raise RuntimeError(
             f"{type(optimizer).__name__} steps {name_list(found.values(), 3)}, registered in a sharded module after "
-            "fully_shard: nobody averages their gradients, so every rank trains its own. Add modules and parameters before "
-            "fully_shard, or pass them to it as ignored_states and average their gradients yourself",
-            stacklevel=4,
+            "fully_shard: nobody averages their gradients, so every rank would train its own. Add modules and parameters "
+            "(adapters, heads) before fully_shard, or call fully_shard on each new module and then build the optimizer. To "
+            "average by yourself, add them before and pass them as ignored_states"
         )
 
 
