@@ -12,11 +12,17 @@ A unit that is gathered must notice when its shards change, and all ranks must n
 Autograd's version counter tells, if it counts every change. Of a plain tensor it doesn't count ``p.data = ...`` and
 ``p.data.add_()``. Of a sharded parameter it does: the setter counts, and the getter gives ``p.detach()``, which shares the
 counter. The graph of a forward never holds a sharded parameter, so autograd's own check isn't made stricter by that.
+
+[Note: Parts are no matrices]
+Of a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets an element, another one on each rank, and ``b @ a`` may
+even fit. Code that means the whole writes these of the parameter itself. So they are methods in Python here, which look
+first; optimizers use none of them. Of ``p.data``, and by functions (``torch.matmul``), nobody looks.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 import weakref
@@ -124,6 +130,28 @@ class ShardInfo:
         )
 
 
+def _not_of_a_part(name: str, of_vectors: bool = False) -> Callable[..., Any]:
+    """The method ``name``, where this rank's part has the dimensions of the whole. [Note: Parts are no matrices]"""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def checked(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        _refuse_as_whole(self, name, of_vectors)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def _property_not_of_a_part(name: str) -> property:
+    attribute = getattr(torch.Tensor, name)
+
+    def get(self: ShardedParameter) -> Any:
+        _refuse_as_whole(self, name)
+        return attribute.__get__(self)
+
+    return property(get)
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter of which each rank holds a part, in the parameter's own dtype: 1-D, shape ``(stop - start,)``, or, where
     its layout is ``Rows`` or ``Whole``, ``(rows, *rest)``.
@@ -167,6 +195,16 @@ class ShardedParameter(nn.Parameter):
         super().set_(*args, **kwargs)
         changes.count += 1
         return self
+
+    # [Note: Parts are no matrices]
+
+    __getitem__ = _not_of_a_part("__getitem__", of_vectors=True)
+    __setitem__ = _not_of_a_part("__setitem__", of_vectors=True)
+    __matmul__ = _not_of_a_part("__matmul__")
+    __rmatmul__ = _not_of_a_part("__rmatmul__")
+    matmul, mm, mv = map(_not_of_a_part, ("matmul", "mm", "mv"))
+    t, transpose, permute = map(_not_of_a_part, ("t", "transpose", "permute"))
+    T, mT, H, mH = map(_property_not_of_a_part, ("T", "mT", "H", "mH"))
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
@@ -231,6 +269,23 @@ class ShardedParameter(nn.Parameter):
 # torch.optim picks its foreach and fused implementations by exact type. DTensor registers itself in the same list.
 # Private, and there is no public way: without it every optimizer on CUDA would fall back to one kernel per parameter.
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+_SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__": "@", "__rmatmul__": "@"}
+
+
+def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False) -> None:
+    """[Note: Parts are no matrices]. ``of_vectors``: the use is of a part of a vector no more than of a matrix."""
+    info = param._flatshard_info
+    shape = tuple(full_shape(param))
+    if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
+        return
+    raise RuntimeError(
+        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape} as a 1-D part, "
+        f"and {_SYMBOLS.get(use, use)!r} means the whole. It is whole inside "
+        "`with flatshard.summon_full_params(module):` and in the forward of its module; a method of yours that "
+        "computes with it is one for flatshard.register_forward_method"
+    )
 
 
 def refuse_to_empty(param: ShardedParameter, writer: FrameType) -> None:
