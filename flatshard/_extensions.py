@@ -10,6 +10,7 @@ from flatshard._composable.features.late_ties import LateTies
 from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.left_alone import LeftAlone
 from flatshard._composable.features.precision import Precision
+from flatshard._composable.features.replicated import Replicated
 from flatshard._composable.features.transforms import Transforms
 from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._runtime import Runtime
@@ -31,4 +32,5 @@ def plug_in() -> None:
         LeftAlone(),
         LateTies(),
         LayerDrop(),
+        Replicated(),
     )

@@ -79,6 +79,7 @@ REFUSALS = {
     "reshard busy": r"reshard: .* are in use by a forward or by summon_full_params",
     "state inside": r"are in a forward or in summon_full_params, where state_dict\(\) has whole tensors",
     "state whole": r"are shown whole since unshard\(\): call flatshard.reshard\(module\) first",
+    "held": r"step inside no_sync: units .* hold gradients that no rank has reduced",
     "rank0 writes": r"summon_full_params\(rank0_only=True\) needs writeback=False",
 }
 """Errors that are right, each with a cure in its text."""
@@ -491,6 +492,9 @@ class Machine:
         if found == "state whole":
             assert twin, text
             assert not twin.shows_own, f"nothing is shown whole: {text}"
+        if found == "held":
+            assert twin, text
+            assert twin.synced_outside, f"not inside no_sync: {text}"
         if found == "replaced inside":
             assert any(t.kept for t in self._alive), f"not inside keep_unsharded: {text}"
         if found == "copied unsharded":
@@ -683,9 +687,9 @@ class Machine:
     def _step(self, s: Step, twin: Twin, module: None) -> None:
         if twin.undefined or twin.shown:
             return
-        twin.opt.step()
-        twin.plain_opt.step()
-        twin.changes += 1
+        if self.attempt(twin.opt.step, twin):
+            twin.plain_opt.step()
+            twin.changes += 1
 
     def _zerograd(self, s: ZeroGrad, twin: Twin, module: None) -> None:
         if any(shown.options.get("with_grads") for shown in twin.shown):

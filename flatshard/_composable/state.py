@@ -107,6 +107,9 @@ class BackwardRecord:
 
 # Which unit owns a sharded parameter, by the parameter's id: it stays taken as long as the unit lives.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+_units: weakref.WeakValueDictionary[int, Unit] = (
+    weakref.WeakValueDictionary()
+)  # by its own id, in the order of creation
 
 
 class Unit:
@@ -135,6 +138,7 @@ class Unit:
         self._own_parameters()
 
     def _own_parameters(self) -> None:
+        _units[id(self)] = self
         for buffers in self.handle.buffers:
             _owners.update((id(p), self) for p in buffers.params)
         self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
@@ -299,9 +303,8 @@ def owner_of(param: nn.Parameter) -> Unit | None:
 
 
 def all_units() -> list[Unit]:
-    """Of this process, whatever they are in; those that own parameters."""
-    found = dict.fromkeys(_owners.values())
-    return [unit for unit in found if unit_of(unit.module) is unit]  # else a copy that was not finished
+    """All units of this process, also those that own no parameters. A copy that was not finished is no unit."""
+    return [unit for unit in _units.values() if unit_of(unit.module) is unit]
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
 from flatshard._composable.find import units_registered_in
@@ -14,6 +15,12 @@ from flatshard._composable.state import Unit, units_below
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.whole_parameters import WholeParameters, copy_whole
+
+summoned_units: list[list[Unit]] = []
+"""Of each ``summon_full_params`` under way."""
+
+copy_names: MutableMapping[nn.Parameter, str] = WeakIdKeyDictionary()
+"""The FQNs of all copies that any has shown, as long as somebody holds them."""
 
 
 @contextlib.contextmanager
@@ -51,6 +58,7 @@ def summon_full_params(
     for context in {unit.context for unit in units}:
         context.settle()
     shown: list[_Summoned] = []
+    summoned_units.append(units)
     try:
         for unit in units:
             shown.append(_Summoned(unit, with_grads, offload_to_cpu, rank0_only))
@@ -62,6 +70,7 @@ def summon_full_params(
         while shown:
             shown.pop().end(writeback)
     finally:
+        summoned_units.remove(units)
         while shown:
             shown.pop().end(False)
 
@@ -158,6 +167,9 @@ class _Summoned(Claim):
                 unit.gathered_version = handle.version()
             if offload_to_cpu or mixed:
                 copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
+                for buffers in handle.buffers:
+                    names = [info.fqn for info in buffers.layout.params]
+                    copy_names.update(zip([copies[id(p)] for p in buffers.params], names, strict=True))
         if self.shows_gradients:
             whole.gather_gradients(copies)
         elif copies is not None and shows_gradients(unit):

@@ -13,7 +13,11 @@ from torch import nn
 
 from flatshard._composable.features.full_params import shows_gradients
 from flatshard._composable.find import units_for
+from flatshard._composable.state import Unit
 from flatshard._errors import name_list
+
+held_back_units: list[list[Unit]] = []
+"""Of each ``no_sync`` under way."""
 
 
 @contextlib.contextmanager
@@ -41,9 +45,11 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
         if unit.syncs_after is None:
             unit.syncs_after = unit.requires_gradient_sync
         unit.set_gradient_sync(False)
+    held_back_units.append(units)
     try:
         yield
     finally:
+        held_back_units.remove(units)
         for unit, values in zip(units, before, strict=True):
             sync, unit.syncs_after = values
             unit.set_gradient_sync(sync)

@@ -29,6 +29,12 @@ class LeftAlone(Extension):
                 unit.left_alone.append((holder, name))
 
 
+def leave_to_others(module: nn.Module) -> None:
+    """Somebody else averages the gradients of whatever is not sharded in ``module`` now."""
+    for unit, _, holder, name, _ in _plain(module):
+        unit.left_alone.append((holder, name))
+
+
 def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
     """Of all units of ``module``: what has been registered since. With the nearest unit, and its FQN in ``module``."""
     for unit, fqn, holder, name, param in _plain(module):

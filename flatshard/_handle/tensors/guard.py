@@ -23,7 +23,7 @@ from torch.nn.utils._named_member_accessor import swap_tensor  # private: to rec
 from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, refuse_to_empty
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
@@ -96,8 +96,11 @@ class GuardedParameters(Parameters):
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
-        if type(held) is ShardedParameter and param is not held and sys._getframe(1).f_code is _SWAP:
-            self._check_swap(name, held)
+        if type(held) is ShardedParameter and param is not held:
+            writer = sys._getframe(1)
+            refuse_to_empty(held, writer)
+            if writer.f_code is _SWAP:
+                self._check_swap(name, held)
         super().__setitem__(name, param)
         self.attributes.pop(name, None)
         changes.count += 1

@@ -13,15 +13,23 @@ version counter shows this, if it counts every change. For a plain tensor it doe
 ``p.data.add_()``. For a sharded parameter it does: the setter of ``.data`` increments it, and the getter returns
 ``p.detach()``, which shares it. Autograd's own check does not become stricter by this, because the graph of a forward never
 holds a sharded parameter.
+
+[Note: Parts are not matrices]
+For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
+even fit. Code that means the whole parameter uses these on the parameter itself. So they are Python methods of this class,
+which check first; optimizers use none of them. ``p.data`` and functions such as ``torch.matmul`` are not checked.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, Self
 
 import torch
@@ -39,6 +47,7 @@ from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
+_TO_EMPTY = nn.Module.to_empty.__code__
 
 
 class Home(Protocol):
@@ -124,6 +133,28 @@ class ShardInfo:
         )
 
 
+def _not_of_a_part(name: str, of_vectors: bool = False) -> Callable[..., Any]:
+    """The method ``name``, where this rank's part has the dimensions of the whole. [Note: Parts are not matrices]"""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def checked(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        _refuse_as_whole(self, name, of_vectors)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def _property_not_of_a_part(name: str) -> property:
+    attribute = getattr(torch.Tensor, name)
+
+    def get(self: ShardedParameter) -> Any:
+        _refuse_as_whole(self, name)
+        return attribute.__get__(self)
+
+    return property(get)
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter of which each rank holds a part, in the parameter's own dtype. The part is 1-D, ``(stop - start,)``, or
     ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
@@ -143,6 +174,7 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
+            refuse_to_empty(self, sys._getframe(1))
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
@@ -166,6 +198,16 @@ class ShardedParameter(nn.Parameter):
         super().set_(*args, **kwargs)
         changes.count += 1
         return self
+
+    # [Note: Parts are not matrices]
+
+    __getitem__ = _not_of_a_part("__getitem__", of_vectors=True)
+    __setitem__ = _not_of_a_part("__setitem__", of_vectors=True)
+    __matmul__ = _not_of_a_part("__matmul__")
+    __rmatmul__ = _not_of_a_part("__rmatmul__")
+    matmul, mm, mv = map(_not_of_a_part, ("matmul", "mm", "mv"))
+    t, transpose, permute = map(_not_of_a_part, ("t", "transpose", "permute"))
+    T, mT, H, mH = map(_property_not_of_a_part, ("T", "mT", "H", "mH"))
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
@@ -230,6 +272,36 @@ class ShardedParameter(nn.Parameter):
 # torch.optim selects foreach and fused implementations by exact type, from this list. DTensor registers itself there, too.
 # The list is private, but there is no public way. Without it every optimizer on CUDA would run one kernel per parameter.
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+_SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__": "@", "__rmatmul__": "@"}
+
+
+def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False) -> None:
+    """[Note: Parts are not matrices]. ``of_vectors``: the use is of a part of a vector no more than of a matrix."""
+    info = param._flatshard_info
+    shape = tuple(full_shape(param))
+    if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
+        return
+    raise RuntimeError(
+        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape} as a 1-D part, "
+        f"and {_SYMBOLS.get(use, use)!r} means the whole. It is whole inside "
+        "`with flatshard.summon_full_params(module):` and in the forward of its module; a method of yours that "
+        "computes with it is one for flatshard.register_forward_method"
+    )
+
+
+def refuse_to_empty(param: ShardedParameter, writer: FrameType) -> None:
+    """Raise if ``writer``, which gives ``param`` other memory, is ``module.to_empty()``: the values would be lost."""
+    frame: FrameType | None = writer
+    while frame is not None and frame.f_code.co_name == "_apply":
+        frame = frame.f_back
+    if frame is not None and frame.f_code is _TO_EMPTY and not param.is_meta:
+        raise RuntimeError(
+            f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. "
+            "fully_shard gives modules on the meta device their memory and values itself, by param_init_fn=... or their "
+            "reset_parameters(): leave to_empty out. To move a sharded module use module.to(device)"
+        )
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:

@@ -1,0 +1,134 @@
+"""Steps that would change nothing, or the wrong thing: they raise, and nothing is changed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Net
+from torch import nn
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+
+X = torch.ones(2, 4)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module, match: str):
+    """Nothing of ``model`` changes."""
+    before = values(model)
+    with pytest.raises(RuntimeError, match=match):
+        yield
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+
+
+def sharded(ctx, **arguments: Any) -> Net:
+    torch.manual_seed(0)
+    return fully_shard(Net(), policy={Block}, process_group=ctx.group, **arguments)
+
+
+# -- in the middle of something ----------------------------------------------------------------------------------------
+
+
+def run_inside_no_sync(ctx, kind: str) -> None:
+    model = sharded(ctx)
+    optimizer = MAKE[kind](model)
+    beside = nn.Linear(2, 2)
+    other = torch.optim.SGD(beside.parameters())
+    beside(torch.ones(2)).sum().backward()
+    with flatshard.no_sync(model):
+        optimizer.step()  # there is nothing that it would miss
+        model(X).sum().backward()
+        other.step()
+        with refused(model, r"step inside no_sync: .*'blocks.0'.* hold gradients .*reduce_gradients"):
+            optimizer.step()
+    flatshard.reduce_gradients(model)
+    before = values(model)
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, values(model), strict=True) if a.numel())
+
+
+MAKE = {
+    "parameters": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "flat": lambda m: torch.optim.SGD(flatshard.flat_parameters(m), lr=0.1),
+    "whole": lambda m: flatshard.optim.WholeParameterOptimizer(m.parameters(), torch.optim.SGD, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", list(MAKE))
+def test_inside_no_sync(pool, kind):
+    pool.run(run_inside_no_sync, kind, world_size=2)
+
+
+def run_inside_summon(ctx) -> None:
+    for arguments in ({}, {"strategy": ShardingStrategy.NO_SHARD}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
+        model = sharded(ctx, **arguments)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        with flatshard.summon_full_params(model.blocks[0]):
+            with refused(
+                model, r"step inside summon_full_params: it shows whole .*'blocks.0'.* Step after the `with` block"
+            ):
+                optimizer.step()
+            torch.optim.SGD(model.head.parameters(), lr=0.1).step()  # another unit's
+        optimizer.step()
+
+
+def test_inside_summon_full_params(pool):
+    pool.run(run_inside_summon, world_size=2)
+
+
+# -- of parameters that are not the user's own -------------------------------------------------------------------------
+
+
+def run_built_inside(ctx) -> None:
+    for arguments, options in (
+        ({}, {}),
+        ({"strategy": ShardingStrategy.NO_SHARD}, {}),
+        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}),
+        ({}, {"offload_to_cpu": True}),
+    ):
+        ctx.note(f"{arguments} {options}")
+        model = sharded(ctx, **arguments)
+        with flatshard.summon_full_params(model, **options):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(X).sum().backward()
+            with refused(
+                model, r"'front.weight', .* whole parameters that summon_full_params or unshard showed.*model.param"
+            ):
+                optimizer.step()
+    model = sharded(ctx)
+    flatshard.unshard(model, recurse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flatshard.reshard(model)
+    model(X).sum().backward()
+    with refused(model, "'front.weight'.* whole parameters"):
+        optimizer.step()
+
+
+def test_built_inside_summon_full_params(pool):
+    pool.run(run_built_inside, world_size=2)
+
+
+def run_built_and_stepped_inside(ctx) -> None:
+    for arguments in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
+        model = sharded(ctx, **arguments)
+        model(X).sum().backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            expected = [p.detach() - 0.5 * p.grad for p in model.parameters()]
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+        with flatshard.summon_full_params(model):
+            for a, b in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(a.detach(), b)
+
+
+def test_built_and_stepped_inside(pool):
+    pool.run(run_built_and_stepped_inside, world_size=2)
