@@ -11,7 +11,6 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -449,20 +448,3 @@ def run_out_of_data(ctx) -> None:
 
 def test_a_rank_without_data(pool):
     pool.run(run_out_of_data)
-
-
-def run_example(ctx, code: str) -> None:
-    """Over the default group, as the example has it."""
-    namespace: dict[str, Any] = {"__name__": "example"}
-    torch.manual_seed(ctx.rank)
-    exec(compile(code, "README.md", "exec"), namespace)
-    for _ in range(6):
-        namespace["model"](torch.randn(3, 8)).square().sum().backward()
-    assert all(u.handle.is_sharded for u in units_below(namespace["model"]))
-
-
-def test_the_readme(pool):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    example = text.partition("<!-- example: skip -->\n```python\n")[2].partition("```")[0]
-    assert "flatshard.skip(" in example
-    pool.run(run_example, example, world_size=4)
