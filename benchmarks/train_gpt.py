@@ -1,42 +1,41 @@
 """Trains a byte-level GPT on the sources of Python's standard library, sharded over all ranks by flatshard.
 
-Two processes on one machine, over gloo on a CPU and over nccl where there are GPUs:
+examples:
+  Two processes on one machine, over gloo on a CPU and over nccl where there are GPUs:
+      python benchmarks/train_gpt.py --ranks 2
+  The same under torchrun, which also starts ranks on several machines:
+      torchrun --nproc-per-node 2 benchmarks/train_gpt.py
+  See that sharding changes nothing: 20 steps beside an unsharded model that trains in one process on the batches of all
+  ranks put together. It fails if the two differ:
+      python benchmarks/train_gpt.py --ranks 2 --verify
+  A shorter run, with a picture of the loss:
+      python benchmarks/train_gpt.py --ranks 2 --steps 200 --plot loss.svg
+  Checkpoints, and going on from one with another number of ranks, here on the same rows:
+      python benchmarks/train_gpt.py --ranks 2 --steps 100 --batch 8 --save run --save-every 50
+      python benchmarks/train_gpt.py --ranks 4 --steps 100 --batch 4 --resume run/step-50
 
-    torchrun --nproc-per-node 2 benchmarks/train_gpt.py
-
-The same, to see that sharding changes nothing: 20 steps, next to an unsharded model that trains in one process on the
-batches of all ranks put together. It fails if the two differ:
-
-    torchrun --nproc-per-node 2 benchmarks/train_gpt.py --verify
-
-Checkpoints, and going on from one with another number of ranks, here on the same rows:
-
-    torchrun --nproc-per-node 2 benchmarks/train_gpt.py --steps 100 --batch 8 --save run --save-every 50
-    torchrun --nproc-per-node 4 benchmarks/train_gpt.py --steps 100 --batch 4 --resume run/step-50
-
-Without ``torchrun``, ``python benchmarks/train_gpt.py`` is a world of one rank. Read ``main`` first: it is the table of
-contents. All that flatshard asks of a training script stands in ``build_sharded_model``.
+To read the code, begin with ``main``. All that flatshard asks of a training script is in ``build_sharded_model``.
 """
 
 from __future__ import annotations
 
+import quiet  # noqa: F401  # isort: skip  # before torch
+
 import argparse
-import contextlib
-import gc
+import codecs
 import math
-import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import VOCABULARY, Corpus, even_windows, load_corpus, random_windows
 from gpt import GPT, Block, GPTConfig
+from progress import Progress, clock, loss_curve
+from ranks import Ranks, are_started, leave, process_group, start
 from torch import Tensor, nn
 
 import flatshard
@@ -61,11 +60,16 @@ TOLERANCE = 1e-5
 
 
 def main() -> None:
-    options = parse_options()
+    options = parse_options(sys.argv[1:])
+    if options.ranks and not are_started():
+        print(f"starting {options.ranks} processes ...", flush=True)
+        start(options.ranks, __file__, sys.argv[1:])
+        leave(0)
     with process_group() as ranks:
+        ranks.say(f"{ranks}: reading the standard library's sources ...")
         corpus = load_corpus()
         ok = verify(options, corpus, ranks) if options.verify else train(options, corpus, ranks)
-    sys.exit(0 if ok else 1)
+    leave(0 if ok else 1)
 
 
 def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
@@ -73,41 +77,61 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     began = time.perf_counter()
     model = build_sharded_model(options, ranks)
     table = str(flatshard.describe(model))
-    ranks.say(f"{ranks}, {options.strategy}, {options.precision}; {len(corpus.train):,} bytes of text\n\n{table}\n")
-
-    loss_before = validation_loss(model, options, corpus, ranks)
-    ranks.say(f"validation loss {loss_before:.3f} before training (a uniform guess has {math.log(VOCABULARY):.3f})\n")
+    ranks.say(f"{options.strategy}, {options.precision}; {len(corpus.train):,} bytes of text\n\n{table}\n")
 
     trainer = Trainer(model, options)
     first = trainer.resume(options.resume, ranks) if options.resume else 1
-    losses: list[Tensor] = []  # of this rank, since the last line
-    line_began = time.perf_counter()
-    for step in range(first, options.steps + 1):
-        losses.append(trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step))))
-        if step == first or step % options.log_every == 0 or step == options.steps:
-            loss = ranks.mean(torch.stack(losses).mean())
-            now = time.perf_counter()
-            tokens = len(losses) * options.batch * options.context * ranks.size
-            ranks.say(
-                f"step {step:>4}/{options.steps}  loss {loss:.3f}  lr {trainer.last_lr:.1e}"
-                f"  {tokens / (now - line_began):>8,.0f} tokens/s  elapsed {now - began:5.1f} s"
-            )
-            if step == 1:
-                print_footprint(trainer, options, corpus, ranks)
-            losses.clear()
-            line_began = time.perf_counter()
-        if options.save and (step % options.save_every == 0 or step == options.steps):
-            trainer.save(Path(options.save) / f"step-{step}", step, ranks)
+    loss_before = validation_loss(model, options, corpus, ranks)
+    ranks.say(f"validation loss {loss_before:.3f} before training (a uniform guess: {math.log(VOCABULARY):.3f})\n")
+
+    losses, seconds = train_steps(trainer, first, options, corpus, ranks)
 
     loss_after = validation_loss(model, options, corpus, ranks)
-    ranks.say(f"\nvalidation loss {loss_before:.3f} -> {loss_after:.3f}")
-    sample = generate(model, PROMPT, SAMPLE_BYTES, options, ranks)
-    ranks.say(f"\na sample, continuing {PROMPT.decode()!r}:\n\n{sample.decode(errors='replace')}")
+    print_sample(model, options, ranks)
+    if options.plot and losses and ranks.rank == 0:
+        title = f"GPT of {options.layers} blocks, {ranks}, {options.strategy}, {options.precision}"
+        Path(options.plot).write_text(loss_curve(first, losses, title))
     fell = loss_after < loss_before
-    ranks.say(
-        f"\nfinished in {time.perf_counter() - began:.1f} s" + ("" if fell else ": FAILED, the loss did not fall")
-    )
+    tokens = len(losses) * options.batch * options.context * ranks.size
+    ranks.say(f"\n{'finished' if fell else 'FAILED: the loss did not fall'}")
+    ranks.say(f"  validation loss  {loss_before:.3f} -> {loss_after:.3f}")
+    ranks.say(f"  steps            {len(losses)}, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    ranks.say(f"  time             {clock(seconds)} in steps, {clock(time.perf_counter() - began)} in all")
+    if options.save:
+        ranks.say(f"  checkpoint       {Path(options.save) / f'step-{options.steps}'}")
+    if options.plot:
+        ranks.say(f"  loss curve       {options.plot}")
     return fell
+
+
+def train_steps(
+    trainer: Trainer, first: int, options: Options, corpus: Corpus, ranks: Ranks
+) -> tuple[list[float], float]:
+    """Trains, and says how it goes. Returns the mean loss over ranks of each step, and the seconds that steps took."""
+    progress = Progress(first, options.steps, options.batch * options.context * ranks.size)
+    means: list[float] = []
+    since_line: list[Tensor] = []  # losses of this rank
+    seconds = 0.0
+    for step in range(first, options.steps + 1):
+        began = time.perf_counter()
+        loss = trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step)))
+        since_line.append(loss)
+        seconds += time.perf_counter() - began
+        if ranks.rank == 0:
+            progress.step(step, loss.item())
+        if step == first or step % options.log_every == 0 or step == options.steps:
+            newest = ranks.means(torch.stack(since_line))
+            if ranks.rank == 0:
+                progress.line(step, sum(newest) / len(newest), f"lr {trainer.last_lr:.1e}")
+            means += newest
+            since_line.clear()
+        if step == first:
+            ranks.say(f"\n{memory_report(trainer, options, corpus, ranks)}\n")
+            progress.pause()
+        if options.save and (step % options.save_every == 0 or step == options.steps):
+            trainer.save(Path(options.save) / f"step-{step}", step, ranks)
+            progress.pause()
+    return means, seconds
 
 
 def verify(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
@@ -235,21 +259,32 @@ def validation_loss(model: nn.Module, options: Options, corpus: Corpus, ranks: R
     return ranks.mean(next_byte_loss(model, ranks.own_rows(windows)))
 
 
-@torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, count: int, options: Options, ranks: Ranks) -> bytes:
-    """Continues ``prompt`` by ``count`` sampled bytes.
+def print_sample(model: nn.Module, options: Options, ranks: Ranks) -> None:
+    """Prints what the model makes of the prompt, byte by byte as it comes."""
+    ranks.say(f"\na sample, continuing {PROMPT.decode()!r}:\n")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for byte in generate(model, PROMPT, SAMPLE_BYTES, options, ranks):
+        if ranks.rank == 0:
+            print(decoder.decode(bytes([byte])), end="", flush=True)
+    ranks.say("")
 
-    A forward of a sharded model is a collective, so every rank makes the same calls: the random numbers are seeded
-    alike, and the number of bytes does not depend on what was sampled.
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, count: int, options: Options, ranks: Ranks) -> Iterator[int]:
+    """Yields the bytes of ``prompt``, and then ``count`` sampled ones.
+
+    Inside ``keep_unsharded`` the model is gathered once. Every rank samples the same, from the same random numbers.
     """
+    yield from prompt
     generator = torch.Generator().manual_seed(options.seed)
     text = torch.tensor([list(prompt)], device=ranks.device)  # (1, length)
-    for _ in range(count):
-        logits: Tensor = model(text[:, -options.context :])[0, -1]  # (vocabulary)
-        probabilities = torch.softmax(logits.float() / 0.8, dim=0).cpu()
-        following = torch.multinomial(probabilities, 1, generator=generator)
-        text = torch.cat([text, following[None].to(ranks.device)], dim=1)
-    return bytes(text[0].tolist())
+    with flatshard.keep_unsharded(model):
+        for _ in range(count):
+            logits: Tensor = model(text[:, -options.context :])[0, -1]  # (vocabulary)
+            probabilities = torch.softmax(logits.float() / 0.8, dim=0).cpu()
+            following = torch.multinomial(probabilities, 1, generator=generator)
+            text = torch.cat([text, following[None].to(ranks.device)], dim=1)
+            yield int(following)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,16 +311,16 @@ def relative_difference(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected)
 
 
-def print_footprint(trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks) -> None:
-    """Prints the bytes that stay on a rank between two steps, next to those of an unsharded model after one step."""
+def memory_report(trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks) -> str:
+    """The bytes that stay on a rank between two steps, next to those of an unsharded model after one step, as text."""
     replica = Trainer(build_model(options, ranks), options)
     replica.step(ranks.own_rows(global_batch(options, corpus, ranks, step=1)))
     sharded, replicated = footprint(trainer), footprint(replica)
-    ranks.say("\nMiB on the fullest rank     sharded  replicated")
+    lines = ["MiB on the fullest rank     sharded  replicated"]
     for name in sharded:
         size, full_size = ranks.max(sharded[name]), ranks.max(replicated[name])
-        ranks.say(f"{name:<25} {size / 2**20:>9.3f}  {full_size / 2**20:>10.3f}  {size / full_size:>5.0%}")
-    ranks.say("")
+        lines.append(f"{name:<25} {size / 2**20:>9.3f}  {full_size / 2**20:>10.3f}  {size / full_size:>5.0%}")
+    return "\n".join(lines)
 
 
 def footprint(trainer: Trainer) -> dict[str, int]:
@@ -309,74 +344,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Processes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The processes of this job, seen from one of them."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def say(self, text: str) -> None:
-        """Prints, on rank 0 only."""
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """This rank's equal part of a tensor that is the same on all ranks, cut along its first dimension."""
-        return rows.to(self.device).chunk(self.size)[self.rank]
-
-    def sum(self, value: Tensor) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM)
-
-    def mean(self, value: Tensor) -> float:
-        return self.sum(value) / self.size
-
-    def max(self, value: int) -> float:
-        return self._reduce(torch.tensor(value), dist.ReduceOp.MAX)
-
-    def all_agree(self, value: bool) -> bool:
-        return bool(self._reduce(torch.tensor(value), dist.ReduceOp.MIN))
-
-    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> float:
-        reduced = value.detach().to(self.device, torch.float64, copy=True)
-        dist.all_reduce(reduced, op)
-        return reduced.item()
-
-    def __str__(self) -> str:
-        return f"{self.size} rank{'s' * (self.size > 1)} on {self.device.type} over {dist.get_backend()}"
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Joins the process group that torchrun describes, or makes one of a single rank, and leaves it at the end."""
-    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
-        # Otherwise gloo looks up the machine's own name, which not every machine can resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        # A model holds its process group, and a model lies in reference cycles. While anything holds the group, gloo's
-        # threads outlive destroy_process_group, and one that frees a tensor during Python's own exit aborts the process.
-        gc.collect()
-        dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -384,6 +351,7 @@ def process_group() -> Iterator[Ranks]:
 class Options(argparse.Namespace):
     """The command line, typed."""
 
+    ranks: int | None  # processes to start
     layers: int
     width: int
     heads: int
@@ -396,6 +364,7 @@ class Options(argparse.Namespace):
     precision: str
     seed: int
     log_every: int
+    plot: str | None
     verify: int | None  # the number of steps to compare
     save: str | None
     save_every: int
@@ -405,12 +374,15 @@ class Options(argparse.Namespace):
         return GPTConfig(VOCABULARY, self.context, self.layers, self.width, self.heads, self.tied)
 
 
-def parse_options() -> Options:
+def parse_options(arguments: Sequence[str]) -> Options:
     description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=examples,
+        epilog=examples.rpartition("\n\n")[0],  # the rest is for readers of the code
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--ranks", type=positive_int, metavar="N", help="start N processes (default: those of torchrun, or this one)"
     )
 
     model = parser.add_argument_group("model")
@@ -431,6 +403,7 @@ def parse_options() -> Options:
     training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate (default: 3e-3)")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches, sample (default: 0)")
     training.add_argument("--log-every", type=positive_int, default=25, metavar="N", help="steps a line (default: 25)")
+    training.add_argument("--plot", type=svg_path, metavar="FILE.svg", help="draw the loss of each step")
 
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument("--save", metavar="DIR", help="write DIR/step-N at the last step")
@@ -461,7 +434,7 @@ def parse_options() -> Options:
         help="compare the first N steps with one-process training, then exit (default: 20)",
     )
 
-    options = parser.parse_args(namespace=Options())
+    options = parser.parse_args(arguments, namespace=Options())
     if options.verify and options.precision != "fp32":
         parser.error("--verify compares with fp32 training up to its rounding: use it with --precision fp32")
     try:
@@ -476,6 +449,12 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def svg_path(text: str) -> str:
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .svg")
+    return text
 
 
 if __name__ == "__main__":

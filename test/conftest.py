@@ -7,7 +7,9 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import lanes
 import pytest
@@ -43,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
 
 
+@pytest.hookimpl(trylast=True)  # once the terminal's reporter is there
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA, skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
@@ -52,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     harness.every_policy = config.getoption("--every-policy")
     torch.set_num_threads(1)
     config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
+    if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        config.pluginmanager.register(TimeLeft(reporter), "time-left")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -82,6 +87,34 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return lanes.run(session) or None  # None: pytest's own
+
+
+class TimeLeft:
+    """Says every minute how far a long run is, and how long the rest takes if tests go on as fast."""
+
+    EVERY = 60.0
+
+    def __init__(self, reporter: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reporter = reporter
+        self._clock = clock
+        self._count = self._ended = 0
+        self._began = self._said = 0.0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._count = len(session.items)
+        self._began = self._said = self._clock()
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._ended += 1
+        now = self._clock()
+        if now - self._said >= self.EVERY and self._ended < self._count:
+            self._said = now
+            minutes = (now - self._began) / 60
+            left = minutes * (self._count - self._ended) / self._ended
+            self._reporter.ensure_newline()
+            self._reporter.write_line(
+                f"{self._ended} of {self._count} tests in {minutes:.0f} min, about {max(left, 1):.0f} min left"
+            )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -477,20 +476,3 @@ def fail_in(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
 
 def test_after_a_forward_that_raised(pool):
     pool.run(skip_after_an_error)
-
-
-def run_example(ctx, code: str) -> None:
-    """Over the default group, as the example has it."""
-    namespace: dict[str, Any] = {"__name__": "example"}
-    torch.manual_seed(ctx.rank)
-    exec(compile(code, "README.md", "exec"), namespace)
-    for _ in range(6):
-        namespace["model"](torch.randn(3, 8)).square().sum().backward()
-    assert all(u.handle.is_sharded for u in units_below(namespace["model"]))
-
-
-def test_the_readme(pool):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    example = text.partition("<!-- example: skip -->\n```python\n")[2].partition("```")[0]
-    assert "flatshard.skip(" in example
-    pool.run(run_example, example, world_size=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -638,18 +637,3 @@ def reduce_all(ctx) -> None:
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_segment_reduce(pool, world_size):
     pool.run(reduce_all, world_size=world_size)
-
-
-def readme(ctx, code: str) -> None:
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert names["norms"].shape == (4,)
-    assert "4 parameters" in repr(names["optimizers"][0])
-
-
-def test_the_example_in_the_readme(pool):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    code = text.partition("<!-- example: muon -->\n```python\n")[2].partition("```")[0]
-    assert "WholeParameterOptimizer" in code
-    pool.run(readme, code, world_size=4)  # of all ranks: it shards over the default group

@@ -820,11 +820,3 @@ def test_what_cannot_be_recorded():
     with pytest.raises(RuntimeError) as caught:
         plan(Reads(4, 4), world_size=2, example_inputs=(x,))
     assert "leave example_inputs out" in caught.value.__notes__[0]
-
-
-def test_the_example_in_the_readme(tmp_path, monkeypatch):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    code = text.partition("<!-- example: plan -->\n```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert json.loads((tmp_path / "plan.json").read_text())["traceEvents"]

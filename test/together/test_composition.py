@@ -5,7 +5,6 @@ Without tensor parallelism: ``test_checkpointing.py``, whose model and kinds of 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,14 +112,3 @@ def test_cells(pool, sequence: bool, precision: str, strategy: Any):
     options = {"strategy": strategy} | ({"mixed_precision": BF16} if precision == "bf16" else {})
     cells = [cell[3:] for cell in CELLS if cell[:3] == (sequence, precision, strategy)]
     pool.run(run_cells, sequence, options, cells, world_size=4)
-
-
-def run_example(ctx, code: str) -> None:
-    exec(compile(code, "README.md", "exec"), {"__name__": "example"})
-
-
-def test_the_example_in_the_readme(pool):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    example = text.partition("<!-- example: composition -->\n```python\n")[2].partition("```")[0]
-    assert "parallelize_module(" in example
-    pool.run(run_example, example, world_size=4)

@@ -1,0 +1,112 @@
+"""The processes of a job: how they start, find each other, and add up what each of them knows."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of this job, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def say(self, text: str) -> None:
+        """Prints, on rank 0 only."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """This rank's equal part of a tensor that is the same on all ranks, cut along its first dimension."""
+        return rows.to(self.device).chunk(self.size)[self.rank]
+
+    def sum(self, value: Tensor) -> float:
+        return self._reduce(value, dist.ReduceOp.SUM).item()
+
+    def mean(self, value: Tensor) -> float:
+        return self.sum(value) / self.size
+
+    def means(self, values: Tensor) -> list[float]:
+        """The mean over ranks of each element of a 1-D tensor."""
+        means: list[float] = (self._reduce(values, dist.ReduceOp.SUM) / self.size).tolist()
+        return means
+
+    def max(self, value: int) -> float:
+        return self._reduce(torch.tensor(value), dist.ReduceOp.MAX).item()
+
+    def all_agree(self, value: bool) -> bool:
+        return bool(self._reduce(torch.tensor(value), dist.ReduceOp.MIN))
+
+    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        reduced = value.detach().to(self.device, torch.float64, copy=True)
+        dist.all_reduce(reduced, op)
+        return reduced
+
+    def __str__(self) -> str:
+        return f"{self.size} rank{'s' * (self.size > 1)} on {self.device.type} over {dist.get_backend()}"
+
+
+def are_started() -> bool:
+    """Whether this process is one of the ranks that torchrun, or ``start``, has started."""
+    return "RANK" in os.environ
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once. Python's own way out takes torch apart first, which costs a second of one core."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start(count: int, script: str, arguments: Sequence[str]) -> None:
+    """Runs ``script`` in ``count`` processes, as torchrun does, and returns when all have ended.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(count), script, *arguments])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} ended with exit code {failure.exitcode}")
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[Ranks]:
+    """Joins the process group that torchrun describes, or makes one of a single rank, and leaves it at the end."""
+    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
+        # Otherwise gloo looks up the machine's own name, which not every machine can resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if are_started():
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        # A model holds its process group, and a model lies in reference cycles. While anything holds the group, gloo's
+        # threads outlive destroy_process_group, and one that frees a tensor during Python's own exit aborts the process.
+        gc.collect()
+        dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""The job that trains: as a command at a small size, and part by part."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import train_gpt
+from conftest import TimeLeft
+from corpus import load_corpus
+from expecttest import assert_expected_inline
+from progress import Progress, clock, loss_curve
+from ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"]
+
+
+def job(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in environment.items() if name != "RANK"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_gpt.py"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)  # three processes import torch
+def test_two_ranks_train_as_one_process():
+    done = job("--ranks", "2", "--verify", "4", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""  # no warning either
+    lines = done.stdout.splitlines()
+    assert lines[0] == "starting 2 processes ..."
+    assert lines[-1].startswith("equal: largest relative difference ")
+    assert len([line for line in lines if re.match(r" +\d  ", line)]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_a_rank_that_fails(tmp_path):
+    done = job("--ranks", "2", "--resume", str(tmp_path / "nothing"), *SMALL)
+    assert done.returncode == 1
+    assert "FileNotFoundError" in done.stderr or "is no checkpoint" in done.stderr, done.stderr
+    assert re.search(r"^rank \d ended with exit code 1$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_help_has_the_examples(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train_gpt.parse_options(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "examples:\n" in shown
+    assert "python benchmarks/train_gpt.py --ranks 2 --verify" in shown
+    for command in re.findall(r"train_gpt\.py (.*)", shown):
+        train_gpt.parse_options(command.split())
+
+
+def test_the_command_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    command = readme.partition("<!-- command: main job -->\n```bash\n")[2].partition("\n```")[0]
+    options = command.split("benchmarks/train_gpt.py ")[1].split()
+    assert train_gpt.parse_options(options).ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verify", "--precision", "bf16"], "use it with --precision fp32"),
+        (["--width", "10"], r"width (10) must be divisible by heads (4)"),
+        (["--plot", "loss.png"], "loss.png does not end in .svg"),
+        (["--steps", "0"], "0 is not at least 1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_are_refused(capsys, options: list[str], message: str):
+    with pytest.raises(SystemExit):
+        train_gpt.parse_options(options)
+    assert message in capsys.readouterr().err
+
+
+def train(ctx, directory: str) -> str:
+    arguments = [*SMALL, "--steps", "6", "--log-every", "3", "--plot", f"{directory}/loss.svg"]
+    ranks = Ranks(ctx.rank, ctx.world_size, torch.device("cpu"))
+    out = io.StringIO()
+    few = mock.patch.multiple(train_gpt, SAMPLE_BYTES=3, VALIDATION_WINDOWS=4)
+    with contextlib.redirect_stdout(out), few:
+        assert train_gpt.train(train_gpt.parse_options(arguments), load_corpus(100_000), ranks)
+    return out.getvalue()
+
+
+def test_what_it_prints(pool, tmp_path):
+    shown, *others = pool.run(train, str(tmp_path), world_size=4)
+    assert others == [""] * 3
+    assert re.search(r"^step 1/6  loss 5\.\d+  lr .* tokens/s", shown, re.MULTILINE)
+    assert re.search(r"^step 3/6  .* tokens/s  \d+:\d\d left$", shown, re.MULTILINE)
+    assert re.search(r"^total +\d+\.\d+ +\d+\.\d+ +2[5-9]%$", shown, re.MULTILINE)  # a quarter, and padding
+    end = shown.partition("\nfinished\n")[2]
+    assert re.fullmatch(
+        r"  validation loss  5\.\d+ -> 5\.\d+\n"
+        r"  steps            6, 768 tokens, [\d,]+ tokens/s\n"
+        r"  time             \d+:\d\d in steps, \d+:\d\d in all\n"
+        rf"  loss curve       {re.escape(str(tmp_path))}/loss\.svg\n",
+        end,
+    ), end
+    assert "step 6" in (tmp_path / "loss.svg").read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watch(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What four steps of one second print, with a line every second one."""
+    now = [0.0]
+    monkeypatch.setattr("progress.time.perf_counter", lambda: now[0])
+    progress = Progress(1, 4, 1000, out)
+    for step in range(1, 5):
+        now[0] += 1.0
+        progress.step(step, 5.0 - step)
+        if step % 2 == 0:
+            progress.line(step, 4.5 - step, "lr 1e-3")
+    return out.getvalue()
+
+
+def test_progress_in_a_log(monkeypatch):
+    assert_expected_inline(
+        watch(io.StringIO(), monkeypatch),
+        """\
+step 2/4  loss 2.500  lr 1e-3      1,000 tokens/s  0:02 left
+step 4/4  loss 0.500  lr 1e-3      1,000 tokens/s
+""",
+    )
+
+
+def test_progress_on_a_terminal(monkeypatch):
+    shown = watch(Terminal(), monkeypatch).replace("\r\x1b[K", "<clear>\n")
+    assert_expected_inline(
+        re.sub(" +$", "", shown, flags=re.MULTILINE).replace("  <clear>", "<clear>"),
+        """\
+<clear>
+[#####...............] step 1/4  loss 4.000<clear>
+[##########..........] step 2/4  loss 3.000  0:02 left<clear>
+step 2/4  loss 2.500  lr 1e-3      1,000 tokens/s  0:02 left
+<clear>
+[###############.....] step 3/4  loss 2.000  0:01 left<clear>
+[####################] step 4/4  loss 1.000<clear>
+step 4/4  loss 0.500  lr 1e-3      1,000 tokens/s
+""",
+    )
+
+
+def test_clock():
+    assert [clock(s) for s in (0, 7.4, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
+
+
+def test_a_loss_curve():
+    root = ElementTree.fromstring(loss_curve(5, [3.0, 2.0, 1.0], "a & b"))
+    lines = [e.attrib["points"].split() for e in root if e.tag.endswith("polyline")]
+    assert [len(line) for line in lines] == [3, 3]
+    assert lines[0] == ["56.0,40.0", "380.0,198.0", "704.0,356.0"]
+    texts = [e.text for e in root if e.tag.endswith("text")]
+    assert {"a & b", "step 5", "step 7"} <= set(texts)
+
+
+class Reporter:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def ensure_newline(self) -> None:
+        pass
+
+    def write_line(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_the_tests_say_how_long_they_take(request):
+    now = [0.0]
+    reporter = Reporter()
+    left = TimeLeft(reporter, lambda: now[0])
+    left.pytest_collection_finish(type("Session", (), {"items": [None] * 100}))
+    for _ in range(100):
+        now[0] += 3.0
+        left.pytest_runtest_logfinish()
+    assert reporter.lines[:2] == [
+        "20 of 100 tests in 1 min, about 4 min left",
+        "40 of 100 tests in 2 min, about 3 min left",
+    ]
+    assert len(reporter.lines) == 4
+    assert request.config.pluginmanager.get_plugin("time-left") is not None
