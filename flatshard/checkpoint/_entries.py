@@ -154,21 +154,28 @@ class Optimized(Stateful):
             self._load = rekey(loaded, self._names, to="ids")
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
-        state, groups = self.value.state, self.value.param_groups
+        """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are made."""
+        state, groups, params = self.value.state, self.value.param_groups, self._params
         undos.append(lambda: self.value.__dict__.update(state=state, param_groups=groups))
-        params = self._params
-        made = {i: {k: _room(params[i], state, k, v) for k, v in own.items()} for i, own in self._load["state"].items()}
-        self.value.load_state_dict({**self._load, "state": made})
+        given = self._load["state"]
+        small = {i: {k: v for k, v in own.items() if not _is_on_meta(v)} for i, own in given.items()}
+        self.value.load_state_dict({**self._load, "state": small})
+        for i, own in given.items():
+            taken = self.value.state[params[i]]
+            room = {k: _room(params[i], state, k, v) if _is_on_meta(v) else taken.get(k, v) for k, v in own.items()}
+            self.value.state[params[i]] = {**taken, **room}
 
     def places(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.saved()
         return found
 
 
-def _room(param: nn.Parameter, state: Mapping[Any, dict[str, Any]], key: str, value: Any) -> Any:
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _room(param: nn.Parameter, state: Mapping[Any, dict[str, Any]], key: str, value: torch.Tensor) -> torch.Tensor:
     """Where ``value`` is to be read: memory that is there already, or new."""
-    if not (isinstance(value, torch.Tensor) and value.is_meta):
-        return value
     known = state.get(param, {}).get(key)
     if isinstance(known, torch.Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
         return known
