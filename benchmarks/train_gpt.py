@@ -224,11 +224,11 @@ class Trainer:
 
     def save(self, path: Path, step: int, ranks: Ranks) -> None:
         """Writes all that training goes on from."""
-        flatshard.save_checkpoint(path, self._state(step), overwrite=True, progress=ranks.say)
+        flatshard.save_checkpoint(path, self._state(step), overwrite=True)
 
     def resume(self, path: str, ranks: Ranks) -> int:
         """Reads it, as written by any number of ranks, and returns the next step."""
-        return int(flatshard.load_checkpoint(path, self._state(0), progress=ranks.say)["step"]) + 1
+        return int(flatshard.load_checkpoint(path, self._state(0))["step"]) + 1
 
     def _state(self, step: int) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "step": step}

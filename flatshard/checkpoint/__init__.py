@@ -1,5 +1,7 @@
 """State dicts, optimizer state and job checkpoints: by name, exact, for any number of ranks."""
 
+from typing import TYPE_CHECKING, Any
+
 from flatshard.checkpoint._changed_params import (
     ChangedParams,
     SentParams,
@@ -15,11 +17,16 @@ from flatshard.checkpoint._safetensors import export_safetensors
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
+if TYPE_CHECKING:
+    from flatshard.checkpoint._files import Reader, Writer
+
 __all__ = [
     "ChangedParams",
     "MeetingError",
+    "Reader",
     "SentParams",
     "ShardedValue",
+    "Writer",
     "apply_changed_params",
     "export_safetensors",
     "full_state_dict",
@@ -34,3 +41,11 @@ __all__ = [
     "rekey",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Reader", "Writer"):  # only then is torch.distributed.checkpoint imported
+        from flatshard.checkpoint import _files
+
+        return getattr(_files, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,28 +7,24 @@ was, a load that cannot succeed changes nothing on any rank, and nothing in a ch
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from flatshard._composable.state import units_below
-from flatshard._handle.adapters.tensor_parallel import is_dtensor
-from flatshard.checkpoint._meeting import Meeting
-from flatshard.checkpoint._optim_names import parameter_names, rekey, steps_only
-from flatshard.checkpoint._optim_options import options_of
-from flatshard.checkpoint._optim_state_dict import optim_state_dict
-from flatshard.checkpoint._optim_state_load import load_optim_state_dict, stepped_elsewhere
+from flatshard._trace import logger
+from flatshard.checkpoint import _disk as disk
+from flatshard.checkpoint._entries import Entry, Undo, copied, entries
+from flatshard.checkpoint._meeting import Meeting, MeetingError
+from flatshard.checkpoint._progress import Progress, Report
 
 _MINUTE = timedelta(seconds=60)
-_saving: list[Future[None]] = []  # saves under way, by threads of their own: one at a time
 
 
 def save_checkpoint(
@@ -39,93 +35,60 @@ def save_checkpoint(
     overwrite: bool = False,
     wait: bool = True,
     timeout: timedelta = _MINUTE,
-    progress: Callable[[str], None] | None = None,
+    progress: Report | None = None,
 ) -> Future[None]:
     """Write ``state`` to the directory ``path``, which all ranks see. Every rank must call it, with the same path.
 
-    Each rank writes its own parts, with no collective on them. The directory appears when all is written, flushed to disk
-    and every element accounted for; until then whatever was at ``path`` is as it was.
+    Each rank writes its own parts to one file, with no collective on them. The directory appears when all is written, flushed
+    to disk and every element accounted for; until then whatever was at ``path`` is as it was.
 
     >>> save_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 500})
 
     Args:
-        path: a directory that does not exist.
+        path: a directory that does not exist. Of a link: what it leads to.
         state: modules, optimizers over their parameters, objects with ``state_dict()`` and ``load_state_dict()``, tensors,
             and plain values (numbers, strings, lists and dicts of such). Of what is not sharded rank 0's is saved.
         process_group: the ranks that have ``state`` together. Default: all.
         overwrite: replace a checkpoint at ``path``: it is removed when the new one is in its place.
         wait: False: copy ``state`` to CPU memory and write it in a thread while training goes on. The checkpoint is the state
             at the call. One at a time: the next call waits for this one.
-        timeout: how much later than the first the last rank may come.
-        progress: called with a line of text every few seconds of a long save, and at the end.
+        timeout: how much later than the first the last rank may come, and how long a rank may give no sign of life. A write
+            may take as long as it needs.
+        progress: called with the bytes that this rank has written and is to write, as it goes: for tqdm, ``lambda done,
+            total: bar.update(done - bar.n)``. By the thread that writes. Default: of a save that takes long, rank 0 prints a
+            line to stderr every ten seconds.
 
     Returns:
-        When it has ended; without ``wait`` ask ``.result()``, which raises what went wrong.
+        When it has ended; without ``wait`` ask ``.result()``, which raises what went wrong. If nobody asks, rank 0 logs it,
+        and the next call raises it.
 
     Raises:
         MeetingError: on all ranks, if one did not come or could not do its part: the path exists, a disk is full, elements
-            are missing. The files of the attempt are removed.
+            are missing, a value is of a class that loading refuses, another job is saving to ``path``; or the save before
+            failed in the background, and nobody knows. The files of the attempt are removed.
     """
-    where = Path(path).absolute()
-    _await_saves()
-    meeting = Meeting(process_group, f"save_checkpoint({str(where)!r})", timeout)
-    collected: list[dict[str, Any]] = []
-    meeting.gather(lambda: collected.append(_collect(state) if wait else _staged(_collect(state))))
-    meeting.scatter(lambda: None)
-    future: Future[None] = Future()
+    at = Path(path).absolute()
+    before = _ended()
+    meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
+    saving = _Saving(at, meeting.is_first, overwrite, progress)
+    with meeting.left_open():
+        own = meeting.round(lambda: saving.plan(state, before, wait), saving.plan_for_all)
+    save = Save()
+
+    def write() -> None:
+        with meeting:
+            try:
+                meeting.round(lambda: saving.write(*own), saving.finish)
+            finally:
+                saving.discard()
+
     if wait:
-        _write(meeting, where, collected[0], overwrite, progress)
-        future.set_result(None)
-        return future
-
-    def run() -> None:
-        try:
-            _write(meeting, where, collected[0], overwrite, progress)
-        except BaseException as e:
-            future.set_exception(e)
-        else:
-            future.set_result(None)
-
-    _saving.append(future)
-    threading.Thread(target=run, name="flatshard-save").start()
-    return future
-
-
-def _write(
-    meeting: Meeting, path: Path, state: dict[str, Any], overwrite: bool, progress: Callable[[str], None] | None
-) -> None:
-    from flatshard.checkpoint import _files as files
-
-    counted = files.Progress("saving", progress)
-    planner, writer = files.SavePlanner(counted), files.Writer(files.hidden(path))
-
-    def plan() -> Any:
-        planner.set_up_planner(state, None, meeting.is_first)
-        writer.set_up_storage_writer(meeting.is_first)
-        return planner.create_local_plan(), list(planner.state_dict)
-
-    def plan_for_all() -> Any:
-        files.prepare(path, overwrite)
-        files.check_plans([p for p, _ in plans], dict.fromkeys(name for _, names in plans for name in names))
-        final, found = planner.create_global_plan([p for p, _ in plans])
-        metadata.append(found)
-        return writer.prepare_global_plan(final)
-
-    def finish() -> None:
-        writer.finish(metadata[0], results)
-        files.publish(path)
-
-    metadata: list[Any] = []
-    plans = meeting.gather(plan)
-    try:
-        mine = meeting.scatter(plan_for_all)
-        results = meeting.gather(lambda: writer.write_data(planner.finish_plan(cast(Any, mine)), planner).value())
-        meeting.scatter(finish)
-    except BaseException:
-        if meeting.is_first:
-            files.discard(path)
-        raise
-    counted.end(path)
+        write()
+        save.set_result(None)
+    else:
+        _background.append(save)
+        threading.Thread(target=save.follow, args=(write, meeting.is_first), name="flatshard-save").start()
+    return save
 
 
 def load_checkpoint(
@@ -134,14 +97,15 @@ def load_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    verify: bool = True,
     timeout: timedelta = _MINUTE,
-    progress: Callable[[str], None] | None = None,
+    progress: Report | None = None,
 ) -> dict[str, Any]:
     """Read ``state`` from ``path``: modules and optimizers in place. Every rank must call it, with the same path.
 
     The checkpoint may come from any number of ranks, strategy, policy or precision, from a plain model, or from
-    ``torch.distributed.checkpoint.save`` of any of these or of FSDP2. Each rank reads its own parts, into memory beside, and
-    takes them over when all ranks have all of theirs. Nothing in the files is executed.
+    ``torch.distributed.checkpoint.save`` of any of these or of FSDP2. Each rank reads its own parts: once to see that they
+    are as they were saved, and into their places when all ranks have seen that. Nothing in the files is executed.
 
     >>> step = load_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "step": 0})["step"]
 
@@ -151,6 +115,7 @@ def load_checkpoint(
         process_group: as for saving.
         strict: raise if a module, an optimizer or a dict in ``state`` has names that the checkpoint lacks, or the other way
             round. False: what the checkpoint lacks stays as it is.
+        verify: False: do not compare the bytes with the sums that they were saved with, which is one of two readings.
         timeout, progress: see :func:`save_checkpoint`.
 
     Returns:
@@ -158,146 +123,181 @@ def load_checkpoint(
 
     Raises:
         MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
-            shapes differ, files are missing, cut off or damaged, all of them in one message.
+            shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state. If
+            the disk fails after all that, the message says that some has been read.
     """
-    from flatshard.checkpoint import _files as files
-
-    _await_saves()
-    given = Path(path).absolute()
-    meeting = Meeting(process_group, f"load_checkpoint({str(given)!r})", timeout)
-    counted = files.Progress("loading", progress)
-    planner = files.LoadPlanner(counted, strict)
-    target: dict[str, Any] = {}
-    reader = files.Reader(given)
-
-    def plan() -> None:
-        reader.reset(files.find(given))
-        metadata = reader.read_metadata()
-        names = metadata.state_dict_metadata
-        target.update(_staged(_collect(state, names, strict), on_cpu=False))
-        reader.set_up_storage_reader(metadata, meeting.is_first)
-        planner.set_up_planner(target, metadata, meeting.is_first)
-        elsewhere = _elsewhere(state)
-        planner.check([n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)])
-        wanted = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-        reader.check_files(wanted)
-        made.append(wanted)
-
-    made: list[Any] = []
-    meeting.gather(plan)
-    meeting.scatter(lambda: None)
-    meeting.gather(lambda: reader.read_data(made[0], planner).wait())
-    meeting.scatter(lambda: None)
-    meeting.gather(lambda: _take_over(state, target, strict))
-    meeting.scatter(lambda: None)
-    counted.end(given)
-    return {key: value if _loads(value) else target[key] for key, value in state.items()}
+    at = Path(path).absolute()
+    before = _ended()
+    with Meeting(process_group, f"load_checkpoint({str(at)!r})", timeout) as meeting:
+        loading = _Loading(at, meeting.is_first, strict, verify, progress)
+        meeting.round(lambda: before, _known_by_some)
+        meeting.round(lambda: loading.check(state))
+        try:
+            meeting.round(loading.install)
+        except BaseException:
+            loading.undo()
+            raise
+        meeting.round(loading.read)
+    return loading.results()
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def _loads(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+class _Saving:
+    """One rank's part of a save."""
+
+    def __init__(self, path: Path, is_first: bool, overwrite: bool, report: Report | None) -> None:
+        from flatshard.checkpoint import _files as files
+
+        self._files, self._path, self._is_first, self._overwrite = files, path, is_first, overwrite
+        self._planner = files.SavePlanner(Progress("saving", path, report, is_first))
+        self._directory: disk.NewDirectory | None = None  # on rank 0
+        self._metadata: Any = None  # on rank 0
+
+    def plan(self, state: Mapping[str, Any], before: str | None, wait: bool) -> Any:
+        """What failed before; what this rank could write; all names. Unless ``wait``, the state may change from here on."""
+        found = {entry.key: entry.saved() for entry in entries(state)}
+        self._planner.set_up_planner(found if wait else copied(found, "cpu"), None, self._is_first)
+        return before, self._planner.create_local_plan(), list(self._planner.state_dict)
+
+    def plan_for_all(self, rows: list[Any]) -> list[Any]:
+        """On rank 0: where each rank writes what."""
+        before, plans, names = zip(*rows, strict=True)
+        _known_by_some(before)
+        self._files.check_plans(plans, dict.fromkeys(name for own in names for name in own))
+        final, self._metadata = self._planner.create_global_plan(list(plans))
+        self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
+        written = str(self._directory.written)
+        return [(written, plan) for plan in self._files.Writer(written).prepare_global_plan(final)]
+
+    def write(self, directory: str, plan: Any) -> Any:
+        """This rank's file."""
+        return self._files.Writer(directory).write_data(self._planner.finish_plan(plan), self._planner).value()
+
+    def finish(self, results: list[Any]) -> None:
+        """On rank 0, when all have written."""
+        assert self._directory is not None
+        self._files.Writer(self._directory.written).finish(self._metadata, results)
+        self._directory.publish()
+
+    def discard(self) -> None:
+        """Remove what was written, if it has not been published."""
+        if self._directory is not None:
+            self._directory.discard()
 
 
-def _collect(state: Mapping[str, Any], saved: Mapping[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
-    """The state dicts of ``state``. ``saved``: what is in the checkpoint that they are to be loaded from, by name.
+class Save(Future[None]):
+    """A save under way or ended."""
 
-    Not ``strict``: also with what an optimizer has and the checkpoint lacks, which is to stay.
-    """
-    result = {}
-    for key, value in state.items():
-        if "." in key:
-            raise ValueError(f"state names {key!r}: a name with a dot could not be told from what is inside of {key!r}")
-        if isinstance(value, torch.optim.Optimizer):
-            module = _owner(state, key, value)
-            if units_below(module):
-                names = [] if saved is None else [n.removeprefix(f"{key}.") for n in saved if n.startswith(f"{key}.")]
-                if not strict:
-                    own = optim_state_dict(module, value)["state"]
-                    names += [f"state.{n}.{k}" for n, values in own.items() for k in values]
-                result[key] = optim_state_dict(module, value, for_load=saved is not None and names)
-            else:
-                result[key] = _plain_optim_state_dict(key, module, value, saved, strict)
+    is_known = False  # whether somebody has asked how it ended
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait, and raise what went wrong."""
+        self.exception(timeout)
+        super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return what went wrong."""
+        found = super().exception(timeout)
+        self.is_known = True
+        return found
+
+    def follow(self, write: Any, is_first: bool) -> None:
+        """End as ``write`` does."""
+        try:
+            write()
+        except BaseException as e:
+            if is_first:
+                logger.error("in the background, %s", e)
+            self.set_exception(e)
         else:
-            result[key] = value.state_dict() if _loads(value) else value
-    return result
+            self.set_result(None)
+
+    @property
+    def failure(self) -> str | None:
+        """What went wrong that nobody knows of, when it has ended."""
+        error = super().exception()
+        return None if error is None or self.is_known else str(error)
 
 
-def _plain_optim_state_dict(
-    key: str, module: nn.Module, optim: torch.optim.Optimizer, saved: Mapping[str, Any] | None, strict: bool
-) -> dict[str, Any]:
-    """The same of a module that is not sharded. ``saved``: with room for what is there of it."""
-    names = _stepped_names(module, optim)
-    if any(is_dtensor(p) for group in optim.param_groups for p in group["params"]):
-        raise NotImplementedError(
-            f"{key!r} steps DTensors of a module that flatshard does not shard: save it by torch.distributed.checkpoint, "
-            "with get_optimizer_state_dict"
-        )
-    result = rekey(optim.state_dict(), names)
-    result["param_groups"] = [{"params": g["params"], **dict(options_of(g))} for g in result["param_groups"]]
-    if saved is not None:
-        own = {} if strict else result["state"]
-        result["state"] = {
-            n: dict(own.get(n, {})) for n in names if n in own or any(k.startswith(f"{key}.state.{n}.") for k in saved)
-        }
-        for name, state in result["state"].items():
-            prefix = f"{key}.state.{name}."
-            for full, kind in saved.items():
-                if full.startswith(prefix) and "." not in (short := full.removeprefix(prefix)):
-                    size = getattr(kind, "size", None)
-                    state[short] = None if size is None else torch.empty(size, dtype=kind.properties.dtype)
-    return result
+_background: list[Save] = []  # those under way or not asked about
 
 
-def _stepped_names(module: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
-    """The FQNs of an optimizer's parameters, in its order."""
-    names = parameter_names(module)
-    return [names[id(p)][0] for group in optim.param_groups for p in group["params"]]
+def _ended() -> str | None:
+    """What went wrong in the background that nobody knows of, when no save is under way any more."""
+    failures = [save.failure for save in _background]
+    _background.clear()
+    return next((f for f in failures if f is not None), None)
 
 
-def _elsewhere(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names begin of states that are on other ranks only."""
-    optimizers = {k: v for k, v in state.items() if isinstance(v, torch.optim.Optimizer)}
-    found = {k: stepped_elsewhere(_owner(state, k, v), v) for k, v in optimizers.items()}
-    return tuple(f"{key}.state.{fqn}." for key, fqns in found.items() for fqn in fqns)
+def _known_by_some(before: Sequence[str | None]) -> None:
+    """Raise if a save in the background has failed, and nobody on any rank has asked about it."""
+    if all(failure is not None for failure in before):
+        raise MeetingError(f"not begun, as the save before this call had failed in the background: {before[0]}")
 
 
-def _owner(state: Mapping[str, Any], key: str, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The module in ``state`` whose parameters ``optimizer`` steps."""
-    for module in (v for v in state.values() if isinstance(v, nn.Module)):
-        if steps_only(module, optimizer):
-            return module
-    raise ValueError(
-        f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
-    )
+@atexit.register
+def _report() -> None:
+    if failure := _ended():
+        logger.error("a save in the background had failed, and nobody asked for its result(): %s", failure)
 
 
-def _staged(value: Any, on_cpu: bool = True) -> Any:
-    """A copy that nobody else changes."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True) if on_cpu else value.detach().clone()
-    if isinstance(value, dict):
-        return {k: _staged(v, on_cpu) for k, v in value.items()}
-    return type(value)(_staged(v, on_cpu) for v in value) if type(value) in (list, tuple) else value
+# -- loading: [Note: Nothing is changed by a failed load] --------------------------------------------------------------
 
 
-def _take_over(state: Mapping[str, Any], target: dict[str, Any], strict: bool) -> None:
-    for key, value in state.items():
-        if isinstance(value, nn.Module):
-            value.load_state_dict(target[key], strict=strict)
-        elif isinstance(value, torch.optim.Optimizer):
-            module = _owner(state, key, value)
-            if units_below(module):
-                load_optim_state_dict(module, value, target[key], strict=strict)
-            else:
-                value.load_state_dict(rekey(target[key], _stepped_names(module, value), to="ids"))
-        elif _loads(value):
-            value.load_state_dict(target[key])
+class _Loading:
+    """One rank's part of a load."""
 
+    def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
+        from flatshard.checkpoint import _files as files
 
-def _await_saves() -> None:
-    """One save at a time: their messages go over one process group."""
-    while _saving:
-        _saving.pop().exception()  # whoever started it has it too
+        self._path, self._is_first, self._strict = path, is_first, strict
+        self._planner = files.LoadPlanner(Progress("loading", path, report, is_first), strict)
+        self._reader = files.Reader(path, verify=verify)
+        self._entries: list[Entry] = []
+        self._loaded: dict[str, Any] = {}
+        self._later: Any = None
+        self._undos: list[Undo] = []
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Phase 1."""
+        self._reader.reset(disk.find(disk.real(self._path)))
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, self._is_first)
+        names = metadata.state_dict_metadata
+        self._entries = entries(state, self._strict)
+        self._loaded = {entry.key: entry.template(names) for entry in self._entries}
+        self._planner.set_up_planner(self._loaded, metadata, self._is_first)
+        elsewhere = tuple(prefix for entry in self._entries for prefix in entry.elsewhere)
+        self._planner.check([n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)])
+        plan = self._planner.finish_plan(self._reader.prepare_local_plan(self._planner.create_local_plan()))
+        self._reader.check(plan)
+        now, self._later = self._planner.split(plan)
+        self._reader.read_data(now, self._planner)
+        for entry in self._entries:
+            entry.check(self._loaded[entry.key])
+
+    def install(self) -> None:
+        """Phase 2."""
+        for entry in self._entries:
+            entry.install(self._loaded[entry.key], self._undos)
+
+    def undo(self) -> None:
+        """Phase 2 has failed, here or elsewhere."""
+        while self._undos:
+            self._undos.pop()()
+
+    def read(self) -> None:
+        """Phase 3."""
+        self._planner.replace({entry.key: entry.places() for entry in self._entries})
+        try:
+            self._reader.read_data(self._later, self._planner)
+        except Exception as e:
+            raise RuntimeError(
+                f"reading failed after all had been read once to verify it, and some of the state is changed: {e}"
+            ) from e
+
+    def results(self) -> dict[str, Any]:
+        """What the caller gets."""
+        return {entry.key: entry.result(self._loaded[entry.key]) for entry in self._entries}

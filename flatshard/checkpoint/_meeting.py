@@ -2,42 +2,54 @@
 
 [Note: Who is missing]
 A collective that one rank never begins hangs the others until a timeout of half an hour, and says nothing. So ranks first
-meet at the process group's store: each leaves its name there, rank 0 waits for all, and says go, or who did not come.
+meet at the process group's store. Each of the others leaves a note there under its rank, with the call that it came for. Rank
+0 waits for all notes, and answers each: a name for the meeting that nobody else has, or who did not come. A rank that gives
+up takes its note back. Nothing is counted, so a rank that skipped a call meets the others at the next one.
 
 [Note: One rank's error is everybody's]
 In a :class:`Meeting` every rank does its part, hands in what came of it, and waits for rank 0. An error on any rank, rank 0's
 own included, is raised on all, with the names of those that had it. So no rank waits for one that has given up, and none goes
-on where another could not.
+on where another could not. A part may take as long as it needs: a thread of each rank gives a sign of life meanwhile, and a
+rank that gives none is taken for dead, by name.
 
-``torch.distributed`` has collectives for objects (``gather_object``), but they need numpy.
+All goes over the store, whose server is the centre of a star: no connections among ranks, and no numpy, which the object
+collectives of ``torch.distributed`` need. Every key is deleted by who reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from flatshard._comm.messages import Messages, default_group, membership
+from flatshard._comm.messages import default_group, membership
 from flatshard._errors import name_list
 
 T = TypeVar("T")
 
-# Meetings so far: the same number on all ranks that came to all.
-_held: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_PREFIX = "flatshard/meeting"
+_GRACE = 5.0  # seconds that the others give rank 0 to say who is missing
+_PIECE = 2**20  # bytes under one key: stores limit them
 
 
 class MeetingError(RuntimeError):
     """A rank did not come, or could not do its part: raised on all ranks that came."""
 
 
+class _SilentError(Exception):
+    """A rank gives no sign of life."""
+
+
 class Meeting:
-    """All ranks of a process group in one undertaking. With one rank nothing is sent."""
+    """All ranks of a process group in one undertaking; a context. With one rank nothing is sent."""
 
     def __init__(self, group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> None:
         """Wait for all ranks.
@@ -45,113 +57,221 @@ class Meeting:
         Args:
             group: None: the default group, or this process alone where there is none.
             what: the call and its arguments, which must be the same on all ranks, for errors.
-            timeout: how much later than the first the last rank may come.
+            timeout: how much later than the first the last rank may come, and how long one may give no sign of life.
 
         Raises:
             MeetingError: some did not come, or came for something else.
         """
-        self.what = what
-        group = default_group() if group is None else group
-        self.rank, self.size, _ = membership(group)
-        self._failed: str | None = None
-        if group is not None and self.size > 1:
-            self._messages = Messages(group, _meet(group, what, timeout))
+        self.what, self._timeout, self._rounds = what, timeout.total_seconds(), 0
+        self.rank, self.size, self._store = membership(default_group() if group is None else group)
+        self._over = threading.Event()
+        if self.size > 1:
+            with self._explained():
+                self._name = self._host() if self.rank == 0 else self._visit()
+            threading.Thread(target=self._beat, name="flatshard-meeting", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+
+    @contextlib.contextmanager
+    def left_open(self) -> Iterator[None]:
+        """For the first rounds of several contexts: ends it only if they raise."""
+        try:
+            yield
+        except BaseException:
+            self._over.set()
+            raise
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, produce: Callable[[], T]) -> list[T]:
-        """Call ``produce`` on every rank. On rank 0: what all produced, by rank; elsewhere nothing. ``scatter`` is next."""
-        mine = _try(produce)
-        rows = [] if self.size == 1 else self._messages.gather(pickle.dumps(mine))
-        everybody: list[tuple[str | None, Any]] = [mine] if self.size == 1 else [pickle.loads(row) for row in rows]
-        errors = {rank: text for rank, (text, _) in enumerate(everybody) if text is not None}
-        if errors:
-            alike = len(errors) == self.size and len(set(errors.values())) == 1
-            self._failed = errors[0] if alike else "; ".join(f"rank {r}: {text}" for r, text in errors.items())
-            return []
-        return [value for _, value in everybody]
+    def round(self, produce: Callable[[], T], decide: Callable[[list[T]], Sequence[Any] | None] | None = None) -> Any:
+        """Call ``produce`` on every rank, then ``decide`` on rank 0 with what all produced, by rank.
 
-    def scatter(self, produce: Callable[[], Sequence[T] | None]) -> T | None:
-        """On every rank its item of what ``produce`` gives on rank 0, which alone calls it. None: None for all.
+        Returns:
+            This rank's item of what ``decide`` returned, or None.
 
         Raises:
-            MeetingError: some rank, or rank 0 just now, could not do its part.
+            MeetingError: on all ranks, when each has done its part: some rank could not.
         """
-        answers: list[tuple[str | None, Any]] = [(None, None)] * self.size
-        if self.rank == 0:
-            text, items = (self._failed, None) if self._failed is not None else _try(produce)
-            answers = [(text, None if items is None else items[r]) for r in range(self.size)]
-        if self.size == 1:
-            text, mine = answers[0]
-        else:
-            packed = [pickle.dumps(answer) for answer in answers] if self.rank == 0 else None
-            text, mine = pickle.loads(self._messages.scatter(packed))
-        if text is not None:
-            raise MeetingError(f"{self.what}: {text}")
-        result: T | None = mine
-        return result
+        self._rounds += 1
+        try:
+            mine = _outcome(produce)
+        except BaseException as e:  # an interrupt: the others must not wait
+            if self.size > 1 and self.rank:
+                self._send(f"up/{self.rank}", (f"{type(e).__name__}", None))
+            elif self.size > 1:
+                self._answer([(f"rank 0: {type(e).__name__}", None)] * self.size)
+            raise
+        with self._explained():
+            if self.rank == 0:
+                answers = self._decide([mine, *map(self._outcome_of, range(1, self.size))], decide)
+                self._answer(answers)
+                error, item = answers[0]
+            else:
+                self._send(f"up/{self.rank}", mine)
+                error, item = self._receive(f"down/{self.rank}", 0)
+        if error is not None:
+            raise MeetingError(f"{self.what}: {error}")
+        return item
+
+    def _outcome_of(self, rank: int) -> tuple[str | None, Any]:
+        try:
+            found: tuple[str | None, Any] = self._receive(f"up/{rank}", rank)
+        except _SilentError as e:
+            return str(e), None
+        return found
+
+    def _decide(
+        self, every: list[tuple[str | None, Any]], decide: Callable[[list[Any]], Sequence[Any] | None] | None
+    ) -> list[tuple[str | None, Any]]:
+        errors = {rank: text for rank, (text, _) in enumerate(every) if text is not None}
+        if errors:
+            alike = len(errors) == self.size and len(set(errors.values())) == 1
+            said = errors[0] if alike else "; ".join(f"rank {r}: {text}" for r, text in errors.items())
+            return [(said, None)] * self.size
+        if decide is None:
+            return [(None, None)] * self.size
+        error, items = _outcome(lambda: decide([value for _, value in every]))
+        return [(error, None if items is None else items[r]) for r in range(self.size)]
+
+    # -- over the store ------------------------------------------------------------------------------------------------
+
+    def _answer(self, answers: list[tuple[str | None, Any]]) -> None:
+        for rank in range(1, self.size):
+            self._send(f"down/{rank}", answers[rank])
+
+    def _send(self, key: str, value: Any) -> None:
+        data = pickle.dumps(value)
+        pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
+        at = f"{_PREFIX}/{self._name}/{self._rounds}/{key}"
+        for i, piece in reversed(list(enumerate(pieces))):
+            self._store.set(f"{at}/{i}", b"%d " % len(pieces) + piece)
+
+    def _receive(self, key: str, sender: int) -> Any:
+        at = f"{_PREFIX}/{self._name}/{self._rounds}/{key}"
+        alive = f"{_PREFIX}/{self._name}/alive/{sender}"
+        sign, heard = b"", time.monotonic()
+        for waited in _waits():
+            if self._store.check([f"{at}/0"]):
+                break
+            if waited > self._timeout / 4 and self._store.check([alive]) and (new := self._store.get(alive)) != sign:
+                sign, heard = new, time.monotonic()
+            elif time.monotonic() - heard > self._timeout:
+                raise _SilentError(f"no sign of life for {self._timeout:g} s, so it died, or its machine did")
+        found, i, count = [], 0, 1
+        while i < count:
+            number, _, piece = self._store.get(f"{at}/{i}").partition(b" ")
+            self._store.delete_key(f"{at}/{i}")
+            found.append(piece)
+            i, count = i + 1, int(number)
+        return pickle.loads(b"".join(found))
+
+    def _beat(self) -> None:
+        key, count = f"{_PREFIX}/{self._name}/alive/{self.rank}", 0
+        with contextlib.suppress(RuntimeError):  # the store is gone: the main thread finds that, too
+            while not self._over.wait(self._timeout / 8):
+                count += 1
+                self._store.set(key, str(count))
+            if count:
+                self._store.delete_key(key)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except MeetingError:
+            raise
+        except _SilentError as e:
+            raise MeetingError(f"{self.what}: rank 0: {e}") from None
+        except RuntimeError as e:
+            raise MeetingError(
+                f"{self.what}: the process group's store cannot be reached. Its host, rank 0 or torchrun, may have died: {e}"
+            ) from e
+
+    # -- [Note: Who is missing] ----------------------------------------------------------------------------------------
+
+    def _host(self) -> str:
+        """Rank 0 waits for all, and gives the meeting its name."""
+        others = range(1, self.size)
+        self._store.set(f"{_PREFIX}/at/0", "")
+        try:
+            late: list[int] = []
+            for waited in _waits():
+                late = [r for r in (late or others) if not self._store.check([f"{_PREFIX}/at/{r}"])]
+                if waited > self._timeout or not (late or (late := self._late(others))):
+                    break
+            problem = self._describe_late(late) if late else ""
+            until = time.time() + self._timeout
+            for r in late:  # who comes soon is told, and does not take the next call for this one
+                self._store.set(f"{_PREFIX}/missed/{r}", pickle.dumps((self.what, problem, until)))
+            notes = {r: self._take(f"{_PREFIX}/at/{r}") for r in others}
+        finally:
+            self._store.delete_key(f"{_PREFIX}/at/0")
+        other = [f"rank {r}: {note[1]}" for r, note in notes.items() if note is not None and note[1] != self.what]
+        if other and not problem:
+            problem = f"ranks came for different things. Rank 0: {self.what}; {'; '.join(other)}"
+        name = uuid.uuid4().hex
+        for r, note in notes.items():
+            if note is not None:
+                self._store.set(f"{_PREFIX}/go/{r}/{note[0]}", pickle.dumps((problem, name)))
+        if problem:
+            raise MeetingError(f"{self.what}: {problem}")
+        return name
+
+    def _visit(self) -> str:
+        """Another rank leaves its note, and waits to be told the name."""
+        own, note = f"{_PREFIX}/at/{self.rank}", uuid.uuid4().hex
+        missed = self._take(f"{_PREFIX}/missed/{self.rank}")
+        if missed is not None and missed[0] == self.what and time.time() < missed[2]:
+            raise MeetingError(f"{self.what}: {missed[1]}")
+        self._store.set(own, pickle.dumps((note, self.what)))
+        try:
+            for waited in _waits():
+                if self._store.check([f"{_PREFIX}/go/{self.rank}/{note}"]):
+                    break
+                if waited > self._timeout + _GRACE:
+                    late = self._late(range(self.size))
+                    raise MeetingError(f"{self.what}: {self._describe_late(late or [0])}")
+        except BaseException:
+            self._store.delete_key(own)
+            raise
+        problem, name = self._take(f"{_PREFIX}/go/{self.rank}/{note}")
+        if problem:
+            raise MeetingError(f"{self.what}: {problem}")
+        return str(name)
+
+    def _late(self, ranks: Sequence[int]) -> list[int]:
+        return [r for r in ranks if not self._store.check([f"{_PREFIX}/at/{r}"])]
+
+    def _describe_late(self, late: Sequence[int]) -> str:
+        names = name_list([f"rank {r}" for r in late], 10)
+        return f"{names} did not come within {self._timeout:g} s. All ranks must make this call"
+
+    def _take(self, key: str) -> Any:
+        """What is under ``key``, which is deleted, or None."""
+        if not self._store.check([key]):
+            return None
+        found = pickle.loads(self._store.get(key))
+        self._store.delete_key(key)
+        return found
 
 
-def _try(produce: Callable[[], T]) -> tuple[str | None, T | None]:
+def _outcome(produce: Callable[[], T]) -> tuple[str | None, T | None]:
     try:
         return None, produce()
     except Exception as e:
         return f"{type(e).__name__}: {e}", None
 
 
-# -- [Note: Who is missing] --------------------------------------------------------------------------------------------
-
-_GRACE = timedelta(seconds=5)  # that the others give rank 0 to say who is missing
-
-
-def _meet(group: dist.ProcessGroup, what: str, timeout: timedelta) -> str:
-    """Returns a name that only this meeting has."""
-    rank, size, store = membership(group)
-    key = f"flatshard/meeting/{_held.setdefault(group, 0)}"
-    _held[group] += 1
-    store.set(f"{key}/{rank}", what)
-    if rank == 0:
-        verdict = _wait_for_all(store, key, size, what, timeout)
-        store.set(f"{key}/go", verdict or "go")
-        if verdict:
-            raise MeetingError(f"{what}: {verdict}")
-        return key
-    deadline = time.monotonic() + (timeout + _GRACE).total_seconds()
-    while not store.check([f"{key}/go"]):
-        if time.monotonic() > deadline:
-            store.set(f"{key}/left", "")
-            _name_late(what, _late(store, key, size), timeout)
-        time.sleep(0.02)
-    verdict = store.get(f"{key}/go").decode()
-    if verdict != "go":
-        raise MeetingError(f"{what}: {verdict}")
-    return key
-
-
-def _wait_for_all(store: Any, key: str, size: int, what: str, timeout: timedelta) -> str:
-    """What is wrong, if anything."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    late = _late(store, key, size)
-    while late and time.monotonic() < deadline:
-        time.sleep(0.02)
-        late = [r for r in late if not store.check([f"{key}/{r}"])]
-    if late or store.check([f"{key}/left"]):
-        return _describe_late(late or [0], timeout)
-    found = {r: store.get(f"{key}/{r}").decode() for r in range(size)}
-    other = [f"rank {r}: {said}" for r, said in found.items() if said != what]
-    return f"ranks came for different things. Rank 0: {what}; {'; '.join(other)}" if other else ""
-
-
-def _late(store: Any, key: str, size: int) -> list[int]:
-    return [r for r in range(size) if not store.check([f"{key}/{r}"])]
-
-
-def _describe_late(late: Sequence[int], timeout: timedelta) -> str:
-    names = name_list([f"rank {r}" for r in late], 10)
-    return f"{names} did not come within {timeout.total_seconds():g} s. All ranks must make this call"
-
-
-def _name_late(what: str, late: Sequence[int], timeout: timedelta) -> NoReturn:
-    raise MeetingError(f"{what}: {_describe_late(late or [0], timeout)}")
+def _waits() -> Iterator[float]:
+    """Seconds waited so far: asked for again after a twentieth of them, so long waits cost the store little."""
+    began = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        yield waited
+        time.sleep(min(max(waited / 20, 0.0005), 0.5))

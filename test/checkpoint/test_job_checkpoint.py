@@ -7,7 +7,6 @@ import copy
 import datetime
 import os
 import pickle
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint._files import METADATA
+from flatshard.checkpoint._disk import METADATA
 
 WIDTH = 7
 SHORT = datetime.timedelta(seconds=2)
@@ -157,14 +156,16 @@ def overlap(ctx, path: str) -> dict[str, Tensor]:
     """Saves in the background, of which each is the state at its call."""
     job = Job(ctx.group)
     job.train(2)
-    lines: list[str] = []
-    first = job.save(Path(path) / "2", wait=False, progress=lines.append)
+    lines: list[tuple[int, int]] = []
+    first = job.save(Path(path) / "2", wait=False, progress=lambda *at: lines.append(at))
     job.train(1)
     expected = job.values()
     second = job.save(Path(path) / "3", wait=False)
     job.train(3)
     first.result(), second.result()
-    assert re.fullmatch(r"saving: .* MiB on this rank in .* s, '.*/2'", lines[-1])
+    assert lines
+    assert lines[-1][0] == lines[-1][1] > 0
+    assert lines == sorted(lines)
     job.load(Path(path) / "3")
     assert job.step == 3
     assert_same(job.values(), expected)
@@ -424,7 +425,9 @@ def damage(ctx, path: str) -> None:
     refused(lambda: os.truncate(largest, len(data) // 2), r"files of the checkpoint are incomplete: .*distcp' \(\d+ of")
     refused(largest.unlink, r"files of the checkpoint are incomplete: .*distcp' \(missing\)")
     refused(lambda: largest.write_bytes(data), r"not in the checkpoint", extra=1)
-    refused(lambda: (at / METADATA).write_bytes(metadata[:100]), r"UnpicklingError|EOFError")
+    refused(
+        lambda: (at / METADATA).write_bytes(metadata[:100]), r"\.metadata cannot be read: pickle data was truncated"
+    )
     evil = pickle.dumps(Evil())
     refused(lambda: (at / METADATA).write_bytes(evil), r"the checkpoint's metadata names posix\.system")
     refused((at / METADATA).unlink, r"is no checkpoint: it has no \.metadata, so a save that did not end")

@@ -42,10 +42,12 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 
 TYPE_CHECKING_IMPORTS = {
     "_composable.state": {"_composable.context"},  # a unit holds its context, and the context makes and orders units
+    "checkpoint": {"checkpoint._files"},  # public names that are imported when they are asked for
 }
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
 INNER_IMPORTS = {
+    ("checkpoint", "flatshard.checkpoint"),  # as the next
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
     ("_composable.features.compile", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
@@ -234,10 +236,12 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "torch.distributed.tensor._utils",
+    "torch.distributed.checkpoint._nested_dict",
     "torch.distributed.checkpoint.default_planner",
     "torch.distributed.checkpoint.filesystem",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.storage",
 }
 
 
@@ -372,6 +376,9 @@ _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
 _handle.tensors.sharded_gradient: torch.utils._foreach_utils
 _handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
 _trace: torch.autograd._profiler_enabled
+checkpoint._container: torch._utils._rebuild_tensor_v3
+checkpoint._files: torch.distributed.checkpoint._nested_dict.flatten_state_dict
+checkpoint._files: torch.distributed.checkpoint.filesystem._StorageInfo
 checkpoint._sharded_value: torch.Tensor._make_wrapper_subclass
 checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
 checkpoint._sharded_value: torch.utils._pytree

@@ -1,0 +1,263 @@
+"""What a job's state is made of: how each kind of it is saved, and loaded so that a failure changes nothing.
+
+[Note: Nothing is changed by a failed load]
+Loading has three phases, and all ranks have ended one before any begins the next.
+
+1. All is checked that can be: names, shapes, files, sums; what optimizers will be given. Values that are no tensors are read,
+   and what belongs to objects that only take a state dict as a whole is read beside.
+2. What may refuse, takes over: objects with a ``load_state_dict`` of their own, optimizers (their options, and room for their
+   tensors). If one raises, on any rank, those that were asked are given back what they had.
+3. Shards and optimizers' tensors are read into their places. Nothing but the disk can fail here, just after all of it was
+   read once.
+
+So a load needs no memory beside that of training: parameters and optimizer state once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard._composable.state import units_below
+from flatshard._handle.adapters.tensor_parallel import is_dtensor
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard.checkpoint._optim_names import parameter_names, rekey, steps_only
+from flatshard.checkpoint._optim_options import options_of
+from flatshard.checkpoint._optim_state_dict import optim_state_dict
+from flatshard.checkpoint._optim_state_load import optim_state_dict_to_load, stepped_elsewhere
+from flatshard.checkpoint._sharded_value import ShardedValue
+from flatshard.checkpoint._state_dict_hooks import StateDictHooks
+
+Undo = Callable[[], object]
+
+
+class Entry:
+    """One value of a job's state: here a tensor or a plain value, which the caller gets back as it was read."""
+
+    def __init__(self, key: str, value: Any, strict: bool = True) -> None:
+        self.key, self.value, self.strict = key, value, strict
+        self.elsewhere: tuple[str, ...] = ()  # how names begin that other ranks load
+
+    def saved(self) -> Any:
+        """What is written."""
+        return self.value
+
+    def template(self, names: Iterable[str]) -> Any:
+        """What is to be read, of what the checkpoint's ``names`` say it has. Tensors on meta are not read yet."""
+        return copied(self.saved())
+
+    def check(self, loaded: Any) -> None:
+        """Phase 1 ends: ``loaded`` is the template, filled but for what is on meta. Raises if ``install`` would."""
+
+    def install(self, loaded: Any, undos: list[Undo]) -> None:
+        """Phase 2: take over what was read. How to undo it is added to ``undos`` first."""
+
+    def places(self) -> Mapping[str, Any]:
+        """Phase 3: where what is on meta in the template is to be read to."""
+        return {}
+
+    def result(self, loaded: Any) -> Any:
+        """What the caller gets."""
+        return loaded
+
+
+class Stateful(Entry):
+    """An object with ``state_dict()`` and ``load_state_dict()``."""
+
+    def saved(self) -> Any:
+        return self.value.state_dict()
+
+    def install(self, loaded: Any, undos: list[Undo]) -> None:
+        before = copied(self.value.state_dict())
+        undos.append(lambda: self.value.load_state_dict(before))
+        self.value.load_state_dict(loaded, **({} if self.strict else self._lenient))
+
+    @property
+    def _lenient(self) -> dict[str, Any]:
+        return {"strict": False} if isinstance(self.value, nn.Module) else {}
+
+    def result(self, loaded: Any) -> Any:
+        return self.value
+
+
+class InPlace(Stateful):
+    """A module whose state dict shows the memory of its parameters and buffers, and nothing else."""
+
+    def template(self, names: Iterable[str]) -> Any:
+        return on_meta(self.saved(), scalars=True)
+
+    def install(self, loaded: Any, undos: list[Undo]) -> None:
+        pass
+
+    def places(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.saved()
+        return found
+
+
+class Optimized(Stateful):
+    """An optimizer: its state by the names of its module's parameters."""
+
+    def __init__(self, key: str, value: Optimizer, module: nn.Module, strict: bool = True) -> None:
+        super().__init__(key, value, strict)
+        self._module, self._sharded = module, bool(units_below(module))
+        self._load: dict[str, Any] = {}
+        if self._sharded:
+            self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(module, value))
+        elif any(is_dtensor(p) for group in value.param_groups for p in group["params"]):
+            raise NotImplementedError(
+                f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
+                "torch.distributed.checkpoint, with get_optimizer_state_dict"
+            )
+
+    @property
+    def _params(self) -> list[nn.Parameter]:
+        return [p for group in self.value.param_groups for p in group["params"]]
+
+    @property
+    def _names(self) -> list[str]:
+        """The FQNs of a plain module's parameters, in the optimizer's order."""
+        names = parameter_names(self._module)
+        return [names[id(p)][0] for p in self._params]
+
+    def saved(self) -> Any:
+        if self._sharded:
+            return optim_state_dict(self._module, self.value)
+        result = rekey(self.value.state_dict(), self._names)
+        return {
+            **result,
+            "param_groups": [{"params": g["params"], **dict(options_of(g))} for g in result["param_groups"]],
+        }
+
+    def template(self, names: Iterable[str]) -> Any:
+        prefix = f"{self.key}."
+        saved = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+        if not self.strict:  # what the checkpoint lacks stays
+            saved += [f"state.{n}.{k}" for n, values in self.saved()["state"].items() for k in values]
+        if self._sharded:
+            return on_meta(optim_state_dict(self._module, self.value, for_load=saved))
+        own, params = self.saved(), dict(zip(self._names, self._params, strict=True))
+        state: dict[str, dict[str, Any]] = {}
+        for name, _, short in (n.removeprefix("state.").rpartition(".") for n in saved if n.startswith("state.")):
+            if name in params:
+                like = torch.zeros(()) if short == "step" else params[name].detach()
+                state.setdefault(name, {})[short] = own["state"].get(name, {}).get(short, like)
+        return on_meta({**own, "state": state})
+
+    def check(self, loaded: Any) -> None:
+        if self._sharded:
+            self._load = optim_state_dict_to_load(self._module, self.value, loaded, strict=self.strict)
+        else:
+            self._load = rekey(loaded, self._names, to="ids")
+
+    def install(self, loaded: Any, undos: list[Undo]) -> None:
+        """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are made."""
+        state, groups, params = self.value.state, self.value.param_groups, self._params
+        undos.append(lambda: self.value.__dict__.update(state=state, param_groups=groups))
+        given = self._load["state"]
+        small = {i: {k: v for k, v in own.items() if not _is_on_meta(v)} for i, own in given.items()}
+        self.value.load_state_dict({**self._load, "state": small})
+        for i, own in given.items():
+            taken = self.value.state[params[i]]
+            room = {k: _room(params[i], state, k, v) if _is_on_meta(v) else taken.get(k, v) for k, v in own.items()}
+            self.value.state[params[i]] = {**taken, **room}
+
+    def places(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.saved()
+        return found
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _room(param: nn.Parameter, state: Mapping[Any, dict[str, Any]], key: str, value: torch.Tensor) -> torch.Tensor:
+    """Where ``value`` is to be read: memory that is there already, or new."""
+    known = state.get(param, {}).get(key)
+    if isinstance(known, torch.Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
+        return known
+    return torch.empty_like(value, device=param.device)
+
+
+def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
+    """Those of a job's state.
+
+    Raises:
+        ValueError: a name has a dot; an optimizer's module is not among them.
+    """
+    modules = [v for v in state.values() if isinstance(v, nn.Module)]
+    for module in modules:
+        _settle(module)
+    found: list[Entry] = []
+    for key, value in state.items():
+        if "." in key:
+            raise ValueError(f"state names {key!r}: a name with a dot could not be told from what is inside of {key!r}")
+        if isinstance(value, Optimizer):
+            owner = next((m for m in modules if steps_only(m, value)), None)
+            if owner is None:
+                raise ValueError(
+                    f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
+                )
+            found.append(Optimized(key, value, owner, strict))
+        elif isinstance(value, nn.Module) and _shows_memory(value):
+            found.append(InPlace(key, value, strict))
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            found.append(Stateful(key, value, strict))
+        else:
+            found.append(Entry(key, value, strict))
+    return found
+
+
+def _settle(module: nn.Module) -> None:
+    """Register the sharded parameters: after ``unshard()``, and after a forward that was interrupted."""
+    for context in {unit.context for unit in units_below(module)}:
+        if not (context.is_idle or context.is_running):
+            context.recover()
+    module.state_dict()
+
+
+def _shows_memory(module: nn.Module) -> bool:
+    own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
+    return not any(map(_translates, module.modules())) and all(
+        isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta
+        for v in module.state_dict().values()
+    )
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, ShardedValue):
+        tensor = tensor.to_local()
+    return None if TensorSubclass.of(tensor) is not None else tensor.untyped_storage().data_ptr() or None
+
+
+def _translates(module: nn.Module) -> bool:
+    """Whether a module has a say in how it is loaded, beyond torch's own."""
+    kind = type(module)
+    own = [kind.load_state_dict, kind.set_extra_state, kind._load_from_state_dict]
+    hooks = [getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values()]
+    return (
+        any(not f.__module__.startswith("torch.nn.") for f in own)
+        or bool(module._load_state_dict_post_hooks)
+        or any(not isinstance(getattr(h, "__self__", None), StateDictHooks) for h in hooks)
+    )
+
+
+def copied(value: Any, device: str | None = None) -> Any:
+    """The same, of tensors that nobody else changes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {k: copied(v, device) for k, v in value.items()}
+    return type(value)(copied(v, device) for v in value) if type(value) in (list, tuple) else value
+
+
+def on_meta(value: Any, scalars: bool = False) -> Any:
+    """The same with tensors that have no memory; a copy of those of no dimension, unless ``scalars``."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("meta") if value.dim() or scalars else value.detach().clone()
+    if isinstance(value, Mapping):
+        return {k: on_meta(v, scalars) for k, v in value.items()}
+    return type(value)(on_meta(v, scalars) for v in value) if type(value) in (list, tuple) else value

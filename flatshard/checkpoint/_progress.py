@@ -1,0 +1,35 @@
+"""How far one rank's saving or loading is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Report = Callable[[int, int], object]
+
+
+class Progress:
+    """Counts bytes, and reports them: to ``report``, or, on rank 0, with a line on stderr every few seconds."""
+
+    def __init__(self, verb: str, path: Path, report: Report | None, is_first: bool, every: float = 10.0) -> None:
+        self._verb, self._path, self._report, self._every = verb, path, report, every
+        self._began = self._said = time.monotonic()
+        self._is_first = is_first
+        self.done = self.total = 0  # bytes; of the total those of tensors
+
+    def add(self, nbytes: int) -> None:
+        """So much more has been done."""
+        self.done += nbytes
+        if self._report is not None:
+            self._report(self.done, self.total)
+        elif self._is_first and time.monotonic() - self._said > self._every:
+            self._said = time.monotonic()
+            seconds = self._said - self._began
+            print(
+                f"{self._verb} {str(self._path)!r}: {self.done / 2**30:.2f} of {self.total / 2**30:.2f} GiB on rank 0 "
+                f"after {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )

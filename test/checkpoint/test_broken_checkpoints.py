@@ -1,0 +1,735 @@
+"""Saves and loads that break at any point: what was there stays, nothing is changed, and an error names what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import itertools
+import logging
+import os
+import pickle
+import random
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from saving import MemoryWatch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import fully_shard, load_checkpoint, save_checkpoint
+from flatshard.checkpoint import MeetingError, _disk, _job, _meeting
+from flatshard.checkpoint._container import memory_of
+from flatshard.checkpoint._disk import METADATA
+
+SHORT = datetime.timedelta(seconds=2)
+
+
+class Four(nn.Module):
+    """Four matrices, to be in one group of parameters or another."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Linear(3, 3, bias=False))
+        with torch.no_grad():
+            for param in self.parameters():
+                param.fill_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def expect(pattern: str) -> Any:
+    return pytest.raises(MeetingError, match=pattern)
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    found = [p.detach().clone() for p in model.parameters()]
+    states = [] if optimizer is None else list(optimizer.state.values())
+    return found + [v.clone() for state in states for v in state.values() if isinstance(v, Tensor)]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- a load that fails changes nothing ---------------------------------------------------------------------------------
+
+
+class Refuses:
+    """An object that takes over what it is given, and raises then, on one rank."""
+
+    def __init__(self, value: int, refuses: bool) -> None:
+        self.value, self.refuses = value, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+        if self.refuses and self.value == 1:
+            raise KeyError("not this one")
+
+
+def change_nothing(ctx, path: str) -> None:
+    def job(model: nn.Module, first: str, rate: float) -> torch.optim.Optimizer:
+        groups = [[p for n, p in model.named_parameters() if (n[0] in first) is inside] for inside in (True, False)]
+        made = torch.optim.AdamW([{"params": groups[0], "lr": rate}, {"params": groups[1], "lr": 2 * rate}])
+        step(model, made)
+        return made
+
+    model = fully_shard(Four(1.0), policy={nn.Linear}, process_group=ctx.group)
+    save_checkpoint(path, {"m": model, "o": job(model, "ab", 0.1), "s": Refuses(1, False)}, process_group=ctx.group)
+    other = fully_shard(Four(3.0), policy={nn.Linear}, process_group=ctx.group)
+    optimizer = job(other, "ac", 0.3)
+    before, options = values(other, optimizer), [g["lr"] for g in optimizer.param_groups]
+    with expect("one group here, saved with other options"):
+        load_checkpoint(path, {"m": other, "o": optimizer}, process_group=ctx.group)
+    assert same(values(other, optimizer), before)
+    optimizer = job(other, "ab", 0.3)
+    before, options = values(other, optimizer), [g["lr"] for g in optimizer.param_groups]
+    plain, refuses = Refuses(2, False), Refuses(2, ctx.rank == 1)
+    with expect("rank 1: KeyError: 'not this one'"):
+        load_checkpoint(path, {"m": other, "o": optimizer, "s": refuses}, process_group=ctx.group)
+    assert same(values(other, optimizer), before)
+    assert [g["lr"] for g in optimizer.param_groups] == options
+    assert refuses.value == 2
+    state = {"m": other, "o": optimizer, "s": plain}
+    load_checkpoint(path, state, process_group=ctx.group)
+    assert plain.value == 1
+    assert not same(values(other, optimizer), before)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_a_load_that_fails_changes_nothing(pool, tmp_path):
+    pool.run(change_nothing, str(tmp_path / "x"), world_size=2)
+
+
+class Translates(nn.Linear):
+    """A module with a say in how it is loaded."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_module_with_a_say_in_its_loading(tmp_path):
+    save_checkpoint(tmp_path / "x", {"m": Translates(2, 2), "s": Refuses(1, False)})
+    module = Translates(2, 2)
+    before = values(module)
+    with expect("not this one"):
+        load_checkpoint(tmp_path / "x", {"m": module, "s": Refuses(2, True)})
+    assert torch.allclose(module.weight, before[0] * 2)  # given back by the way in
+    saved = dict(torch.load(to_torch(tmp_path / "x", tmp_path / "x.pt"), weights_only=True)["m"])
+    load_checkpoint(tmp_path / "x", {"m": module})
+    assert torch.equal(module.weight, saved["weight"] * 2)
+
+
+def to_torch(path: Path, file: Path) -> Path:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(path, file)
+    return file
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_background_save_that_fails_is_known(tmp_path, monkeypatch, caplog):
+    state = {"m": Four()}
+    with monkeypatch.context() as patch:
+        patch.setattr(_disk, "write", full)
+        save_checkpoint(tmp_path / "1", state, wait=False)
+        with expect(
+            r"not begun, .* before .* failed in the background: .*No space left on device: '.*/.1.saving/__0_0.distcp'"
+        ):
+            save_checkpoint(tmp_path / "2", state, wait=False)
+        assert "No space left on device" in caplog.text
+        save = save_checkpoint(tmp_path / "3", state, wait=False)
+        with expect(r"No space left on device: '/.*__0_0.distcp'"):
+            save.result()
+        save_checkpoint(tmp_path / "4", state, wait=False)
+        with expect("not begun, .*save_checkpoint.*/4"):
+            load_checkpoint(tmp_path / "x", state)
+        save_checkpoint(tmp_path / "5", state, wait=False)
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            _job._report()  # at exit
+        assert "nobody asked for its result(): save_checkpoint" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    save_checkpoint(tmp_path / "6", state, wait=False).result()
+
+
+def fail_in_background(ctx, path: str) -> None:
+    model = fully_shard(Four(), policy={nn.Linear}, process_group=ctx.group)
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setattr(_disk, "write", full)
+        save = save_checkpoint(path, {"m": model}, wait=False, process_group=ctx.group)
+        with expect("had failed in the background: .*rank 1: OSError.*No space"):
+            save_checkpoint(path, {"m": model}, process_group=ctx.group)
+        save = save_checkpoint(path, {"m": model}, wait=False, process_group=ctx.group)
+        if ctx.rank == 0:
+            assert "rank 1: OSError" in str(save.exception())
+        dist.barrier(ctx.group)
+    save_checkpoint(path, {"m": model}, process_group=ctx.group)  # one rank knows
+
+
+def test_a_background_save_that_fails_on_one_rank(pool, tmp_path):
+    pool.run(fail_in_background, str(tmp_path / "x"), world_size=2)
+
+
+def test_a_background_save_is_the_state_at_the_call(tmp_path, monkeypatch):
+    seen, values = {1, 2}, [1]
+    create = _disk.create
+
+    def late(path: Path) -> int:
+        seen.add(3)
+        values.append(2)
+        return create(path)
+
+    monkeypatch.setattr(_disk, "create", late)
+    save_checkpoint(tmp_path / "x", {"seen": seen, "values": values}, wait=False).result()
+    assert load_checkpoint(tmp_path / "x", {"seen": set(), "values": []}) == {"seen": {1, 2}, "values": [1]}
+
+
+@pytest.mark.parametrize("value", [datetime.timedelta(1), deque([1]), {"at": [datetime.datetime(2020, 1, 1)]}], ids=str)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, value):
+    with expect("a load would refuse these, .*'odd.*: .*(timedelta|deque|datetime)"):
+        save_checkpoint(tmp_path / "x", {"step": 1, "odd": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- ranks that do not come, or die ------------------------------------------------------------------------------------
+
+
+def skip_one(ctx, path: str) -> None:
+    state = {"step": 1}
+    store = ctx.group.get_group_store()
+    save_checkpoint(f"{path}/0", state, process_group=ctx.group)
+    dist.barrier(ctx.group)
+    keys = store.num_keys()
+    if ctx.rank != 1:
+        with expect("rank 1' did not come within 2 s"):
+            save_checkpoint(f"{path}/1", state, process_group=ctx.group, timeout=SHORT)
+    dist.barrier(ctx.group)
+    for i in range(2, 5):
+        save_checkpoint(f"{path}/{i}", state, process_group=ctx.group)
+    dist.barrier(ctx.group)
+    assert store.num_keys() <= keys + 1  # none is left of any of these
+
+
+def test_ranks_meet_again_after_one_has_skipped_a_save(pool, tmp_path):
+    pool.run(skip_one, str(tmp_path), world_size=3)
+
+
+def die(ctx, path: str) -> None:
+    """A rank that comes, and gives no sign of life then; and one that is interrupted."""
+    what = f"save_checkpoint({path!r})"
+    if ctx.rank == 1:
+        meeting = _meeting.Meeting(ctx.group, what, SHORT)
+        meeting.__exit__(None, None, None)  # its thread ends, as it would with the process
+    else:
+        with expect("rank 1: no sign of life for 2 s, so it died, or its machine did"):
+            save_checkpoint(path, {"step": 1}, process_group=ctx.group, timeout=SHORT)
+    dist.barrier(ctx.group)
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 2:
+            patch.setattr(_disk, "create", interrupt)
+        with pytest.raises(KeyboardInterrupt) if ctx.rank == 2 else expect("rank 2: KeyboardInterrupt"):
+            save_checkpoint(path, {"x": {str(i): torch.ones(3) for i in range(9)}}, process_group=ctx.group)
+    dist.barrier(ctx.group)
+    save_checkpoint(path, {"step": 1}, process_group=ctx.group)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_dies_is_named(pool, tmp_path):
+    pool.run(die, str(tmp_path / "x"), world_size=3)
+
+
+def test_long_waits_cost_little(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_meeting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_meeting.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    count = 0
+    for waited in _meeting._waits():
+        count += 1
+        if waited > 3600:
+            break
+    assert 3600 * 2 <= count < 3600 * 2 + 300
+
+
+# -- the model as it is ------------------------------------------------------------------------------------------------
+
+
+class Interrupted(nn.Linear):
+    at_once = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.at_once:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def save_anyhow(ctx, path: str) -> None:
+    model = nn.Sequential(*[Interrupted(3, 3) for _ in range(3)])
+    fully_shard(model, policy={Interrupted}, process_group=ctx.group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = flatshard.checkpoint.full_state_dict(model)
+    state = {"m": model, "o": optimizer}
+    model[1].at_once = True
+    for way in ("interrupted", "unsharded"):
+        if way == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.ones(2, 3))
+        else:
+            flatshard.unshard(model)
+        save_checkpoint(f"{path}/{way}", state, process_group=ctx.group)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        load_checkpoint(f"{path}/{way}", state, process_group=ctx.group)
+        found = flatshard.checkpoint.full_state_dict(model)
+        assert all(torch.equal(found[n], v) for n, v in expected.items())
+        model[1].at_once = False
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.zero_grad()
+    loss = model(torch.ones(2, 3)).sum()
+    save_checkpoint(f"{path}/between", state, process_group=ctx.group)
+    loss.backward()
+
+
+def test_saved_after_an_interrupted_forward_and_after_unshard(pool, tmp_path):
+    pool.run(save_anyhow, str(tmp_path), world_size=2)
+
+
+def load_in_little(ctx, path: str) -> None:
+    """Optimizer state once, where there is none yet, and little beside: also of parameters that lie on one rank whole."""
+    torch.manual_seed(ctx.rank)
+    layers = [nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]) for _ in range(4)]
+    model = fully_shard(nn.Sequential(*layers), policy={nn.Sequential}, process_group=ctx.group)
+    unit = 4 * 32 * 33 * 4
+    shard = 4 * unit // ctx.world_size
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    save_checkpoint(path, {"m": model, "o": optimizer}, process_group=ctx.group)
+    for again in (False, True):  # into a new optimizer, and into one that has stepped
+        target = optimizer if again else torch.optim.AdamW(model.parameters())
+        with MemoryWatch() as watch:
+            load_checkpoint(path, {"m": model, "o": target}, process_group=ctx.group)
+        assert watch.peak <= (0 if again else 2 * shard) + unit, (watch.peak, shard, unit, again)
+        assert same(values(model, target), values(model, optimizer))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loading_holds_no_more_than_training(pool, tmp_path, world_size):
+    pool.run(load_in_little, str(tmp_path / "x"), world_size=world_size)
+
+
+# -- files that are not as they were -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return Job(tmp_path / "job")
+
+
+class Job:
+    """A plain model and its optimizer, in one process, with a checkpoint of them."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self.path, self.model = path, Four()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.train()
+        self.save()
+        self.saved = self.values()
+
+    def train(self) -> None:
+        step(self.model, self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        return {"m": self.model, "o": self.optimizer, "step": 1}
+
+    def save(self, **options: Any) -> Any:
+        return save_checkpoint(self.path, self.state(), overwrite=True, **options)
+
+    def load(self, **options: Any) -> None:
+        load_checkpoint(self.path, self.state(), **options)
+
+    def values(self) -> list[Tensor]:
+        return values(self.model, self.optimizer)
+
+    def check_saved(self) -> None:
+        self.train()
+        self.load()
+        assert same(self.values(), self.saved)
+
+    def check_refused(self, pattern: str = "", **options: Any) -> str:
+        self.train()
+        before = self.values()
+        with expect(pattern) as found:
+            self.load(**options)
+        assert same(self.values(), before)
+        return str(found.value)
+
+    @contextlib.contextmanager
+    def metadata(self) -> Iterator[Any]:
+        """What the metadata says, to be changed, with the right sum."""
+        from flatshard.checkpoint import _files
+
+        found = _files._read_metadata((self.path / METADATA).read_bytes())
+        yield found
+        data = pickle.dumps(found)
+        (self.path / METADATA).write_bytes(data + _files._seal(data))
+
+
+def test_a_missing_chunk(job):
+    with job.metadata() as found:
+        found.state_dict_metadata["m.a.weight"].chunks.clear()
+    job.check_refused(r"'m.a.weight' has 0 of 9 elements in the checkpoint")
+    with job.metadata() as found:
+        found.state_dict_metadata["m.a.weight"].chunks.extend(found.state_dict_metadata["m.b.weight"].chunks)
+        found.storage_data = {i: v for i, v in found.storage_data.items() if i.fqn != "m.a.weight"}
+    job.check_refused(r"the checkpoint does not say where 'm.a.weight' at \(0, 0\) is")
+
+
+def test_a_flipped_bit(job):
+    (file,) = job.path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(bytes_of(job.saved[0]))
+    data[at + 2] ^= 16
+    file.write_bytes(data)
+    job.check_refused(r"files of the checkpoint are damaged: 'm.a.weight' at \(0, 0\) in '__0_0.distcp'")
+    job.load(verify=False)
+    assert same(values(job.model)[1:], job.saved[1:4])
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return bytes(memory_of(tensor.contiguous()))
+
+
+def test_files_outside_of_the_directory(job, tmp_path):
+    shutil.copy(job.path / "__0_0.distcp", tmp_path / "elsewhere")
+    for name in ("../elsewhere", str(tmp_path / "elsewhere")):
+        with job.metadata() as found:
+            for info in found.storage_data.values():
+                info.relative_path = name
+        job.check_refused("names a file outside of its directory")
+
+
+def test_new_directories_are_flushed(tmp_path, monkeypatch):
+    flushed: list[Path] = []
+    flush = _disk.flush_directory
+    monkeypatch.setattr(_disk, "flush_directory", lambda path: (flushed.append(path), flush(path)))
+    save_checkpoint(tmp_path / "a" / "b" / "x", {"step": 1})
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(flushed)
+
+
+def mutations(rng: random.Random, data: bytes) -> tuple[str, bytes]:
+    """One of: flipped bits, a cut, zeros, a part that is elsewhere, or twice, more at the end."""
+    at, size = rng.randrange(len(data)), rng.choice([1, 8, 64, 4096])
+    end = min(at + size, len(data))
+    kind = rng.choice(["flip", "cut", "zeros", "moved", "twice", "more", "random"])
+    changed = {
+        "flip": data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :],
+        "cut": data[:at],
+        "zeros": data[:at] + bytes(end - at) + data[end:],
+        "moved": data[:at] + data[end:] + data[at:end],
+        "twice": data[:end] + data[at:end] + data[end:],
+        "more": data + rng.randbytes(size),
+        "random": data[:at] + rng.randbytes(end - at) + data[end:],
+    }
+    return kind, changed[kind]
+
+
+def damage(job: Job, seed: int, count: int) -> dict[str, int]:
+    """Loads of damaged files: refused with nothing changed, or, where nothing that matters was hit, right."""
+    rng = random.Random(seed)
+    (file,) = job.path.glob("*.distcp")
+    intact = {f: f.read_bytes() for f in (file, job.path / METADATA)}
+    job.train()
+    before = job.values()
+    outcome = {"refused": 0, "right": 0}
+    for _ in range(count):
+        target = rng.choice(list(intact))
+        kind, data = mutations(rng, intact[target])
+        target.write_bytes(data)
+        try:
+            job.load()
+        except MeetingError as e:
+            error: MeetingError | None = e
+        else:
+            error = None
+        if error is not None:
+            assert "checkpoint" in str(error)
+            assert same(job.values(), before), (kind, error)
+            outcome["refused"] += 1
+        else:
+            assert same(job.values(), job.saved), (kind, target.name)
+            assert target is file or data == intact[target], kind  # the metadata has no byte that does not matter
+            outcome["right"] += 1
+            job.train()
+            before = job.values()
+        target.write_bytes(intact[target])
+    job.check_saved()
+    return outcome
+
+
+def test_damaged_files(job):
+    outcome = damage(job, int(os.environ.get("CHECKPOINT_SEED", "0")), int(os.environ.get("CHECKPOINT_DAMAGE", "150")))
+    assert min(outcome.values()) > 0
+
+
+def test_damaged_metadata_of_others(job):
+    """It has no sum: what it says is looked at."""
+    model = Four(5.0)
+    shutil.rmtree(job.path)
+    job.path.mkdir()
+    import torch.distributed.checkpoint.filesystem as filesystem
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner, writer = DefaultSavePlanner(), filesystem.FileSystemWriter(job.path)
+    planner.set_up_planner({"m": model.state_dict()}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    results = writer.write_data(writer.prepare_global_plan(plans)[0], planner).value()
+    writer.finish(metadata, [results])
+    data = (job.path / METADATA).read_bytes()
+    rng = random.Random(1)
+    for _ in range(60):
+        at = rng.randrange(len(data))
+        (job.path / METADATA).write_bytes(
+            rng.choice([data[:at], data + b"x", data.replace(b"m.a.weight", b"m.e.weight")])
+        )
+        before = values(job.model)
+        with expect("checkpoint"):
+            load_checkpoint(job.path, {"m": job.model})
+        assert same(values(job.model), before)
+    (job.path / METADATA).write_bytes(data)
+    load_checkpoint(job.path, {"m": job.model})
+    assert same(values(job.model), values(model))
+
+
+# -- saves that die ----------------------------------------------------------------------------------------------------
+
+STEPS = ("make_directory", "create", "write", "flush", "flush_directory", "rename", "remove")
+
+
+class Killed(BaseException):
+    """The process is gone: nothing that it would have done comes any more."""
+
+
+class Failing:
+    """The steps on the disk, of which one fails: as the process dies there, or as the disk refuses."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, kill: bool, error: int = errno.EIO, only: str = "") -> None:
+        self.count, self.at, self.kill, self.error, self.only = 0, at, kill, error, only
+        for name in STEPS:
+            patch.setattr(_disk, name, self._failing(name, getattr(_disk, name)))
+
+    def _failing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if self.only and name != self.only:
+                return function(*args)
+            if name == "write":  # bit by bit
+                for buffer in args[1]:
+                    size = -(-buffer.nbytes // 6)
+                    for i in range(0, buffer.nbytes, size):
+                        self._point()
+                        function(args[0], [buffer[i : i + size]])
+                return None
+            self._point()
+            return None if name.startswith("flush") else function(*args)
+
+        return run
+
+    def _point(self) -> None:
+        self.count += 1
+        if self.kill and self.count > self.at:
+            raise Killed
+        if not self.kill and self.count == self.at + 1:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def break_saves(job: Job, kill: bool, every: int = 1, **options: Any) -> int:
+    """Save with each step failing in turn; returns how many there are. Every save cleans what the one before has left."""
+    job.train()
+    new = job.values()
+    for at in itertools.count(0, 1 if "CHECKPOINT_DAMAGE" in os.environ else every):
+        with pytest.MonkeyPatch.context() as patch:
+            failing = Failing(patch, at, kill, **options)
+            with contextlib.suppress(MeetingError, Killed):
+                job.save()
+        job.train()
+        job.load()
+        if same(job.values(), new):  # it was published: begin anew from the old
+            give(job, job.saved)
+            job.save()
+        else:
+            assert same(job.values(), job.saved), at
+        give(job, new)
+        if failing.count <= at:
+            break
+    assert sorted(p.name for p in job.path.parent.iterdir()) == [job.path.name]
+    return failing.count
+
+
+@torch.no_grad()
+def give(job: Job, found: list[Tensor]) -> None:
+    own = [*job.model.parameters(), *(v for state in job.optimizer.state.values() for v in state.values())]
+    for tensor, value in zip(own, found, strict=True):
+        tensor.copy_(value)
+
+
+def test_killed_at_every_step(job):
+    assert break_saves(job, kill=True) >= 200
+
+
+def test_the_disk_fails_at_every_step(job):
+    with pytest.warns(UserWarning, match="is saved. Left to be cleaned by the next save"):
+        assert break_saves(job, kill=False) >= 200
+
+
+def test_the_disk_is_full_at_every_write(job):
+    assert break_saves(job, kill=False, every=3, error=errno.ENOSPC, only="write") >= 150
+
+
+def test_a_rename_that_fails(job, monkeypatch):
+    """The second one: the new checkpoint cannot take the place that the old one has left."""
+    job.train()
+    with pytest.MonkeyPatch.context() as patch:
+        rename = _disk.rename
+        count = [0]
+
+        def fail(source: Path, target: Path) -> None:
+            count[0] += 1
+            if target == job.path and source.name.endswith("saving"):
+                full()
+            rename(source, target)
+
+        patch.setattr(_disk, "rename", fail)
+        with expect("No space left"):
+            job.save()
+    assert [p.name for p in job.path.parent.iterdir()] == [job.path.name]
+    job.check_saved()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    job = Job(tmp_path / "d" / "x")
+    if os.geteuid():
+        job.path.parent.chmod(0o500)
+    else:  # root writes everywhere
+        monkeypatch.setattr(_disk, "make_directory", lambda path: refuse(path))
+    try:
+        with expect("PermissionError: .*Permission denied: '.*'"):
+            job.save()
+    finally:
+        job.path.parent.chmod(0o700)
+    job.check_saved()
+
+
+def refuse(path: Path) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_two_jobs_that_save_to_one_path(job):
+    other = Job(job.path.parent / "other")
+    other.path = job.path
+    other.train()
+    with pytest.MonkeyPatch.context() as patch:
+        flush = _disk.flush
+        began: list[int] = []
+
+        def late(file: int) -> None:
+            if not began:
+                began.append(1)
+                with expect("BlockingIOError: another save to '.*/job' is under way"):
+                    other.save()
+            flush(file)
+
+        patch.setattr(_disk, "flush", late)
+        job.train()
+        job.save()
+    assert began
+    job.saved = job.values()
+    job.check_saved()
+    other.save()
+    job.saved = other.values()
+    job.check_saved()
+
+
+def test_overwriting_a_link(job):
+    link = job.path.parent / "latest"
+    link.symlink_to(job.path.name)
+    for _ in range(2):
+        job.train()
+        save_checkpoint(link, job.state(), overwrite=True)
+        assert link.is_symlink()
+        assert sorted(p.name for p in link.parent.iterdir()) == ["job", "latest"]
+        job.saved = job.values()
+        job.check_saved()
+
+
+# -- the files by torch's own functions --------------------------------------------------------------------------------
+
+
+def through_torch(ctx, path: str) -> None:
+    model = fully_shard(Four(2.0), policy={nn.Linear}, process_group=ctx.group)
+    state = {
+        "m": model.state_dict(),
+        "turned": torch.arange(6).view(2, 3).t(),
+        "half": torch.ones(3).bfloat16(),
+        "n": 3,
+    }
+    writer = flatshard.checkpoint.Writer(path)
+    dcp.save(dict(state), storage_writer=writer, process_group=ctx.group)
+    for reader in (flatshard.checkpoint.Reader(path), dcp.FileSystemReader(path)):
+        other = fully_shard(Four(4.0), policy={nn.Linear}, process_group=ctx.group)
+        found = {"m": other.state_dict(), "turned": torch.zeros(3, 2).long(), "half": torch.zeros(3), "n": 0}
+        dcp.load(found, storage_reader=reader, process_group=ctx.group)
+        assert same(values(other), values(model))
+        assert torch.equal(found["turned"], state["turned"])
+        assert torch.equal(found["half"], torch.ones(3))
+        assert found["n"] == 3
+
+
+def test_written_and_read_by_torchs_own_functions(pool, tmp_path):
+    pool.run(through_torch, str(tmp_path / "x"), world_size=2)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.uint16, torch.bool, torch.complex64, torch.bfloat16], ids=str
+)
+def test_any_dtype(tmp_path, dtype):
+    tensor = torch.arange(300_001).remainder(2).to(dtype)[1:].view(3, -1).t()
+    save_checkpoint(tmp_path / "x", {"t": tensor, "none": torch.zeros(0, 2, dtype=dtype), "one": tensor[0, 0]})
+    empty = {"t": torch.zeros_like(tensor), "none": torch.ones(0, 2, dtype=dtype), "one": torch.zeros((), dtype=dtype)}
+    assert bytes_of(load_checkpoint(tmp_path / "x", empty)["t"]) == bytes_of(tensor)
+    found = torch.load(to_torch(tmp_path / "x", tmp_path / "x.pt"), weights_only=True)
+    assert bytes_of(found["t"]) == bytes_of(tensor)
