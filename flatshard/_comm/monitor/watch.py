@@ -78,8 +78,8 @@ def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
 def _has_left(other: Position, mine: Position) -> bool:
     """Whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
 
-    It has if it is in no forward or backward now, and has issued the first collective of ours. Numbers of forwards cannot
-    be compared: a rank may have run some alone, with parameters that stay unsharded.
+    It has if it is in no forward or backward now, and has issued the first collective of that one. Numbers of forwards
+    cannot be compared: a rank may have run some alone, with parameters that stay unsharded.
     """
     if (
         other["waits"] is not None
