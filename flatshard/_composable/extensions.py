@@ -31,7 +31,7 @@ class ForwardFeature:
         return False
 
     def passed(self, output: Any) -> None:
-        """Called after such a forward. ``output``: of the module."""
+        """Called after a forward in which the hooks did nothing. ``output``: what the module returned."""
 
     def enter(self, forward: Forward) -> None:
         """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False."""

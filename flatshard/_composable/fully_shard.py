@@ -138,7 +138,7 @@ def fully_shard(
         layout=layout,
         static_buffers=static_buffers,
     )
-    _refuse_what_has_no_meaning(limit_all_gathers)
+    _check_limit_all_gathers(limit_all_gathers)
     validate.check_module(module)
     for extension in extensions():
         extension.prepare(module)
@@ -330,7 +330,7 @@ def unit_config(
     )
 
 
-def _refuse_what_has_no_meaning(limit_all_gathers: bool) -> None:
+def _check_limit_all_gathers(limit_all_gathers: bool) -> None:
     if limit_all_gathers is not True:
         raise ValueError(
             "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and the order of streams "

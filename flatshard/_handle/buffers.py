@@ -103,7 +103,7 @@ class FlatBuffers:
         self._place()
         for index, param in enumerate(originals):
             self._adopt(index, param)
-        self._note_addresses()
+        self._record_addresses()
         # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in self.params]
         self._synced_at = -1  # `changes.count` at that time
@@ -190,7 +190,7 @@ class FlatBuffers:
         result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
-        result._note_addresses()
+        result._record_addresses()
         result.requires_grad = [p.requires_grad for p in params]
         return result
 
@@ -201,7 +201,7 @@ class FlatBuffers:
             assert isinstance(param, ShardedParameter)
             self._describe(index, replace(param._flatshard_info, fqn=info.fqn))
 
-    def _note_addresses(self) -> None:
+    def _record_addresses(self) -> None:
         """Record the addresses of the parameters' data, for ``moved``."""
         self._addresses = [p.data_ptr() for p in self.params]
         self._empty = [p for p in self.params if not p.numel()]
@@ -293,7 +293,7 @@ class FlatBuffers:
                 self.params[i].data = self._part_view(i)
         else:
             self._convert(*kind)
-        self._note_addresses()
+        self._record_addresses()
 
     def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Rebuild the buffers for a new dtype or device: ``module.half()``, ``module.cuda()``.

@@ -193,13 +193,13 @@ class _Watched:
                 settled[rank] = now
         found = stuck(settled)
         if collectives.rank not in found:
-            self._tell(collectives.rank, settled)
+            self._log_slow_rank(collectives.rank, settled)
             return False
         store.compare_set(_VERDICT, "", describe(settled, found))
         collectives.interrupt()
         return True
 
-    def _tell(self, rank: int, settled: Mapping[int, Position]) -> None:
+    def _log_slow_rank(self, rank: int, settled: Mapping[int, Position]) -> None:
         """Log, once per wait, which rank this one waits for. That rank may just be slow."""
         if rank not in settled or (waits := settled[rank]["waits"]) is None:
             return

@@ -185,7 +185,7 @@ class ShardedParameter(nn.Parameter):
         if (home := _homes.get(id(self))) is not None:
             home.compute_of(self)  # raises for a flat parameter
         handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
-        self._pass_hooks_on()
+        self._share_hooks()
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -193,10 +193,10 @@ class ShardedParameter(nn.Parameter):
         optimizer on ``p`` and set ``p.grad`` to None. It does not run under ``no_sync``.
         """
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._pass_hooks_on()
+        self._share_hooks()
         return handle
 
-    def _pass_hooks_on(self) -> None:
+    def _share_hooks(self) -> None:
         """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
         home = _homes.get(id(self))
         if home is not None:
@@ -223,7 +223,7 @@ class ShardedParameter(nn.Parameter):
         param._flatshard_info = info
         _unswappable[id(param)] = param
         _homes[id(param)] = home
-        param._pass_hooks_on()
+        param._share_hooks()
         return param
 
 
