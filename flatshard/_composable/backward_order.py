@@ -60,8 +60,7 @@ def _next(step: Step) -> Iterable[Unit]:
     if step.unit.backward_prefetch is not None:
         return step.unit.backward_prefetch
     before = step.previous
-    if before is None or step.unit.context.backward.has_come_to(
-        before
-    ):  # the latter if ``step`` is of an enclosing unit
+    # Backward has reached `before` already if `step` is of an enclosing unit.
+    if before is None or step.unit.context.backward.has_come_to(before):
         return ()
     return (before.unit,)

@@ -123,9 +123,7 @@ class Unit:
         # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
         # unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
-        self.left_alone: list[
-            tuple[nn.Module, str]
-        ] = []  # registrations of ignored parameters, not those of units below
+        self.left_alone: list[tuple[nn.Module, str]] = []  # registrations of ignored parameters, without units below
         self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
         # Value to restore after `no_sync`; deep copies get this one. None: not inside `no_sync`.

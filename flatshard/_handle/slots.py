@@ -100,7 +100,7 @@ class Slots:
             self._sharded.append(sharded)
             self._compute.append(compute)
         else:
-            # It cannot either if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
+            # Nor can it be used if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
             self._setattr_writes.append((module, name, sharded, compute))
 
     @staticmethod

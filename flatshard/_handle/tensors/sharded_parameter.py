@@ -66,9 +66,7 @@ class ShardInfo:
     stop: int
     shard_world_size: int
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
-    owner: int | None = (
-        None  # the rank of the shard group that holds the whole parameter; None: it is cut, or unpickled
-    )
+    owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
     # The ranks that hold the parts. None if the shard group has a single rank, and in an unpickled copy.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
