@@ -53,7 +53,7 @@ from flatshard._host_memory import keep_freed_memory
 
 
 class Then:
-    """A second collective, issued when the first has ended: by ``advance``, or by ``wait``."""
+    """Two collectives in a row. ``advance`` or ``wait`` issues the second when the first has ended."""
 
     __slots__ = ("_first", "_next", "_second")
 

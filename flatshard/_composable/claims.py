@@ -7,9 +7,8 @@ any claim pins it. The code that made a claim removes exactly this claim; the re
 an exception that skipped hooks, only the claims of forwards that have ended are dropped: a ``summon_full_params`` around
 them keeps its own claim.
 
-Unsharded parameters without a claim may be freed at any time: those that stay from a forward to its backward, that the user
-unsharded, or that were prefetched. The code that leaves them unsharded decides that, and the next forward checks whether they
-are outdated.
+Parameters may also be unsharded without a claim: those that stay from a forward to its backward, that the user unsharded, or
+that were prefetched. Nothing keeps these from being freed, and the next forward checks whether they are outdated.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Context:
             self._settle_backward()
 
     def _settle_backward(self) -> None:
-        """Clean up after a backward that has not ended, while the caller is not inside it: it failed, or has another thread.
+        """Clean up after a backward that has not ended and that the caller is not inside: it failed, or is on another thread.
 
         On an accelerator it always runs on the autograd engine's threads, and may still be registered just after it failed.
         """

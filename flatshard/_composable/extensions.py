@@ -57,7 +57,7 @@ class Link(Generic[F]):
     """A reference to a unit's feature, for hooks on modules inside the unit, which are copied with their modules.
 
     A copy of the link refers to no feature until the unit has been copied, which must begin with the unit's module. If an
-    inner module is copied alone, it never does.
+    inner module is copied alone, its link never refers to one.
     """
 
     def __init__(self, feature: F | None) -> None:

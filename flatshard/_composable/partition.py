@@ -33,7 +33,7 @@ class PlannedUnit:
 
     @property
     def holders(self) -> list[nn.Module]:
-        """Its modules, and modules of units below that one of its shared parameters is registered in."""
+        """Its modules, and modules of units below in which its shared parameters are registered."""
         return list(dict.fromkeys([*self.modules, *(m for o in self.owned for m, _ in o.slots)]))
 
 

@@ -47,7 +47,7 @@ class UnitConfig:
     static_buffers: bool = False  # pool.py, [Note: Static buffers]
 
     def stays_for_backward(self, outermost: bool) -> bool:
-        """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: for the outermost unit."""
+        """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
         if self.reshard_after_forward is None:
             return outermost or self.strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         return not self.reshard_after_forward
@@ -215,7 +215,7 @@ class Unit:
             self.handle.inner = InnerShards(self.context.runtime.within(value, self.config.collectives))
 
     def rename(self, fqn: str) -> None:
-        """Rename the unit and its parameters, when a module further out is sharded: FQNs start there."""
+        """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there."""
         self.handle.rename(self.fqn, fqn)
 
     @property

@@ -50,10 +50,10 @@ _dtype = operator.attrgetter("dtype")
 
 @dataclass(frozen=True, slots=True)
 class FlatOptions:
-    """The user's options for one flat parameter. A dtype of None: that of the parameters; to reduce in: ``compute_dtype``."""
+    """The user's options for one flat parameter."""
 
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients
+    compute_dtype: torch.dtype | None = None  # None: that of the parameters
+    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: the compute dtype
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     keep_cast: bool = False  # [Note: The cast is the copy]
     offload: bool = False  # the shard and its gradient are on the CPU
@@ -259,7 +259,7 @@ class FlatBuffers:
         ]
 
     def check_shape(self, param: nn.Parameter, new: torch.Tensor) -> None:
-        """Raise if ``param`` is one of ``params``, and ``new`` has not the shape of its part."""
+        """Raise if ``param`` is one of ``params``, and ``new`` differs from its part in shape."""
         for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self._part_view(i).shape]:
             info = self.layout.params[i]
             raise RuntimeError(

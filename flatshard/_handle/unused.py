@@ -4,10 +4,10 @@
 An unused parameter is marked in its elements (gradients.py, [Note: Negative zero marks an unused parameter]). A rank that
 holds none of them cannot see the mark. But all ranks must agree whether ``.grad`` is None: optimizers keep state and count
 steps by it, and ``p.grad.norm()`` communicates. Such a rank has no room for a mark in its shard, and other ranks do not know
-that it needs one. So ranks count in the process group's store. A rank that did not use a parameter increments its counter
-*before* it starts the reduction, and reads the counter after the reduction, which ends on no rank before all have started
-it. If all ranks have counted, no rank used the parameter. A rank that used all parameters does nothing, so this costs
-nothing if all ranks do. Otherwise a rank pays three round trips to the store for each unit with an unused parameter.
+that it needs one. So there is a counter for each parameter in the process group's store. A rank that did not use the
+parameter increments it *before* it starts the reduction, and reads it after the reduction, which ends on no rank before all
+have started it. If all ranks have counted, no rank used the parameter. A rank that used all parameters does nothing, so this
+costs nothing if all ranks do. Otherwise a rank pays three round trips to the store for each unit with an unused parameter.
 
 With replicas this is done twice, before each of the two collectives: if no rank of a shard group used a parameter, they
 count it among their replicas.
