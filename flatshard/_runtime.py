@@ -53,7 +53,7 @@ from flatshard._host_memory import keep_freed_memory
 
 
 class Then:
-    """A second collective, issued when the first has ended: by ``advance``, or by ``wait``."""
+    """Two collectives in a row. ``advance`` or ``wait`` issues the second when the first has ended."""
 
     __slots__ = ("_first", "_next", "_second")
 
@@ -202,9 +202,8 @@ class Streams:
         self.gather = module.Stream(device=device, priority=-1)
         self.reduce = module.Stream(device=device, priority=-1)
         self._forked: set[Any] = set()  # the side streams that have waited for another stream since the last join
-        self.host_read: StreamEvent | None = (
-            None  # completes when host shards have been read: [Note: Memory of the host]
-        )
+        # Completes when the shards on the host have been read: [Note: Memory of the host]
+        self.host_read: StreamEvent | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> Streams | None:
@@ -480,9 +479,8 @@ class Runtime:
         """Overwrite ``tensor`` (any shape and dtype) with the values of the group's rank 0."""
         if self.world_size > 1 and tensor.numel():
             dense = tensor.detach().contiguous()
-            self._builtin.broadcast(
-                dense.view(-1).view(torch.uint8)
-            ).wait()  # as bytes: no backend supports every dtype
+            # As bytes: no backend supports every dtype.
+            self._builtin.broadcast(dense.view(-1).view(torch.uint8)).wait()
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 

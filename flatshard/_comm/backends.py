@@ -276,8 +276,8 @@ class DefaultCollectives(BuiltinCollectives):
 
     [Note: Averages of the backend]
     NCCL's AVG multiplies by 1/N before it adds. That is exact if N is a power of two. For other N the collective computes a
-    sum, and only the result is divided. Exception: in float16 AVG is used for every N, because the sum of N gradients
-    overflows at values N times smaller than their average does.
+    sum, and only the result is divided. Exception: in float16 AVG is used for every N, because the sum of N gradients may
+    overflow where their average does not.
 
     Args:
         group: the ranks to communicate among.

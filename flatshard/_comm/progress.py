@@ -48,7 +48,7 @@ CHECK_LABELS = (Label("the order check", _LAST), Label("the order check", _LAST 
 INTERRUPT_TAG = _LAST + 3
 """The tag of a receive that is meant to time out: no message with it is ever sent."""
 
-NOBODY = Label("something that is no unit")
+NOBODY = Label("<no unit>")
 """For collectives that a user calls."""
 
 _labels = {label.tag: label for label in (NOBODY, *CHECK_LABELS)}  # by tag, for the names in errors

@@ -1,1 +1,1 @@
-"""Many units on a module tree: which modules, in which order, and the hooks. Touches no buffer, calls no collective."""
+"""Many units on a module tree: the choice of units, their order and their hooks. Has no buffers and no collectives."""

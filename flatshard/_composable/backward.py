@@ -1,30 +1,30 @@
-"""One run of backward over many units: when a unit's gradients are complete, and in which order units are reduced.
+"""A backward over many units: when a unit's gradients are complete, and in which order units are reduced.
 
 [Note: What completes a unit]
-When backward comes to a unit, it asks autograd's engine which of the unit's parameters are in the running graph (as
-``torch.autograd.graph.register_multi_grad_hook`` does). The unit is complete when that many gradients have come. A
-parameter that is not in the graph is unused here, and is not waited for. A unit of which none is in the graph, unused or
-within a reentrant checkpoint, is complete when backward comes to a unit before it.
+When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
+``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter
+that is not in the graph is unused here, and is not waited for. If no parameter is in the graph (the unit is unused, or inside
+a reentrant checkpoint), the unit is complete when backward reaches a unit before it.
 
 [Note: Every rank reduces in the same order]
-Collectives of one group match by order, and a unit may complete earlier on one rank than on another: another branch
-was taken inside it. So units are reduced in one canonical order, the reverse of the order of their first forward. A
-complete unit waits for those that ran forward after it and are in the graph.
+Collectives of one group match by order. But a unit may complete earlier on one rank than on another, if they took different
+branches inside it. So units are reduced in one canonical order, the reverse of the order of their first forward. A complete
+unit waits for the units that ran forward after it and are in the graph.
 
 [Note: Reductions in flight]
-A reduction holds a whole unit's gradients. So one is under way at a time: it ends at the latest when the next unit is
-complete, and on CPU when a sixth of the next unit's gradients are there (of a transformer's block: those of its last
-matrix). That takes 3 to 5 % off a step's peak. Over gloo, whose threads have the cores to themselves while a rank waits, a
-step took 0.98 to 1.00 of the time in fp32, 1.01 to 1.04 in bf16; an accelerator would stand idle. With replicas the first
-part of a reduction ends there, and the second when the next unit is complete.
+A reduction holds the gradients of a whole unit. So only one is in flight at a time. It ends at the latest when the next
+unit is complete. On CPU it ends when a sixth of the next unit's gradients have come (for a transformer block: those of its
+last matrix). This takes 3 to 5 % off a step's peak memory. Over gloo, whose threads have the cores to themselves while a rank
+waits, a step took 0.98 to 1.00 of the time in fp32, and 1.01 to 1.04 in bf16; an accelerator would be idle. With replicas
+the first part of a reduction ends then, and the second part when the next unit is complete.
 
-A rank that waits for a reduction must not be waited for with a gather that it has yet to issue. Hence every rank completes
-a unit before it gathers what comes after the next one, also a unit of which it uses nothing.
+If a rank waits for a reduction, no other rank may wait for an all-gather that this rank has yet to issue. So every rank
+completes a unit before it gathers the unit after the next one, even if it used none of the unit's parameters.
 
 [Note: Nested backwards]
 Reentrant checkpointing runs a backward inside a backward: another *graph task*. A unit is completed in the graph task
-that came to it first, and the end of a backward is the end of the outermost graph task. A graph task that died of an
-exception is known by its callback, which died with it.
+that reached it first. The backward ends with its outermost graph task. The engine drops the callbacks of a graph task
+that failed with an exception, so a dead callback shows that its task has failed.
 """
 
 from __future__ import annotations
@@ -40,59 +40,57 @@ from torch.autograd import Variable
 from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
 from flatshard._runtime import Runtime
 
-# The id of the running graph task, -1 outside backward; whether it was told to retain the graph, and whether it comes to a
-# node. Private API: there is no public way to ask.
+# The id of the running graph task, -1 outside of backward; whether it retains the graph; whether it will run a given node.
+# Private API: there is no public way to find out.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _will_run = torch._C._will_engine_execute_node
 
 
 class _Task:
-    """A graph task that has come to one of our units."""
+    """A graph task that has reached one of the units."""
 
     __slots__ = ("brings_gradients", "callback", "id")
 
     def __init__(self, task: int, callback: weakref.ref[Callable[[], None]]) -> None:
         self.id = task
-        self.brings_gradients = False  # to any unit
-        self.callback = callback  # dead when the engine has dropped the task
+        self.brings_gradients = False  # to at least one unit
+        self.callback = callback  # dead after the engine has dropped the task
 
 
 class Backward:
     """The backwards of all units on one process group."""
 
-    _holding: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()  # those with gradients for a later reduction
+    _holding: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()  # those that hold gradients for a later reduction
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.waits_early = runtime.streams is None  # for reductions: [Note: Reductions in flight]
-        # Units that ran forward with gradients and wait to be reduced, by first such forward. Reduced from the end. Held
-        # weakly: a forward without a backward must not keep its model alive.
+        # Units that ran forward with gradients and have yet to be reduced, in the order of their first such forward. They are
+        # reduced from the end. Weak references: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
-        self._ready: set[Unit] = set()  # those of them that are complete
+        self._ready: set[Unit] = set()  # open units that are complete
         self._tasks: list[_Task] = []  # outermost first
-        self.count = 0  # backwards that have come to a unit
-        self._records: dict[
-            Unit, BackwardRecord
-        ] = {}  # of the units that the backward under way has come to, or gathered
+        self.count = 0  # backwards that have reached a unit
+        self._records: dict[Unit, BackwardRecord] = {}  # units that the current backward has reached or gathered
         self._reducing: Unit | None = None
-        self._reduced: list[Unit] = []  # their gradients come into `.grad` at the end: see `_finish_reduction`
-        self._idle: dict[Unit, BackwardRecord] = {}  # that backward has come to, with no gradient in that graph task
-        # A graph of this backward is being built (create_graph), or one that was built is kept (retain_graph), in which
-        # no hook of ours is: its units stay unsharded.
+        self._reduced: list[Unit] = []  # `.grad` is set at the end of the backward: see `_finish_reduction`
+        self._idle: dict[Unit, BackwardRecord] = {}  # reached in a graph task that has no gradients for them
+        # The current backward builds a graph (create_graph), or a graph built so is retained (retain_graph). A backward of
+        # that graph runs none of flatshard's hooks, so units stay unsharded.
         self.keeps_unsharded = False
-        self._kept = False  # the last backward's did
-        self._retains_graph = False  # the one under way was told to
-        self._first_task = 0  # the id of its outermost graph task; ids grow
+        self._kept = False  # `keeps_unsharded` of the last backward
+        self._retains_graph = False  # whether the current backward retains its graph
+        self._first_task = 0  # the id of its outermost graph task; ids increase
 
     # -- before and during -------------------------------------------------------------------------------------------
 
     def expect(self, unit: Unit) -> None:
-        """``unit`` runs forward and may come back."""
+        """Called in the forward of ``unit``: a backward may reach it."""
         self._open.setdefault(unit.ref)
 
     def touch(self, unit: Unit) -> BackwardRecord:
-        """``unit`` is unsharded during backward: look after it at the end."""
+        """Called when ``unit`` is unsharded in backward: it is cleaned up at the end of the backward."""
         self._enter()
         if unit.record is None:
             unit.handle.sync_thawed()
@@ -100,7 +98,7 @@ class Backward:
         return unit.record
 
     def begin(self, unit: Unit) -> BackwardRecord:
-        """Backward is at ``unit``: await its gradients, and count what the running graph task will bring."""
+        """Called when backward reaches ``unit``: count the gradients that the running graph task has for it."""
         record, task = self.touch(unit), current_graph_task()
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
         if record.task is None:
@@ -111,7 +109,7 @@ class Backward:
         if task not in record.counted_tasks:
             record.counted_tasks.add(task)
             expected = self._expected(unit)
-            anchor = unit.anchor_node  # of a forward that passed by the unit: [Note: Taking part without running]
+            anchor = unit.anchor_node  # of a forward that skipped the unit: [Note: Taking part without running]
             skipped = anchor is not None and _will_run(anchor)
             if expected > 1 or not skipped:
                 unit.partial |= expected - skipped < len(unit.handle.gradient_nodes)
@@ -124,7 +122,7 @@ class Backward:
         return record
 
     def come_to(self, step: Step) -> None:
-        """Backward is at a forward of a unit: those that it has come to before get no more. [Note: What completes a unit]"""
+        """Called when backward reaches a forward of a unit. Completes idle units before it. [Note: What completes a unit]"""
         task, record = current_graph_task(), step.unit.record
         if record is None or record.finished_in != task:
             record = self.begin(step.unit)
@@ -142,7 +140,7 @@ class Backward:
                 early.finished_early = True
 
     def has_come_to(self, step: Step) -> bool:
-        """Whether the backward under way has come to a forward of a unit, in whichever of its graph tasks."""
+        """Whether the current backward has reached this forward, in any of its graph tasks."""
         return bool(self._tasks) and step.opened_in >= self._first_task
 
     def _enter(self) -> int:
@@ -158,7 +156,7 @@ class Backward:
                 self.count += 1
                 self._retains_graph, self._first_task = _keeps_graph(), task
             self._tasks.append(_Task(task, weakref.ref(end, self._on_death)))
-            # FSDP and DDP use this too; autograd has no public way to run something when a backward ends.
+            # FSDP and DDP use this, too: autograd has no public way to call a function at the end of a backward.
             Variable._execution_engine.queue_callback(end)
         return task
 
@@ -171,7 +169,7 @@ class Backward:
     # -- reducing ----------------------------------------------------------------------------------------------------
 
     def complete(self, unit: Unit) -> None:
-        """``unit`` has all gradients that will come in the graph task that it began in: reduce it, in order."""
+        """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order."""
         assert unit.record is not None
         self._idle.pop(unit, None)
         unit.handle.arrivals.pending = 0
@@ -180,13 +178,13 @@ class Backward:
                 self._ready.add(unit)
                 self._reduce_ready()
             else:
-                unit.handle.hold_gradients()  # it stays open: whoever reduces keeps the order
+                unit.handle.hold_gradients()  # the unit stays open, so that a later reduction keeps the order
                 self._holding.add(self)
         elif not unit.handle.holds_gradients:
             self._open.pop(unit.ref, None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
-        """Reduce what the canonical order allows. [Note: Every rank reduces in the same order]"""
+        """Reduce the complete units whose turn it is. [Note: Every rank reduces in the same order]"""
         if not self._ready:
             return
         allowed: list[Unit] = []
@@ -200,7 +198,7 @@ class Backward:
         for unit in allowed:
             self._reduce(unit)
             self._ready.remove(unit)
-            if unit.handle.replicas is None or unit.handle.reduces_replicas:  # else it stays open
+            if unit.handle.replicas is None or unit.handle.reduces_replicas:  # otherwise it stays open
                 del self._open[unit.ref]
 
     @staticmethod
@@ -218,7 +216,7 @@ class Backward:
         self._reducing = unit
 
     def _finish_reduction(self) -> None:
-        """The one under way. Under CPU offload only the device waits for it; the host does at the end, for all at once."""
+        """End the reduction in flight. Under CPU offload the host waits only at the end of backward, for all together."""
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
@@ -230,11 +228,11 @@ class Backward:
 
     def _finish_reductions(self) -> None:
         self._finish_reduction()
-        while self._reduced:  # the last one first: it was copied behind the others
+        while self._reduced:  # from the last: its copy to the host ends after the others
             self._reduced.pop().handle.finish_reduce()
 
     def finish_previous(self) -> None:
-        """Some of a unit's gradients have come. [Note: Reductions in flight]"""
+        """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
         if self._reducing is None:
             return
         if self._reducing.handle.replicas is None:
@@ -245,19 +243,19 @@ class Backward:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self, task: int) -> None:
-        """A graph task is over: complete what got less than expected; at the outermost, leave nothing behind."""
+        """End a graph task: complete units with fewer gradients than expected. In the outermost one, end the backward."""
         brings_gradients = any(t.brings_gradients for t in self._tasks if t.id == task)
         self._tasks = [t for t in self._tasks if t.id != task]
         try:
             self._finish(task, brings_gradients)
         except BaseException:
-            self.recover()  # what has not been reduced must not come into the next step's gradients
+            self.recover()  # otherwise these gradients would be added to those of the next step
             raise
 
     def _complete_all(self, units: Iterable[Unit], brings_gradients: bool) -> None:
-        """Complete units of which this rank may have left out what is in another rank's graph, which then waits for us.
+        """Complete units that this rank may not have used. Other ranks may have, and then wait for the reduction.
 
-        Not so where no unit gets a gradient: that is ``torch.autograd.grad`` with respect to inputs.
+        Nothing is reduced if no unit gets a gradient: ``torch.autograd.grad`` with respect to inputs.
         """
         for unit in units:
             assert unit.record is not None
@@ -268,7 +266,7 @@ class Backward:
         self._complete_all([u for u in self._open_units() if u.record and u.record.task == task], brings_gradients)
         if self._tasks:
             return
-        if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none
+        if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none to them
             self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
         self._reduce_all()
         if brings_gradients and Backward._holding:
@@ -279,7 +277,7 @@ class Backward:
         self._runtime.wait_for_host_reads()
 
     def _reduce_held_inside(self) -> None:
-        """The same for units on other process groups, left out, inside those that this backward has come to."""
+        """Also reduce what units on other process groups hold, if they are inside units of this backward and were not run."""
         others = [b for b in Backward._holding if b is not self and b.is_idle]
         if not others:
             return
@@ -289,18 +287,18 @@ class Backward:
             context.backward.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
 
     def reduce_held(self, units: Collection[Unit]) -> None:
-        """Outside of a backward: reduce what earlier ones hold for ``units``."""
+        """Outside of a backward: reduce the gradients that earlier backwards hold for ``units``."""
         self._ready.update(u for u in self._open_units() if u in units and u.handle.wants_reduction)
         self._reduce_all()
 
     def _reduce_all(self) -> None:
-        """Reduce every complete unit, and wait for all reductions."""
+        """Reduce all complete units, and wait for all reductions."""
         try:
             self._reduce_ready(all_of_them=True)
             for ref in [ref for ref in self._open if ref() is None]:
                 del self._open[ref]
             self._finish_reductions()
-        except BaseException:  # of a user's hook
+        except BaseException:  # may come from a user's hook
             self.recover(drop_held=True)
             raise
         if self in self._holding and not any(unit.handle.wants_reduction for unit in self._open_units()):
@@ -318,18 +316,18 @@ class Backward:
                 unit.free_if_unused()
 
     def _on_death(self, callback: object) -> None:
-        """The engine dropped a graph task, perhaps because of an exception. Then ``zero_grad`` must find the user's
-        parameters; the rest waits for the next forward (this may run in the middle of anything).
+        """The engine dropped a graph task, perhaps after an exception. Then register the user's parameters, which
+        ``zero_grad`` needs. The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.is_stale:
             for unit in self._records:
                 unit.show()
 
     def recover(self, drop_held: bool = False) -> None:
-        """After an exception in backward: drop its gradients, free everything.
+        """After an exception in backward: drop its gradients, and free everything.
 
-        Also of reductions under way: the user has called ``zero_grad`` by now, and they would come after it. And those that
-        earlier backwards hold, as this one has added to some of them.
+        This includes reductions in flight: the user may have called ``zero_grad`` already, and they would set ``.grad`` after
+        it. It includes gradients held by earlier backwards, as this backward has added to some of them.
         """
         drop_held |= bool(self._tasks)
         self._tasks.clear()
@@ -348,10 +346,10 @@ class Backward:
 
     @property
     def is_idle(self) -> bool:
-        """No backward has come to a unit, or all that did are over."""
+        """Whether no backward that reached a unit is running."""
         return not self._tasks
 
     @property
     def is_stale(self) -> bool:
-        """Whether a backward died of an exception and was not cleaned up after."""
+        """Whether a backward failed with an exception and has not been cleaned up."""
         return any(t.callback() is None for t in self._tasks)

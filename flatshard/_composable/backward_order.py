@@ -1,10 +1,10 @@
-"""What to gather for backward, and in which order.
+"""Which units are gathered for backward, and in which order.
 
 [Note: One order of gathers in backward]
-Backward comes to a unit and to the last one inside it at one node, where the one returned what the other did, else one
-after the other, and perhaps with a recomputation in between. Which it is may depend on the data of a rank, and a rank that
-passes by a unit cannot see it. So all cases have one order: a unit is gathered before those inside it (``gather``), and
-when it is recomputed, the one inside it that backward needs first before the one that ran first (``gather_last_inside``).
+Backward may reach a unit and the last unit inside it at the same node (if the outer one returned the inner one's output), or
+one after the other, perhaps with a recomputation in between. This may depend on a rank's data, and a rank that skips a unit
+cannot know. So the order is the same in all cases. A unit is gathered before the units inside it (``gather``). When it is
+recomputed, the inner unit that backward needs first comes before the one that ran first (``gather_last_inside``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flatshard._config import BackwardPrefetch
 
 
 def is_finished(unit: Unit) -> bool:
-    """Whether the graph task that runs now has brought ``unit`` all its gradients."""
+    """Whether ``unit`` has all its gradients from the running graph task."""
     return unit.record is not None and unit.record.finished_in == current_graph_task()
 
 
 def gather(unit: Unit) -> None:
-    """Gather what backward will come to, or has come to, unless it is done with it."""
+    """Gather a unit that backward has reached or will reach, unless the unit is finished."""
     if unit.handle.is_sharded and not is_finished(unit):
         for needed in unit.needs:
             unit.context.backward.touch(needed)
@@ -31,7 +31,7 @@ def gather(unit: Unit) -> None:
 
 
 def gather_last_inside(step: Step) -> None:
-    """Backward has come to a unit by ``step``, and the unit is about to be recomputed."""
+    """Called when a unit that backward reached by ``step`` is about to be recomputed."""
     last = step
     while last.previous is not None and last.unit in last.previous.outer:
         last = last.previous
@@ -42,13 +42,13 @@ def gather_last_inside(step: Step) -> None:
 
 
 def prefetches(unit: Unit) -> bool:
-    """Whether the next unit is gathered before this one's backward computes."""
+    """Whether the next unit is gathered before this unit's backward computes."""
     when = unit.config.backward_prefetch
     return when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_prefetch is not None)
 
 
 def prefetch_before(step: Step) -> None:
-    """Gather what comes after this step in backward, or what the user chose to be gathered meanwhile."""
+    """Gather the unit that comes after this step in backward, or the units that the user chose instead."""
     for unit in _next(step):
         if not is_finished(unit):
             for needed in unit.needs:
@@ -60,6 +60,7 @@ def _next(step: Step) -> Iterable[Unit]:
     if step.unit.backward_prefetch is not None:
         return step.unit.backward_prefetch
     before = step.previous
-    if before is None or step.unit.context.backward.has_come_to(before):  # as where ``step`` is of a unit around it
+    # Backward has reached `before` already if `step` is of an enclosing unit.
+    if before is None or step.unit.context.backward.has_come_to(before):
         return ()
     return (before.unit,)

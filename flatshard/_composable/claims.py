@@ -1,14 +1,14 @@
-"""Why a unit is unsharded, and what its modules show meanwhile.
+"""Claims: the reasons why a unit is unsharded, and what its modules show meanwhile.
 
 [Note: Claims]
-A claim is one reason: a forward under way, ``summon_full_params``, ``keep_unsharded``. A unit lists its claims, the outermost
-first. The last one that shows anything decides what is registered in the modules, and the storage stays while any claim
-pins it. Who made a claim releases that very one, and the rest follows from those that are left. After an exception that
-skipped hooks, the claims of forwards that are gone are dropped and no others: a ``summon_full_params`` around them keeps
-what it shows.
+A claim is one reason: a running forward, ``summon_full_params``, ``keep_unsharded``. A unit lists its claims, the outermost
+first. The last claim that shows anything decides which parameters are registered in the modules, and the storage stays while
+any claim pins it. The code that made a claim removes exactly this claim; the remaining ones decide what happens then. After
+an exception that skipped hooks, only the claims of forwards that have ended are dropped: a ``summon_full_params`` around
+them keeps its own claim.
 
-What has no claim is free to go: parameters that stay unsharded from a forward to its backward, that the user unsharded, or
-that were gathered ahead. Who leaves them decides that, and the next forward looks whether they are outdated.
+Parameters may also be unsharded without a claim: those that stay from a forward to its backward, that the user unsharded, or
+that were prefetched. Nothing keeps these from being freed, and the next forward checks whether they are outdated.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from flatshard._handle.slots import Shown
 
 
 class Claim:
-    """That of one forward, or of what a subclass says."""
+    """The claim of a forward. Subclasses have other reasons."""
 
     __slots__ = ("pins", "shows")
 
-    uses = True  # whether it relies on the values; False: it only wants the storage to stay, outdated or not
-    by_user = False  # the user looks at what it shows
+    uses = True  # relies on the current values; False: only wants the storage to stay, even with outdated values
+    by_user = False  # the user works with the parameters that it shows
 
     def __init__(self) -> None:
-        self.shows: Shown | None = None  # None: what the claims before it show
-        self.pins = True  # whether the unsharded storage must stay
+        self.shows: Shown | None = None  # the parameters to register; None: as the previous claim says
+        self.pins = True  # the unsharded storage must stay
 
     def check_forward(self, grad: bool) -> None:
-        """Raise if the unit must not run a forward inside. ``grad``: with gradients."""
+        """Raise if the unit must not run a forward under this claim. ``grad``: grad mode is on."""
 
     def check_backward(self) -> None:
-        """Raise if backward must not come to the unit inside."""
+        """Raise if backward must not reach the unit under this claim."""

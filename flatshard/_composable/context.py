@@ -1,7 +1,7 @@
-"""What all units on one process group and device share: the runtime, the forwards under way, the backward.
+"""The state that all units on one process group and device share: the runtime, the running forwards, the backward.
 
-Shared per group, not per root: so several models interleave their collectives in one order, prefetch works across
-manually nested units, and no unit needs to know which one is the root.
+It is shared per group, not per root. So several models issue their collectives in one order, prefetching works across units
+that were sharded by separate calls, and no unit needs to know which one is the root.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
 class Context:
-    """One per runtime: see ``of``."""
+    """The shared state of the units on one runtime. There is one per runtime: see ``of``."""
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
-    """Called with the outermost unit before the next pass starts, and before those after it as long as they return True."""
+    """Called with the outermost unit before a pass starts. A check is removed when it returns False."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.backward = Backward(runtime)
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
-        self.last_step: Step | None = None  # of the current pass
-        self._forwards: list[Forward] = []  # under way, outermost first
+        self.last_step: Step | None = None  # the latest step of the current pass
+        self._forwards: list[Forward] = []  # running now, outermost first
         self._order: ForwardOrder[Unit] = ForwardOrder()
-        self._prefetched: dict[Unit, None] = {}  # gathered ahead and not used yet
+        self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
         self._pools: dict[Collectives, BufferPool] = {}
         self.follow(runtime)
 
@@ -55,13 +55,13 @@ class Context:
         return found
 
     def pool_of(self, runtime: Runtime, static_buffers: bool) -> BufferPool | None:
-        """Where units with the collectives of ``runtime`` have their buffers; None: each in memory of its own."""
+        """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
         if not static_buffers and not hasattr(runtime.collectives, "allocate"):
             return None
         return self._pools.setdefault(runtime.collectives, BufferPool(runtime))
 
     def follow(self, runtime: Runtime) -> None:
-        """Have errors and the watch on ``runtime`` know where this rank is."""
+        """Make errors and the watch on ``runtime`` report how far this rank has come."""
         if runtime.progress is not None:
             to_self = weakref.ref(self)
             runtime.progress.place = lambda: None if (context := to_self()) is None else context._place()
@@ -73,16 +73,17 @@ class Context:
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit, in_backward: bool, frame: FrameType | None) -> Forward:
-        """``unit`` starts a forward; called from its pre-forward hook.
+        """Called when ``unit`` starts a forward, from its pre-forward hook.
 
-        ``frame`` is alive as long as the forward is. None: that of the module's ``__call__``, found from the hook's caller.
+        ``frame``: a Python frame that is alive during the forward. None: that of the module's ``__call__``, which is found
+        from the caller.
 
         Raises:
             RuntimeError: another thread is in a forward.
         """
         if frame is None:
             frame = sys._getframe(2)
-            while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # somebody wrapped the hook
+            while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # the hook may be wrapped
                 frame = frame.f_back
         if not in_backward and (not self._forwards or not _is_inside(frame, self._forwards[-1].frame)):
             self.settle(frame)
@@ -93,13 +94,13 @@ class Context:
         return forward
 
     def exit_forward(self, unit: Unit) -> Forward | None:
-        """``unit`` ends a forward. Returns None where it had not started one (an earlier hook raised)."""
+        """Called when ``unit`` ends a forward. Returns None if the forward never started (an earlier hook raised)."""
         if not self._forwards or self._forwards[-1].unit is not unit:
             return None
         return self._forwards.pop()
 
     def make_step(self, unit: Unit, in_backward: bool) -> Step:
-        """The forward of ``unit`` that has just ended, as backward may come back to it."""
+        """Create the step of the forward of ``unit`` that has just ended, for backward to reach."""
         step = Step(unit, None if in_backward else self.last_step, [forward.unit for forward in self._forwards])
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
@@ -111,16 +112,16 @@ class Context:
 
     @property
     def is_idle(self) -> bool:
-        """No forward is under way."""
+        """Whether no forward is running."""
         return not self._forwards
 
     def is_outermost(self, unit: Unit) -> bool:
-        """Whether the forward of ``unit`` that is under way was called from outside of all others."""
+        """Whether the running forward of ``unit`` is not inside another unit's forward."""
         return self._forwards[0].unit is unit and len(self._forwards) == 1
 
     @property
     def is_running(self) -> bool:
-        """Whether the caller is inside a forward or a backward: an interrupted one does not count."""
+        """Whether the caller is inside a forward or a backward. Interrupted ones do not count."""
         inside = bool(self._forwards) and _is_inside(sys._getframe(1), self._forwards[-1].frame)
         return inside or (current_graph_task() != -1 and not self.backward.is_idle)
 
@@ -135,7 +136,7 @@ class Context:
         self._order.start()
 
     def end_pass(self) -> None:
-        """The outermost unit's forward is over. Keep nothing of it: the model may be dropped before the next pass."""
+        """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.free_unused()
         self.last_step = None
         self._order = ForwardOrder()
@@ -145,17 +146,17 @@ class Context:
     # -- prefetching ---------------------------------------------------------------------------------------------------
 
     def next_forward(self, unit: Unit) -> Unit | None:
-        """Note that ``unit`` runs; the unit that is likely to run after it."""
+        """Record that ``unit`` runs now. Returns the unit that is likely to run next, or None."""
         return self._order.advance(unit)
 
     def ran_since(self, unit: Unit) -> list[Unit]:
-        """What has run since ``unit`` did, in this pass: inside it, where its forward has just ended."""
+        """The units that have run in this pass since ``unit`` started. At the end of its forward: those inside it."""
         return self._order.since(unit)
 
     def prefetch(self, unit: Unit, limit: int | None) -> None:
-        """Gather ``unit`` ahead of need. A hint: freed quietly if it is not used.
+        """Gather ``unit`` ahead of time. This is a hint: if the unit is not used, it is freed again.
 
-        ``limit``: on the bytes gathered ahead; a prefetch that would exceed it is left out.
+        ``limit``: in bytes, for all parameters gathered ahead. A prefetch that would exceed it is not done.
         """
         if limit is not None and self._bytes_ahead(unit) > limit:
             return
@@ -166,30 +167,30 @@ class Context:
                 if self._forwards:
                     needed.handle.check_parameters()
                 needed.handle.unshard(again=not self._forwards)
-                if self._forwards or (needed.claims and needed.is_kept):  # in backward nobody asks
+                if self._forwards or (needed.claims and needed.is_kept):  # in backward the version is not needed
                     needed.note_gathered()
                 needed.gathered_in = self.pass_id
                 self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:
-        """Bytes of unsharded parameters gathered ahead and not used yet, with those of ``unit``."""
+        """Bytes of unsharded parameters that are gathered ahead and not used yet, including those of ``unit``."""
         ahead = {u for u in self._prefetched if not u.handle.is_sharded}
         ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
         return sum(u.handle.unsharded_nbytes for u in ahead)
 
     def make_room(self, unit: Unit) -> None:
-        """Where another unit is using the memory that ``unit`` needs now, find a way. pool.py, [Note: Static buffers]"""
+        """Free the memory that ``unit`` needs, if another unit is using it. pool.py, [Note: Static buffers]"""
         if unit.handle.is_blocked:
             self.free_unused()
             if not unit.steps:
                 unit.handle.unblock()
 
     def used(self, unit: Unit) -> bool:
-        """``unit`` is needed now: if it was prefetched, that was right. Returns whether it was."""
+        """Called when ``unit`` is needed. Returns whether it had been prefetched."""
         return self._prefetched.pop(unit, False) is None
 
     def free_unused(self) -> None:
-        """Free what was prefetched and not used."""
+        """Free units that were prefetched and not used."""
         prefetched, self._prefetched = self._prefetched, {}
         for unit in prefetched:
             unit.free_unless_kept()
@@ -197,9 +198,9 @@ class Context:
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
     def settle(self, frame: FrameType | None = None) -> None:
-        """Drop what an exception left that skipped hooks (an interrupt, a failed backward). Nothing to do after others.
+        """Clean up after an exception that skipped hooks (an interrupt, a failed backward).
 
-        ``frame``: where the caller is; forwards that it is not inside are over. Default: the frame of the caller.
+        ``frame``: the caller's frame (default: found); forwards that do not enclose it are over.
 
         Raises:
             RuntimeError: another thread is in a forward.
@@ -216,19 +217,19 @@ class Context:
             self._settle_backward()
 
     def _settle_backward(self) -> None:
-        """A backward has not come to its end, and the caller is not inside it: it died, or another thread runs it.
+        """Clean up after a backward that has not ended and that the caller is not inside: it failed, or is on another thread.
 
-        On an accelerator the engine's own threads run it, which let go of it a moment after it died.
+        On an accelerator it always runs on the autograd engine's threads, and may still be registered just after it failed.
         """
         if not self.backward.is_stale and self.runtime.streams is None:
             raise RuntimeError(
-                "a backward of sharded modules is under way on another thread. Collectives of several threads would mix: run "
+                "a backward of sharded modules is running on another thread. Collectives of several threads would mix: run "
                 "all sharded modules of a process in one thread"
             )
         self.backward.recover()
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
-        """Those that ``frame`` is not inside. None: all."""
+        """Drop the running forwards that do not enclose ``frame``. None: all."""
         while self._forwards and (frame is None or not _is_inside(frame, self._forwards[-1].frame)):
             for needed, claim in self._forwards.pop().claims:
                 needed.claims.remove(claim)
@@ -237,7 +238,7 @@ class Context:
                     needed.handle.reshard()
 
     def _check_thread(self, frame: FrameType) -> None:
-        """Raise if another thread is in the last forward under way, which ``frame`` may be inside."""
+        """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
         last = self._forwards[-1]
         if _is_inside(frame, last.frame):
             return
@@ -248,9 +249,9 @@ class Context:
             )
 
     def recover(self, drop_held: bool = False) -> None:
-        """After an exception: be as between two steps.
+        """After an exception: restore the state between two steps.
 
-        ``drop_held``: gradients that earlier backwards hold (``no_sync``), too.
+        ``drop_held``: also drop gradients that earlier backwards hold (``no_sync``).
         """
         self._drop_forwards(None)
         self.backward.recover(drop_held)
@@ -258,7 +259,7 @@ class Context:
 
 
 def _is_inside(frame: FrameType, outer: FrameType) -> bool:
-    """Whether ``frame`` was called, through whatever is between, from ``outer``."""
+    """Whether ``frame`` was called, directly or indirectly, from ``outer``."""
     at: FrameType | None = frame
     while at is not None:
         if at is outer:

@@ -1,7 +1,7 @@
-"""The order in which units run forward, and from it the next one to gather.
+"""Records the order in which units run forward, to know which one to gather next.
 
-A hint, never a rule: where the order changes, one all-gather comes too early or too late, and the next pass knows the
-new order. Backward's order needs no record: see ``Step.previous``.
+The order is a hint, not a rule: if it changes, one all-gather comes too early or too late, and the next pass has the new
+order. Backward's order needs no such record: see ``Step.previous``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ForwardOrder(Generic[T]):
-    """The units of the passes that start at one outermost unit, as the last of them used the units."""
+    """The units that ran in the current and in the last pass of one outermost unit, in order."""
 
     __slots__ = ("_current", "_previous")
 
@@ -23,12 +23,12 @@ class ForwardOrder(Generic[T]):
         self._current: list[T] = []
 
     def start(self) -> None:
-        """A new pass begins."""
+        """Begin a new pass."""
         self._previous, self._current = self._current, self._previous
         self._current.clear()
 
     def advance(self, unit: T) -> T | None:
-        """``unit`` runs now: the one that followed it in the last pass, if any."""
+        """Record that ``unit`` runs now. Returns the unit that followed it in the last pass, or None."""
         previous, at = self._previous, len(self._current)
         self._current.append(unit)
         if at >= len(previous) or previous[at] is not unit:
@@ -38,7 +38,7 @@ class ForwardOrder(Generic[T]):
         return previous[at + 1] if at + 1 < len(previous) else None
 
     def since(self, unit: T) -> list[T]:
-        """What has run after ``unit`` did last, in this pass."""
+        """The units that have run in this pass since ``unit`` last did."""
         current = self._current
         at = len(current)
         while at and current[at - 1] is not unit:
@@ -47,10 +47,11 @@ class ForwardOrder(Generic[T]):
 
 
 class ChosenUnits(Generic[T]):
-    """Units to gather ahead of another, chosen by the user in place of the recorded order.
+    """Units to gather ahead while another one computes, chosen by the user instead of the recorded order.
 
-    Held weakly: another model may be among them. A deep copy names the copies of those that were copied with it. They may
-    not be made yet, and to make them from here would recurse as deep as the chain of units is long; so it looks at first use.
+    The references are weak: units of another model may be among them. A deep copy refers to the copies of those units that
+    are copied with it. These copies may not exist yet, and to copy them here would recurse as deep as the chain of units is
+    long. So they are looked up at the first use.
     """
 
     __slots__ = ("_copies", "_refs")
@@ -67,7 +68,7 @@ class ChosenUnits(Generic[T]):
 
     @staticmethod
     def note_copy(unit: T, copied: T, memo: dict[int, Any]) -> None:
-        """``copied`` is the copy of ``unit`` in the deep copy under way."""
+        """Record in ``memo`` that ``copied`` is the deep copy of ``unit``."""
         memo.setdefault(id(ChosenUnits), {})[weakref.ref(unit)] = copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChosenUnits[T]:

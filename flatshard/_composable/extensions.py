@@ -1,9 +1,9 @@
-"""The seams of the core: what features plug into, without the core knowing them by name.
+"""The seams of the core: features plug in here, so that the core need not know them.
 
 [Note: Features]
 An :class:`Extension` takes part in ``fully_shard``. For each unit it may return a :class:`ForwardFeature`, which takes part
-in the unit's forwards from then on. They are fixed when the unit is made: a feature that does not concern a unit costs it
-nothing. ``flatshard/_extensions.py`` says which there are.
+in the unit's forwards from then on. A unit's features are fixed when it is created, so a feature that does not concern a unit
+costs it nothing. ``flatshard/_extensions.py`` lists the extensions.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from flatshard._composable.state import Unit
 class ForwardFeature:
     """What one feature does around the forwards of one unit. A subclass overrides the methods that it needs.
 
-    A deep copy of the module makes one of the feature: see ``UnitHooks.__deepcopy__``.
+    A deep copy of the module copies the feature, too: see ``UnitHooks.__deepcopy__``.
     """
 
     def passes(self) -> bool:
-        """Before a forward: whether the unit's hooks are to leave it alone."""
+        """Called before a forward. Returns whether the unit's hooks should do nothing in this forward."""
         return False
 
     def passed(self, output: Any) -> None:
-        """After a forward that was left alone: the module has returned ``output``."""
+        """Called after a forward in which the hooks did nothing. ``output``: what the module returned."""
 
     def enter(self, forward: Forward) -> None:
-        """Before the unit is gathered. May show the parameters in another way, and set ``forward.gathers`` to False."""
+        """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False."""
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """When the parameters are there. Returns the arguments to use instead, or None."""
+        """Called when the parameters are unsharded. Returns new arguments, or None."""
 
     def after(self, forward: Forward, output: Any) -> Any:
-        """When the module has returned ``output``. Returns what to return instead, or None."""
+        """Called when the module has returned ``output``. Returns a new output, or None."""
 
     def leaving(self, outputs: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-        """Of a forward with gradients: tensors besides ``outputs`` through which backward may come back to the unit."""
+        """Called with grad mode on. Returns tensors besides ``outputs`` through which backward may reach the unit."""
         return ()
 
     def reduced(self) -> None:
-        """The unit's gradients have come into ``.grad``."""
+        """Called when the unit's reduced gradients have been set in ``.grad``."""
 
 
 F = TypeVar("F", bound=ForwardFeature)
 
 
 class Link(Generic[F]):
-    """A unit's feature, for hooks on modules inside the unit: they are copied with their modules.
+    """A reference to a unit's feature, for hooks on modules inside the unit, which are copied with their modules.
 
-    A copy leads to no feature until the unit is copied, which must begin with its module; nor where an inner module is
-    copied alone.
+    A copy of the link refers to no feature until the unit has been copied, which must begin with the unit's module. If an
+    inner module is copied alone, its link never refers to one.
     """
 
     def __init__(self, feature: F | None) -> None:
@@ -71,10 +71,10 @@ class Link(Generic[F]):
         return Link(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Link, (self.feature,)  # whose unit refuses, and says what to do
+        return Link, (self.feature,)  # pickling the feature's unit raises an error that says what to do
 
     def give_to_copy(self, feature: F, memo: dict[int, Any]) -> Link[F]:
-        """The copy by ``memo``, which leads to ``feature`` from now on."""
+        """Make the copy of this link in ``memo`` refer to ``feature``, and return it."""
         result = copy.deepcopy(self, memo)
         result._ref = weakref.ref(feature)
         return result
@@ -84,20 +84,20 @@ class Extension:
     """What one feature does in a call of ``fully_shard``. A subclass overrides the methods that it needs."""
 
     def prepare(self, module: nn.Module) -> None:
-        """Before anything is changed."""
+        """Called before anything is changed."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature | None:
-        """``unit`` is made; ``modules`` are its module and the submodules that belong to no other unit."""
+        """Called for each new unit. ``modules``: its module and the submodules that belong to no other unit."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
-        """All units are ``made``."""
+        """Called when all units have been ``made``."""
 
 
 _extensions: list[Extension] = []
 
 
 def use(*extensions: Extension) -> None:
-    """Have every later ``fully_shard`` use ``extensions``, in this order, after those of earlier calls."""
+    """Make every later ``fully_shard`` use ``extensions``, in this order, after those of earlier calls."""
     _extensions.extend(extensions)
 
 

@@ -1,4 +1,4 @@
-"""Which units a verb is about: those of the module that the user passes, or an error that says where they are."""
+"""Finds the units of the module that a user passes to a public function. If there are none, the error says where they are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flatshard._names import HIDDEN
 
 
 def unit_for(module: nn.Module, verb: str) -> Unit:
-    """The unit that ``module`` is, or that ``checkpoint_wrapper`` has wrapped in it."""
+    """The unit of ``module``, or of the module that ``checkpoint_wrapper`` has wrapped in it."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{verb} takes an nn.Module, got a {type(module).__name__}")
     inner = module
-    while unit_of(inner) is None and HIDDEN in inner._modules:  # names leave out what checkpoint_wrapper adds
+    while unit_of(inner) is None and HIDDEN in inner._modules:  # the wrapped module of checkpoint_wrapper
         inner = inner.get_submodule(HIDDEN)
     if (unit := unit_of(inner)) is not None:
         return unit
@@ -23,13 +23,13 @@ def unit_for(module: nn.Module, verb: str) -> Unit:
     owners = dict.fromkeys(owner for p in module.parameters() if (owner := owner_of(p)) is not None)
     if below := units_below(module):
         raise ValueError(
-            f"{verb}: this {kind} is not a unit, but units lie in it: {name_list(u.fqn for u in below)}. Call fully_shard on "
-            "it as well, or name one of these"
+            f"{verb}: this {kind} is not a unit, but contains units: {name_list(u.fqn for u in below)}. Call fully_shard on "
+            "it as well, or pass one of these"
         )
     if owners:
         raise ValueError(
-            f"{verb}: this {kind} is part of unit {name_list(u.fqn for u in owners)}, and is none itself: name that unit, or "
-            "give the module a unit of its own by the policy"
+            f"{verb}: this {kind} is part of unit {name_list(u.fqn for u in owners)}, and not a unit itself: pass that unit, "
+            "or make the module a unit by the policy"
         )
     raise ValueError(f"{verb}: nothing in this {kind} is sharded; call fully_shard first")
 
@@ -40,15 +40,15 @@ def units_for(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
 
 
 def units_registered_in(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
-    """The units whose parameters are registered in ``module``, owners of tied ones included."""
+    """The units whose parameters are registered in ``module``, including the owners of tied ones."""
     units: dict[Unit, None] = {}
     for unit in units_below(module, recurse):
         units.update(dict.fromkeys(unit.needs))
     if not units:
         if any(shard_info(p) is not None for p in module.parameters()):
             raise ValueError(
-                f"{verb}: this {type(module).__name__} is part of a unit, and is none itself: call it on the unit, or give "
-                "the module a unit of its own by the policy"
+                f"{verb}: this {type(module).__name__} is part of a unit, and not a unit itself: call it on the unit, or "
+                "make the module a unit by the policy"
             )
         raise ValueError(f"{verb}: nothing in this {type(module).__name__} is sharded; call fully_shard first")
     return list(units)

@@ -1,4 +1,4 @@
-"""Which flat parameters a unit gets, and how each is laid out over the ranks: planned without changing anything."""
+"""Plans the flat parameters of a unit and their layouts over the ranks, without changing anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, lay
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What is to be sharded of one parameter: of a tensor subclass, the plain tensor inside."""
+    """The shape of one parameter's tensor that is sharded. For a tensor subclass this is the plain tensor inside."""
 
     owned: PlannedParam
     shape: tuple[int, ...]
@@ -37,11 +37,11 @@ def _options(
     policy: MixedPrecision,
     offload: CPUOffload,
 ) -> FlatOptions:
-    """What a user's choices mean for one parameter, which is registered in ``modules``: the ``plain`` tensor of it."""
+    """The options of one parameter. ``plain``: the tensor that is sharded; ``modules``: where the parameter is registered."""
     placed = offload.offload_params, offload.pin_memory
     if not plain.is_floating_point() or any(policy.ignores(m) for m in modules):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
-    # What another dtype would mean to a tensor subclass only it knows: it keeps its own, with gradients reduced as said.
+    # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
     casts = policy.param_dtype is not plain.dtype and not isinstance(wrapping, TensorSubclass)
     compute = policy.param_dtype if casts else None
     return FlatOptions(
@@ -56,10 +56,10 @@ def _options(
 def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: list[int]) -> list[PlannedFlat]:
     """The flat parameters of ``unit`` over ``world_size`` ranks, in the order of their first parameters.
 
-    ``loads``: of each rank, the work of whole parameters so far; what these add is added.
+    ``loads``: the work on whole parameters of each rank so far. The work of these flat parameters is added.
 
     Raises:
-        TypeError: a callable layout returned something else.
+        TypeError: a callable layout did not return a layout.
         ValueError: a strict layout would exceed its limit on padding.
     """
     world_size = 1 if config.strategy is ShardingStrategy.NO_SHARD else world_size
@@ -70,7 +70,7 @@ def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: li
         options = _options(plain, wrapping, [m for m, _ in owned.slots], config.mixed_precision, config.cpu_offload)
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
-            layout = Elements()  # bytes
+            layout = Elements()  # sharded as bytes
         sizes = _Sizes(owned, tuple(plain.shape), tuple(plain.stride()), layout)
         groups.setdefault((plain.dtype, param.requires_grad, options), []).append(sizes)
     return [

@@ -1,4 +1,4 @@
-"""The record of a forward that is under way."""
+"""The record of a running forward."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from flatshard._composable.state import Unit
 
 
 class Forward:
-    """One forward of a unit that is under way."""
+    """One running forward of a unit."""
 
     __slots__ = ("claims", "frame", "gathers", "in_backward", "is_hooked", "unit")
 
     def __init__(self, unit: Unit, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
         self.frame = frame  # alive as long as the forward is
-        self.in_backward = in_backward  # a recomputation of activation checkpointing
-        self.is_hooked = True  # False: a feature left it alone
-        self.gathers = True  # False: a feature shows the parameters in another way
+        self.in_backward = in_backward  # recomputed by activation checkpointing
+        self.is_hooked = True  # False: a feature asked the hooks to do nothing
+        self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.claims = [(needed, Claim()) for needed in unit.needs]
         for needed, claim in self.claims:
             needed.claims.append(claim)

@@ -1,4 +1,4 @@
-"""``fully_shard``: the whole construction, as a table of contents."""
+"""``fully_shard``: the steps of the whole construction, in order."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def fully_shard(
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
     Returns the same object, of the same class, with the same FQNs. Between steps each parameter is the user's own
-    ``nn.Parameter``, holding this rank's part as a 1-D tensor; :func:`full_shape` tells the whole's shape. Inside forward
-    the modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
+    ``nn.Parameter``, holding this rank's part as a 1-D tensor; :func:`full_shape` gives the shape of the whole. Inside
+    forward the modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
 
     Example::
 
@@ -78,52 +78,52 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
 
     Args:
-        module: the module to shard. Submodules may have been sharded before by calls of their own; they stay as they are.
+        module: the module to shard. Submodules that earlier calls have sharded stay as they are.
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
-            the policies of ``torch.distributed.fsdp.wrap`` too. None: ``module`` is a single unit.
+            also the policies of ``torch.distributed.fsdp.wrap``. None: ``module`` is a single unit.
         process_group: the ranks to shard over. Default: all. For the hybrid strategies: (ranks to shard over, ranks that
             replicate this one's shard); default: shard within a node.
         device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``. For the hybrid strategies: 2-D, (replicate, shard).
         strategy: see :class:`ShardingStrategy`.
-        mixed_precision: see :class:`MixedPrecision`; FSDP1's and FSDP2's policies too.
-        cpu_offload: see :class:`CPUOffload`; True, FSDP1's and FSDP2's too.
-        ignored_states: modules or parameters to leave alone. Their gradients are the caller's affair.
+        mixed_precision: see :class:`MixedPrecision`; also the policies of FSDP1 and FSDP2.
+        cpu_offload: see :class:`CPUOffload`; also True, and the policies of FSDP1 and FSDP2.
+        ignored_states: modules or parameters that are not sharded. The caller must reduce their gradients.
         device_id: move parameters and buffers to this device first, one unit at a time.
-        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, whose
-            memory exists by then. Default: the module's ``reset_parameters()``. What results is broadcast from rank 0, so
-            a module is on meta on all ranks or on none; with ``sync_module_states`` it may be on some.
+        param_init_fn: called with each module that has its own parameters or buffers on the meta device, after their memory
+            has been allocated. Default: the module's ``reset_parameters()``. The result is broadcast from rank 0. So a module
+            must be on meta on all ranks or on none; with ``sync_module_states`` it may be on some.
         sync_module_states: give every rank the parameters and buffers of the group's rank 0.
-        backward_prefetch: when to gather the next unit in backward; None: not ahead.
-        forward_prefetch: gather the unit that followed this one in the last pass while this one computes.
-        prefetch_limit_bytes: on the unsharded parameters gathered ahead and not in use yet: a prefetch that would exceed
-            it is left out. None: no limit.
+        backward_prefetch: when to gather the next unit in backward; None: not ahead of time.
+        forward_prefetch: while a unit computes, gather the unit that came next in the last pass.
+        prefetch_limit_bytes: a limit for unsharded parameters that are gathered ahead and not in use yet. A prefetch that
+            would exceed it is not done. None: no limit.
         reshard_after_forward: free the parameters after forward, and gather them again for backward. None: as the strategy
-            says, where the outermost unit always keeps them. An int ``k`` that divides the number of ranks sharded over:
-            keep a k-th of them, in the compute dtype, and gather for backward among ``k`` consecutive ranks only, usually
-            those of a node. This makes process groups, so every rank of the world must make the same calls. All ranks: as
-            True; 1: as False. :func:`configure` changes it.
+            says, but the outermost unit always keeps them. An int ``k`` that divides the number of ranks sharded over: keep
+            a k-th of them, in the compute dtype, and gather for backward among ``k`` consecutive ranks only, usually those of
+            a node. This creates process groups, so every rank of the world must make the same calls. If ``k`` is the number
+            of ranks, it means True; 1 means False. :func:`configure` changes it.
         limit_all_gathers: must be True; see Raises.
-        collectives: what makes the collectives of these units, ``(group, device) -> Collectives``, in place of the
-            backend's own: :class:`QuantizedCollectives`, or a class that you write after :class:`Collectives`. A
-            :class:`CustomPolicy` may override it per unit.
+        collectives: a factory ``(group, device) -> Collectives`` for the collectives of these units, instead of the backend's
+            own: :class:`QuantizedCollectives`, or a class that you write like :class:`Collectives`. A :class:`CustomPolicy`
+            may override it per unit.
         layout: how parameters may be cut between ranks: :class:`Elements` (the default: anywhere), :class:`Rows`,
-            :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. By rows and whole, a rank's part
-            keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. What is
-            sharded as bytes (a tensor subclass with several tensors inside) has neither rows nor blocks: it is cut anywhere.
-
-        static_buffers: gather parameters into, and reduce gradients from, a few buffers that are made once and used in turn,
-            in place of memory that the device's allocator hands out each time. For CUDA graphs and registered buffers. It
-            takes the memory that two units and the outermost one take anyway, for good. Collectives with an ``allocate``
-            have their buffers so in any case. Two units that did not run at the same time in the first pass cannot later.
+            :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. With ``Rows`` and ``Whole`` a
+            rank's part keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. A
+            tensor subclass with several tensors inside is sharded as bytes, without rows or blocks: it is cut anywhere.
+        static_buffers: gather parameters into a few buffers that are allocated once and used in turn, and reduce gradients
+            from such buffers, instead of memory that the device's allocator provides each time. For CUDA graphs and
+            registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
+            case. Collectives with an ``allocate`` always use such buffers. Two units that did not run at the same time in
+            the first pass cannot do so later.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message says which and what to do. Nothing has been changed.
+        TypeError, ValueError: an argument is wrong; the message says which, and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
-            that shows only after its module's initialiser ran, the module is half sharded, and a note says so.
+            this is found after its module's initialiser ran, the module is half sharded, and a note says so.
         NotImplementedError: a parameter is a DTensor with another tensor subclass inside.
-        ValueError: ``limit_all_gathers=False``. What it lifts in FSDP1, a wait of the host that bounds memory, does not
-            exist here: memory is bounded by the order of streams, and the host never waits.
+        ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. This wait does
+            not exist here: the order of streams bounds memory, and the host never waits.
     """
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     config = unit_config(
@@ -138,7 +138,7 @@ def fully_shard(
         layout=layout,
         static_buffers=static_buffers,
     )
-    _refuse_what_has_no_meaning(limit_all_gathers)
+    _check_limit_all_gathers(limit_all_gathers)
     validate.check_module(module)
     for extension in extensions():
         extension.prepare(module)
@@ -157,12 +157,12 @@ def fully_shard(
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
     if replicas is not None:
         context.follow(replicas)
-    for unit in planned:  # what it makes is seen to be usable
+    for unit in planned:  # raises if a factory's result is not usable
         context.runtime.using(choice.config_of(unit).collectives)
     for size in choice.inner_sizes(world_size):
         context.runtime.split(size)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
-    # Now, as the owner of a shared parameter initialises the modules of other units that it is registered in.
+    # Checked here, because the owner of a shared parameter initialises modules of other units that it is registered in.
     was_meta = {unit.module for unit in planned if materialize.is_on_meta(unit, ignored_params)}
 
     def prepare(unit: PlannedUnit) -> None:
@@ -179,11 +179,12 @@ def fully_shard(
         install(module, choice, made, extensions())
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
-            f"fully_shard registered new parameters in the place of tensor subclasses (DTensors, say), and something still "
-            f"holds the old {name_list(held)}. If it is an optimizer, it will not train them: build it after fully_shard",
+            "fully_shard registered new parameters in the place of tensor subclasses (such as DTensors), but something "
+            f"still holds the old {name_list(held)}. If it is an optimizer, it will not train them: build it after "
+            "fully_shard",
             stacklevel=2,
         )
-    for unit_below in units_below(module):  # units of earlier calls have had names from there
+    for unit_below in units_below(module):  # units of earlier calls have FQNs that start further in
         if unit_below.module not in made:
             unit_below.rename(names[unit_below.module])
     return module
@@ -191,10 +192,10 @@ def fully_shard(
 
 @dataclass(frozen=True)
 class Choice:
-    """What the arguments of one call make of a module, known before anything is changed, and without a process group."""
+    """The units of one call with their options: known before anything is changed, and without a process group."""
 
     planned: list[PlannedUnit]
-    config: UnitConfig  # of the call
+    config: UnitConfig  # from the arguments of the call
     configs: dict[nn.Module, UnitConfig]  # where a CustomPolicy overrides it
     ignored: set[nn.Module]
     ignored_params: set[nn.Parameter]
@@ -203,7 +204,7 @@ class Choice:
         return self.configs.get(unit.module, self.config)
 
     def inner_sizes(self, world_size: int) -> list[int]:
-        """The numbers of ranks that units reshard to after forward, ascending, where that is not one or all."""
+        """The numbers of ranks that units reshard to after forward, if neither 1 nor all. Ascending."""
         values = (as_reshard_after_forward(c.reshard_after_forward, world_size) for c in self._all_configs)
         return sorted({v for v in values if v is not None and not isinstance(v, bool)})
 
@@ -212,7 +213,7 @@ class Choice:
         return [self.config, *self.configs.values()]
 
     def check_layouts(self, world_size: int) -> list[str]:
-        """Plan layouts other than the default: says where one is not as asked for.
+        """Plan layouts other than the default. Returns a warning for each that cannot be used.
 
         Raises:
             TypeError, ValueError: see ``plan_flats``.
@@ -230,7 +231,7 @@ def choose(
     ignored_states: Iterable[nn.Module | nn.Parameter] | None,
     world_size: int,
 ) -> Choice:
-    """Which units ``module`` gets over ``world_size`` ranks, which parameters each owns, and what was chosen for each.
+    """Choose the units of ``module`` over ``world_size`` ranks, the parameters that each owns, and its options.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -242,7 +243,7 @@ def choose(
     configs = {m: _override(config, given, m) for m, given in overrides.items()}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
     choice = Choice(planned, config, configs, ignored, ignored_params)
-    choice.inner_sizes(world_size)  # they have a meaning
+    choice.inner_sizes(world_size)  # raises if a reshard_after_forward is wrong
     validate.check_order(module, planned)
     return choice
 
@@ -250,10 +251,10 @@ def choose(
 def build(
     choice: Choice, context: Context, replicas: Runtime | None, prepare: Callable[[PlannedUnit], None]
 ) -> dict[nn.Module, Unit]:
-    """Shard the parameters of every unit. ``install`` comes next. ``prepare`` is called with each just before."""
+    """Shard the parameters of every unit, and call ``prepare`` with each before. ``install`` must follow."""
     made: dict[nn.Module, Unit] = {}
     loads = [0] * context.runtime.world_size
-    for unit in choice.planned:  # one by one, so that at most one is whole on the device
+    for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
         prepare(unit)
         made[unit.module] = _make_unit(unit, context, replicas, choice.config_of(unit), loads)
     for unit in choice.planned:
@@ -262,7 +263,7 @@ def build(
 
 
 def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], using: Sequence[Extension]) -> None:
-    """Hook the units that were built of ``choice``, and have the features of ``using`` take part in them."""
+    """Install the hooks of the units from ``build``, and attach the features of the extensions in ``using``."""
     for planned in choice.planned:
         unit = made[planned.module]
         features = [extension.attach(unit, planned.modules) for extension in using]
@@ -273,7 +274,7 @@ def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], usin
 
 @contextlib.contextmanager
 def _changing(module: nn.Module) -> Iterator[None]:
-    """From here on an error leaves ``module`` half sharded (undoing it would take communication): say so."""
+    """Add a note to errors: from here on they leave ``module`` half sharded, as undoing it would take communication."""
     try:
         yield
     except BaseException as e:
@@ -294,7 +295,7 @@ def unit_config(
     layout: Any,
     static_buffers: Any = False,
 ) -> UnitConfig:
-    """What the arguments of ``fully_shard`` mean for a unit.
+    """Turn arguments of ``fully_shard`` into the options of a unit.
 
     Raises:
         TypeError, ValueError: one of them is wrong.
@@ -329,16 +330,16 @@ def unit_config(
     )
 
 
-def _refuse_what_has_no_meaning(limit_all_gathers: bool) -> None:
+def _check_limit_all_gathers(limit_all_gathers: bool) -> None:
     if limit_all_gathers is not True:
         raise ValueError(
-            "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and memory is bounded "
-            "by the order of streams. Leave the argument out"
+            "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and the order of streams "
+            "bounds memory. Omit the argument"
         )
 
 
 def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> UnitConfig:
-    """``config`` with what a CustomPolicy said for one module."""
+    """``config`` with the arguments ``given`` that a CustomPolicy returned for one module."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     given = {("strategy" if key == "sharding_strategy" else key): value for key, value in given.items()}
     if unknown := [key for key in given if key not in fields]:
@@ -352,7 +353,7 @@ def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> U
     if result.strategy.is_hybrid != config.strategy.is_hybrid:
         raise ValueError(
             f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: hybrid and "
-            "other strategies take different process groups, so shard it by a call of its own"
+            "other strategies take different process groups, so shard this module in a separate call"
         )
     return result
 
@@ -363,7 +364,7 @@ def _as_device(device_id: int | torch.device | str | None) -> torch.device | Non
     kind = validate.default_device().type
     device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     if device.type == "cpu":
-        return torch.device("cpu")  # without the index: tensors on it say "cpu", and "cpu" is not equal to "cpu:0"
+        return torch.device("cpu")  # without an index: the device of tensors is "cpu", which does not equal "cpu:0"
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device
@@ -390,7 +391,7 @@ def _make_unit(
 
 
 def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None:
-    """Tell ``unit`` whose parameters it needs besides its own, and take over their registrations in it."""
+    """Find the other units whose parameters ``unit`` needs, and add their registrations in it to these units."""
     needs = [unit, *(made[m] for m in planned.uses)]
     for module, name, param in planned.foreign:
         owner = owner_of(param)

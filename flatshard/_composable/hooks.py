@@ -1,25 +1,25 @@
 """The forward and backward hooks of a unit. The only file that registers hooks.
 
-For a unit under FULL_SHARD, one training step is::
+One training step of a unit under FULL_SHARD::
 
-    pre-forward    gather, prefetch the next; register the compute parameters
+    pre-forward    gather; prefetch the next unit; register the compute parameters
     (forward)
     post-forward   hook the outputs; register the sharded parameters; free
-    pre-backward   gather, prefetch the one before
-    (backward)     gradients stay where autograd puts them; the first few end the reduction before (on CPU)
-    complete       free; copy them into the reduction's input and start it
+    pre-backward   gather; prefetch the previous unit
+    (backward)     gradients stay where autograd puts them; the first few end the previous reduction (on CPU)
+    complete       free; copy the gradients into the reduction input; start the reduction
 
 [Note: What is registered when]
 The compute parameters are registered inside forward, and in backward until the unit is complete (a checkpoint inside
-the unit recomputes from them). Between the two a unit may stay unsharded (SHARD_GRAD_OP, the outermost unit), but
-``module.parameters()`` are the user's own: so ``model.zero_grad()``, ``p.requires_grad_()`` and the like do at that point
-what they do at any other. A backward that dies registers the user's parameters as it does (``Backward._on_death``).
+the unit recomputes from them). In between a unit may stay unsharded (SHARD_GRAD_OP, the outermost unit), but
+``module.parameters()`` are the user's own. So ``model.zero_grad()``, ``p.requires_grad_()`` and the like do the same there as
+at any other time. When a backward fails, the user's parameters are registered at once (``Backward._on_death``).
 
 [Note: Freeing in backward]
-All gradients of a unit being there means that its parameters were used for the last time, if all of them are
-trainable and in the graph. A frozen parameter's value is needed for the gradient of the input too, and one that is not in
-the graph may be hidden in a reentrant checkpoint: such a unit is freed when backward leaves it through its inputs
-(``_Leave``), or at the end of backward.
+When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
+the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
+the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
+inputs (``_Leave``), or at the end of backward.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from flatshard._handle.slots import SHARDED, UNSHARDED
 
 
 class UnitHooks:
-    """The hooks of one unit; they hold it, as its module holds them."""
+    """The hooks of one unit. They refer to it, and its module refers to them."""
 
     def __init__(self, unit: Unit, features: Sequence[ForwardFeature]) -> None:
         self.unit = unit
         self.features = features
-        # What each feature does at each seam, where it does anything. extensions.py, [Note: Features]
+        # The methods that features override, by seam. extensions.py, [Note: Features]
         self._passes = _overridden(features, ForwardFeature.passes)
         self._passed = _overridden(features, ForwardFeature.passed)
         self._enter = _overridden(features, ForwardFeature.enter)
@@ -66,7 +66,7 @@ class UnitHooks:
 
     @classmethod
     def install(cls, unit: Unit, features: Sequence[ForwardFeature]) -> None:
-        """Make ``unit`` live."""
+        """Register the hooks on the unit's module."""
         hooks = cls(unit, features)
         unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
@@ -87,14 +87,14 @@ class UnitHooks:
         for group, buffers in enumerate(self.unit.handle.buffers):
             if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
                 for index, compute in enumerate(buffers.computes):
-                    # register_post_accumulate_grad_hook wants a parameter that requires grad at that moment.
+                    # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
                     compute.register_post_accumulate_grad_hook(self._make_gradient_hook(group, index))  # type: ignore[no-untyped-call]
                     compute.requires_grad_(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
-        """Copied with the module that holds it: the copy's gradient hooks are on the copied unit's parameters."""
+        """Copied with the module: the copy's gradient hooks are on the parameters of the copied unit."""
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)
@@ -104,7 +104,7 @@ class UnitHooks:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function`` as nn.Module.__call__ calls forward: between the hooks, the last of them in any case."""
+        """Call ``function`` between the hooks, as nn.Module.__call__ calls forward. The post-forward hook always runs."""
         module, output = self.unit.module, None
         try:
             changed = self.pre_forward(module, args, kwargs, sys._getframe())
@@ -117,10 +117,10 @@ class UnitHooks:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Returns arguments to use instead, or None. ``frame``: see ``Context.enter_forward``."""
+        """Returns new arguments, or None. ``frame``: see ``Context.enter_forward``."""
         unit = self.unit
         context = unit.context
-        in_backward = current_graph_task() != -1  # a recomputation of activation checkpointing
+        in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
         left_alone = False
         for passes in self._passes:
             left_alone |= passes()
@@ -170,9 +170,9 @@ class UnitHooks:
                 handle.reshard()
         elif unit.gathered_version != handle.version():
             raise RuntimeError(
-                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (an optimizer step, say) inside its "
-                "forward, a registered method of it or summon_full_params, which still shows the old values. Change them "
-                "outside"
+                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (by an optimizer step, for example) "
+                "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
+                "Change them outside"
             )
         if handle.is_sharded:
             if handle.has_static_buffers:
@@ -191,7 +191,7 @@ class UnitHooks:
         handle.slots.show(UNSHARDED)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Also called, with ``output`` None, when the forward raised. Returns an output to use instead, or None."""
+        """Returns a new output, or None. If the forward raised, this is called with None as ``output``."""
         unit = self.unit
         forward = unit.context.exit_forward(unit)
         if forward is None:
@@ -211,7 +211,7 @@ class UnitHooks:
             if not (in_backward or has_raised):
                 unit.ran_inside = unit.context.ran_since(unit)
             if torch.is_grad_enabled():
-                # A list or dict among the inputs may have taken tensors out, too.
+                # The module may have stored tensors in a list or dict that it was given.
                 filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
                 comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
             leaks = self._shows_parameters(output)
@@ -223,7 +223,7 @@ class UnitHooks:
         return changed
 
     def end_forward(self, forward: Forward, comes_back: bool, leaks: bool, in_backward: bool) -> None:
-        """Let go of the parameters. ``comes_back``: backward may need them; ``leaks``: the output shows them."""
+        """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
         context = self.unit.context
         outermost = context.is_idle
         for needed, claim in forward.claims:
@@ -232,7 +232,7 @@ class UnitHooks:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
-                record = needed.record  # where its gradients are still awaited, this was a recomputation
+                record = needed.record  # if its gradients are still awaited, this was a recomputation
                 if record is None or (record.task is None and not (in_backward and record.finished_early)):
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
@@ -246,13 +246,13 @@ class UnitHooks:
             context.end_pass()
 
     def _keep_inner_shards(self, needed: Unit) -> None:
-        """The step of the forward that ends now holds them for its backward."""
+        """Keep inner shards for backward, in the step of the forward that ends now."""
         step = self.unit.context.last_step
-        if step is not None and step.unit is self.unit:  # else the backward cannot be told from the outputs
+        if step is not None and step.unit is self.unit:  # otherwise no node of this forward was found
             step.kept = [*(step.kept or ()), needed.handle.keep_inner_shards()]
 
     def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
-        """Have backward come back through ``pre_backward``. Returns whether it can."""
+        """Make backward call ``pre_backward`` when it reaches an output. Returns whether it may reach one."""
         unit = self.unit
         nodes = set()
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
@@ -260,8 +260,8 @@ class UnitHooks:
             outputs += leaving(outputs)
         for tensor in outputs:
             if tensor.requires_grad:
-                # In-place changes of a view give it a new node and bypass the old; its base keeps the one we want. Not so
-                # where a custom function handed out its input: that view cannot be changed in place.
+                # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
+                # If a custom autograd function returned its input, its output is a view that cannot be changed in place.
                 is_view = tensor._is_view() and not isinstance(tensor.grad_fn, BackwardCFunction)
                 source = tensor._base if is_view and tensor._base is not None else tensor
                 if (node := source.grad_fn or tensor.grad_fn) is not None:
@@ -277,15 +277,15 @@ class UnitHooks:
         if not is_opaque(output):
             return False
         warnings.warn(
-            f"unit {self.unit.fqn or '<root>'!r} returned a {type(output).__name__}, in which flatshard finds no tensor: "
-            "its parameters stay unsharded until its backward is over. Return tensors in a tuple, dict or dataclass to "
+            f"unit {self.unit.fqn or '<root>'!r} returned a {type(output).__name__}, in which flatshard finds no tensor. So "
+            "its parameters stay unsharded until the end of backward. Return tensors in a tuple, dict or dataclass to "
             "have them freed after forward",
             stacklevel=2,
         )
         return True
 
     def _shows_parameters(self, output: Any) -> bool:
-        """Whether the output is (a view of) the unsharded parameters, which must then outlive this forward."""
+        """Whether the output contains the unsharded parameters or views of them, which must then stay in memory."""
         if self.unit.handle.is_alias:
             return False
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
@@ -296,7 +296,7 @@ class UnitHooks:
     def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Notice when backward leaves through the inputs. [Note: Freeing in backward]"""
+        """Call ``leave`` when backward leaves the unit through its inputs. [Note: Freeing in backward]"""
         values, spec = tree_flatten((args, kwargs))
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
@@ -308,7 +308,7 @@ class UnitHooks:
         return new_args, new_kwargs
 
     def pre_backward(self, step: Step, grads: Any) -> None:
-        """Backward comes to the unit, through one of its outputs."""
+        """Called when backward reaches the unit, through one of its outputs."""
         unit, task = self.unit, current_graph_task()
         record = unit.record
         if step.opened_in == task or (record and record.finished_in == task and not record.finished_early):
@@ -322,9 +322,8 @@ class UnitHooks:
             claim.check_backward()
         for needed in unit.needs:
             context.used(needed)
-            if (
-                needed.record and needed.record.finished_in == task
-            ):  # it has all its gradients; only its values are needed once more
+            # It has all its gradients, and only its values are needed once more.
+            if needed.record and needed.record.finished_in == task:
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
@@ -336,20 +335,20 @@ class UnitHooks:
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
-                "(an optimizer step, say), so its gradients would be wrong. Call backward before the step, or run forward "
-                "again after it"
+                "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
+                "run forward again after it"
             )
         if prefetches(unit):
             prefetch_before(step)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
-        # The one function that runs for every parameter and step, so it looks at little. It holds us weakly: a tensor's
-        # hooks are reached through autograd's nodes, where Python's garbage collector cannot see a cycle.
+        # This function runs for every parameter in every step, so it does little. It refers to the hooks weakly: a tensor's
+        # hooks are referred to by autograd's nodes, where Python's garbage collector cannot find a cycle.
         arrivals = self.unit.handle.arrivals
         take = functools.partial(self._take_gradient, weakref.ref(self), group, index)
 
         def on_gradient(param: torch.Tensor) -> None:
-            """Autograd has accumulated the gradient of one compute parameter: leave it there, or have it taken away."""
+            """Autograd has accumulated the gradient of one compute parameter. Fast path: count it, and leave it there."""
             if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at:
                 arrivals.pending -= 1
             else:
@@ -364,7 +363,7 @@ class UnitHooks:
         assert self is not None
         unit, arrivals, task = self.unit, self.unit.handle.arrivals, current_graph_task()
         trainable = unit.handle.buffers[group].requires_grad
-        if not trainable[index]:  # frozen since its forward: no gradient came, and none is counted
+        if not trainable[index]:  # frozen since its forward: there is no gradient, and none was counted
             return
         record = unit.record
         if record is None or task not in record.counted_tasks:
@@ -382,14 +381,14 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit = self.unit
         done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
-        if done:  # before the reduction's input takes as much
+        if done:  # before the reduction input is allocated
             self._free()
         unit.context.backward.complete(unit)
         if done:
             self._prefetch_after()
 
     def leave(self) -> None:
-        """Backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
+        """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
         unit, record = self.unit, self.unit.record
         if record is not None:
             record.leave()
@@ -409,7 +408,7 @@ class UnitHooks:
 
 
 def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The method of each feature that has one of its own."""
+    """The method of each feature that overrides it."""
     name = method.__name__
     return [getattr(each, name) for each in features if getattr(type(each), name) is not method]
 
@@ -420,7 +419,7 @@ def _call_all(functions: Iterable[Callable[[], None]]) -> None:
 
 
 class _Leave(torch.autograd.Function):
-    """The identity on a unit's inputs, whose backward tells the unit that it is over."""
+    """The identity on a unit's inputs. Its backward tells the unit that backward has left this forward."""
 
     @staticmethod
     def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

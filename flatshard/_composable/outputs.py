@@ -1,4 +1,4 @@
-"""The tensors in what a module returns."""
+"""Finds the tensors in a module's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_DEPTH = 6
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in an arbitrary structure: containers, dataclasses, objects with attributes."""
+    """The tensors in any structure of containers, dataclasses, and objects with attributes."""
     if isinstance(value, torch.Tensor):
         yield value
     elif value is None or isinstance(value, _PLAIN) or depth > _MAX_DEPTH:
@@ -39,7 +39,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def is_opaque(output: Any) -> bool:
-    """Whether a module's output is of a kind that may hide tensors from ``tensors_in``."""
+    """Whether ``output`` may contain tensors that ``tensors_in`` does not find."""
     return not (
         output is None
         or isinstance(output, (torch.Tensor, dict, list, tuple, set, frozenset, *_PLAIN))

@@ -1,10 +1,10 @@
-"""Which parameters each unit owns. All units are planned before any is flattened.
+"""Plans which parameters each unit owns. All units are planned before any is flattened.
 
 [Note: Shared parameters]
-A parameter that is registered in several units belongs to their lowest common ancestor among the units, once: to the last
-unit that all ways from the root to the parameter go through. (So a unit that two others share keeps what is its own.) The
-units in which it is registered too *use* that owner: it is unsharded for their forward and backward as well, so that each of
-them works standalone. A parameter that was sharded by an earlier call stays where it is and is used likewise.
+A parameter that is registered in several units belongs to one of them, their lowest common ancestor among the units: the last
+unit that is on every path from the root to the parameter. (So a unit that is shared by two others keeps its own parameters.)
+The other units in which it is registered *use* that owner: the owner is unsharded for their forward and backward, too, so
+that each of them works standalone. A parameter that an earlier call sharded keeps its owner and is used in the same way.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from flatshard._names import plain_name
 
 @dataclass
 class PlannedUnit:
-    """A unit to be made."""
+    """A unit to create."""
 
     module: nn.Module
     fqn: str
-    modules: list[nn.Module] = field(default_factory=list)  # its module and those that belong to no unit below it
+    modules: list[nn.Module] = field(default_factory=list)  # its module and all submodules that belong to no unit below
     owned: list[PlannedParam] = field(default_factory=list)
-    uses: list[nn.Module] = field(default_factory=list)  # modules of planned units that own parameters registered here
+    uses: list[nn.Module] = field(default_factory=list)  # modules of planned units whose parameters are registered here
     foreign: list[tuple[nn.Module, str, ShardedParameter]] = field(default_factory=list)  # sharded by an earlier call
 
     @property
     def holders(self) -> list[nn.Module]:
-        """Its modules, and those of units below that a shared parameter of this one is registered in."""
+        """Its modules, and modules of units below in which its shared parameters are registered."""
         return list(dict.fromkeys([*self.modules, *(m for o in self.owned for m, _ in o.slots)]))
 
 
 def walk(
     root: nn.Module, ignored: set[nn.Module], into_units: bool = False
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """(plain FQN, module, modules from ``root`` down to it), each path once, ignored ones left out.
+    """Yield (plain FQN, module, modules from ``root`` down to it) for each path, without ignored modules.
 
-    Modules that are units already are left out with all below them, unless ``into_units``.
+    Modules that are already units, and everything below them, are left out, unless ``into_units`` is True.
     """
     stack: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", root, (root,))]
     while stack:
@@ -61,13 +61,13 @@ def plan_units(
 ) -> list[PlannedUnit]:
     """Plan ``root`` and the ``chosen`` submodules as units, in module order.
 
-    Units in which no parameter is registered are dropped, except ``root``: it stays the place where a pass begins. Their
-    modules (which may have buffers) go to the unit around them.
+    Units without registered parameters are dropped, except ``root``, where a pass begins. Their modules (which may have
+    buffers) go to the enclosing unit.
     """
     units: dict[nn.Module, PlannedUnit] = {}
-    around: dict[nn.Module, tuple[nn.Module, ...]] = {}  # the chain of units down to each unit, outermost first
+    around: dict[nn.Module, tuple[nn.Module, ...]] = {}  # for each unit, the chain of units down to it, outermost first
     owned: dict[nn.Parameter, PlannedParam] = {}
-    # For each parameter the chains of units it was met under, outermost first.
+    # For each parameter, the chains of units down to its registrations, outermost first.
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     seen_slots: set[tuple[nn.Module, str]] = set()
     for fqn, module, path in walk(root, ignored):
@@ -106,5 +106,5 @@ def plan_units(
 
 
 def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
-    """The last module that is in all of them. [Note: Shared parameters]"""
+    """The last module that is in all chains. [Note: Shared parameters]"""
     return next(m for m in reversed(chains[0]) if all(m in chain for chain in chains))

@@ -1,14 +1,14 @@
-"""The policy walker: which submodules become units.
+"""Policies: which submodules become units.
 
 A policy may be
 
 - a module class, or a set, list or tuple of classes;
-- :class:`ModuleWrapPolicy` (the same, spelled out) or :class:`CustomPolicy` (a function of the module, which may answer
-  with keyword overrides for that unit);
+- :class:`ModuleWrapPolicy` (the same, spelled out) or :class:`CustomPolicy` (a function of the module, which may return
+  keyword arguments that override those of the call for this unit);
 - a callable ``(module, recurse, nonwrapped_numel) -> bool``, such as :func:`size_based_auto_wrap_policy`,
   :func:`transformer_auto_wrap_policy` or :func:`lambda_auto_wrap_policy` with ``functools.partial``.
 
-The policies of ``torch.distributed.fsdp.wrap`` are accepted too. They are known by their shape, not by import.
+The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are recognised by their attributes, without an import.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """``function(module)`` answers True (a unit), False (not), or a dict: a unit with these arguments of ``fully_shard``.
+    """``function(module)`` returns True (a unit), False (not), or a dict: a unit with these arguments of ``fully_shard``.
 
-    An empty dict is a False, as FSDP1 has it.
+    An empty dict counts as False, as in FSDP1.
 
     >>> CustomPolicy(lambda m: {"strategy": ShardingStrategy.SHARD_GRAD_OP} if m is model.head else isinstance(m, Block))
     """
@@ -67,7 +67,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """A unit whenever ``min_num_params`` elements have come together, counted from the leaves up."""
+    """A unit for every ``min_num_params`` elements, counted from the leaves up."""
     leaves = tuple(force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention})
     excluded = tuple(exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict})
     large = nonwrapped_numel >= min_num_params
@@ -86,20 +86,20 @@ def transformer_auto_wrap_policy(
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """A unit wherever ``lambda_fn(module)`` is true."""
+    """A unit for each module for which ``lambda_fn(module)`` is true."""
     return recurse or lambda_fn(module)
 
 
 def choose_units(
     root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> dict[nn.Module, Overrides]:
-    """The submodules of ``root`` that ``policy`` makes units, with the arguments each overrides.
+    """The submodules of ``root`` that ``policy`` makes units, with the arguments that it overrides for each.
 
-    ``root`` itself is a unit in any case; what the policy overrides for it counts. Units of earlier calls stay as they
-    are, with all below them.
+    ``root`` is always a unit; the policy's overrides for it are used. Units of earlier calls and everything below them
+    stay as they are.
 
     Raises:
-        ValueError: ``policy`` is none of the kinds above.
+        ValueError: ``policy`` is none of the above.
     """
     if policy is None:
         return {}
@@ -126,15 +126,15 @@ def choose_units(
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Whether this is the ``out_proj`` of an ``nn.MultiheadAttention``, which reads its weight and never calls it.
+    """Whether this is the ``out_proj`` of an ``nn.MultiheadAttention``, which uses its weight without calling it.
 
-    Hooks on it would never run, so its parameters belong to the unit around it.
+    Hooks on it would never run, so its parameters belong to the enclosing unit.
     """
     return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
-    """The classes that a policy of that kind names, ours or torch's."""
+    """The classes of a policy that is given by classes, flatshard's or torch's. None for other policies."""
     if isinstance(policy, ModuleWrapPolicy):
         return policy.module_classes
     if isinstance(policy, type | set | frozenset | list | tuple):
@@ -144,7 +144,7 @@ def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
 
 
 def _function_of(policy: Any) -> Callable[[nn.Module], bool | Overrides] | None:
-    """The function of a CustomPolicy, ours or torch's."""
+    """The function of a CustomPolicy, flatshard's or torch's. None for other policies."""
     if isinstance(policy, CustomPolicy):
         return policy.function
     torch_function: Callable[[nn.Module], bool | Overrides] | None = getattr(policy, "_lambda_fn", None)
@@ -164,7 +164,7 @@ def _checked_callable(policy: Any) -> Callable[..., bool]:
             f"policy={policy!r} cannot be called as policy(module=..., recurse=..., nonwrapped_numel=...): {e}. For a "
             "function of the module alone use CustomPolicy(function)"
         ) from None
-    except ValueError:  # a callable that tells no signature
+    except ValueError:  # a callable without a signature, such as one written in C
         pass
     checked: Callable[..., bool] = policy
     return checked
@@ -201,7 +201,7 @@ def _by_function(
                 chosen[module] = answer if isinstance(answer, dict) else {}
         else:
             raise ValueError(
-                f"the CustomPolicy function answered {answer!r} for a {type(module).__name__}; it must answer True, "
+                f"the CustomPolicy function returned {answer!r} for a {type(module).__name__}; it must return True, "
                 "False, or a dict of keyword arguments"
             )
     return chosen
@@ -215,8 +215,8 @@ def _walk(
     chosen: dict[nn.Module, Overrides],
     is_root: bool = False,
 ) -> int:
-    """The recursion that FSDP1 runs on callables: children first, each told how many elements no unit below took."""
-    # Not what earlier calls sharded: it is in a unit, and its size here is not its size on another rank.
+    """The recursion of FSDP1 for callables: children first. Returns the number of elements that units have taken."""
+    # Not counted: parameters that earlier calls sharded. They are in a unit, and their size depends on the rank.
     numel = sum(p.numel() for p in module.parameters() if p not in ignored_params and shard_info(p) is None)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0

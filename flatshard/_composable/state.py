@@ -1,4 +1,4 @@
-"""The state of one unit, kept on its module, and the record of one forward of it."""
+"""The state of one unit, stored on its module, and the records of a forward and a backward of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
 @dataclass(frozen=True, slots=True)
 class UnitConfig:
-    """What a user chose for one unit."""
+    """The options of one unit."""
 
     strategy: ShardingStrategy
     backward_prefetch: BackwardPrefetch | None
@@ -40,23 +40,23 @@ class UnitConfig:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     collectives: CollectivesFactory | None = None  # None: the backend's own
-    # None: as the strategy says, and not where the unit is outermost. An int: to that many ranks, between 1 and all.
+    # None: as the strategy says, but the outermost unit keeps its parameters. An int k: reshard to k ranks, 1 < k < all.
     reshard_after_forward: bool | int | None = None
-    prefetch_limit_bytes: int | None = None  # of unsharded parameters gathered ahead
+    prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
     static_buffers: bool = False  # pool.py, [Note: Static buffers]
 
     def stays_for_backward(self, outermost: bool) -> bool:
-        """Whether the parameters stay unsharded from a forward to its backward."""
+        """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
         if self.reshard_after_forward is None:
             return outermost or self.strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         return not self.reshard_after_forward
 
 
 class Step:
-    """One forward of one unit, to which backward will come back. Lives as long as the autograd graph, whose hooks hold it.
+    """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it.
 
-    ``previous`` chains the steps of one pass, so that backward knows what to prefetch without a list that could leak.
+    ``previous`` links the steps of one pass, so that backward knows what to prefetch. A list of steps could leak instead.
     """
 
     __slots__ = ("__weakref__", "kept", "opened_in", "outer", "previous", "unit", "version")
@@ -64,29 +64,29 @@ class Step:
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.previous = previous
-        self.outer = outer  # the units whose forwards were around this one, outermost first
+        self.outer = outer  # the units whose forwards enclosed this one, outermost first
         self.version = unit.gathered_version  # of the parameters in this forward
-        self.kept: list[Kept | None] | None = None  # held for this backward: [Note: The life of an inner shard]
-        self.opened_in = -1  # the graph task (one run of backward) that came back to this step last
+        self.kept: list[Kept | None] | None = None  # inner shards for this backward: [Note: The life of an inner shard]
+        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
 
 class BackwardRecord:
-    """What the backward under way has come to know of one unit. Dropped when it ends, in whatever way."""
+    """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
 
     __slots__ = ("counted_tasks", "finished_early", "finished_in", "has_left", "last_step", "reduces", "steps", "task")
 
     def __init__(self) -> None:
-        self.task: int | None = None  # the graph task in which the unit's gradients are awaited; None: in none
+        self.task: int | None = None  # the graph task from which gradients for the unit are still expected, or None
         self.counted_tasks: set[int] = set()  # graph tasks whose gradients for the unit are counted in its arrivals
-        self.reduces = False  # gradients were expected, so there is a reduction, whether or not they came
-        self.finished_in = -1  # the graph task in which the unit was completed last
-        self.finished_early = False  # before another forward of it that backward may come to, and that needs its values
-        self.steps = 0  # that backward has come back to and has not yet left; only where parameters are frozen
+        self.reduces = False  # gradients were expected, so there is a reduction, even if none have come
+        self.finished_in = -1  # the graph task in which the unit was last completed
+        self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
+        self.steps = 0  # steps that backward has reached and not left yet; only counted if some parameters are frozen
         self.has_left = False  # backward has left all of them
-        self.last_step: Step | None = None  # the one that backward came back to last
+        self.last_step: Step | None = None  # the last step that backward reached
 
     def complete(self) -> bool:
-        """The gradients are there. Returns whether they are to be reduced."""
+        """Record that all gradients have come. Returns whether to reduce them."""
         assert self.task is not None
         self.finished_in, self.finished_early = self.task, False
         reduces, self.reduces, self.task = self.reduces, False, None
@@ -94,28 +94,26 @@ class BackwardRecord:
         return reduces
 
     def come_to(self, step: Step) -> None:
-        """Backward has come back to ``step``."""
+        """Backward reaches ``step``."""
         self.steps += 1
         self.has_left = False
         self.last_step = step
 
     def leave(self) -> None:
-        """Backward has left a step through the unit's inputs."""
+        """Backward leaves a step, through the unit's inputs."""
         self.steps = max(0, self.steps - 1)
         self.has_left = not self.steps
 
 
-# Which unit owns a sharded parameter, by the parameter's id: it stays taken as long as the unit lives.
+# The unit that owns a sharded parameter, by the parameter's id. The unit keeps the parameter alive, so the id is unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-_units: weakref.WeakValueDictionary[int, Unit] = (
-    weakref.WeakValueDictionary()
-)  # by its own id, in the order of creation
+_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their id, in order of creation
 
 
 class Unit:
-    """One module whose parameters are gathered together: one unit, one handle, one state object.
+    """One module whose parameters are gathered together. It has one handle.
 
-    A unit works standalone: which one is outermost is found out call by call, and never fixed.
+    A unit works standalone: which unit is outermost is found anew in each call.
     """
 
     def __init__(self, module: nn.Module, handle: FlatParamHandle, context: Context, config: UnitConfig) -> None:
@@ -123,15 +121,15 @@ class Unit:
         self.handle = handle
         self.context = context
         self.config = config
-        # This unit, and the units that own parameters which are registered in this one too (a tied embedding): all of
-        # them are unsharded for its forward and backward.
+        # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
+        # unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
-        self.left_alone: list[tuple[nn.Module, str]] = []  # where ignored parameters are, in no unit further in
-        self.order: ForwardOrder[Unit] = ForwardOrder()  # of the passes in which this unit is outermost
+        self.left_alone: list[tuple[nn.Module, str]] = []  # registrations of ignored parameters, without units below
+        self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
-        # Value to restore after `no_sync`; deep copies get this one. None: not inside.
+        # Value to restore after `no_sync`; deep copies get this one. None: not inside `no_sync`.
         self.syncs_after: bool | None = None
-        # What to gather while this unit computes, in place of the recorded order; None: as recorded.
+        # Units to gather while this unit computes. None: according to the recorded order.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
         self._reset()
@@ -145,57 +143,56 @@ class Unit:
 
     def _reset(self) -> None:
         self.ref = weakref.ref(self)
-        # Called with the module each time that gradients have come into `.grad`. Not copied, as a parameter's are not.
+        # Called with the module each time gradients have been set in `.grad`. Not copied, like the hooks of a parameter.
         self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
         # Forward.
         self.claims: list[Claim] = []  # claims.py, [Note: Claims]
-        self.steps: weakref.WeakSet[Step] | None = None  # whose graphs are alive; only where buffers are static
-        # Forwards whose outputs were the unsharded parameters, or views of them. Nodes outside of the unit have saved these,
-        # so the memory must stay until backward has come to these forwards.
+        self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
+        # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
+        # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
-        self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user did, by `unshard`
-        self.gathered_version = -1  # `handle.version()` then
-        # What a forward that passes by the unit uses in place of its parameters. [Note: Taking part without running]
+        self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user called `unshard`
+        self.gathered_version = -1  # `handle.version()` at that time
+        # Used instead of the parameters in a forward that skips the unit. [Note: Taking part without running]
         self.anchor: torch.Tensor | None = None
         self.anchor_node: Node | None = None
-        self.ran_inside: list[Unit] | None = (
-            None  # the units that its last forward ran, in order; None: none ended well
-        )
+        # The units that its last forward ran, in order. None: no forward has ended without an error yet.
+        self.ran_inside: list[Unit] | None = None
         # Backward.
-        self.record: BackwardRecord | None = None  # of the backward under way; None: it has not come here
+        self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
 
     def set_gradient_sync(self, value: bool) -> None:
-        """Whether backwards from now on reduce the gradients."""
+        """Set whether backwards reduce the gradients from now on."""
         self.requires_gradient_sync = value
         self.handle.accumulates |= not value
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a claim needs the unsharded parameters."""
+        """Whether a claim requires the unsharded parameters to stay in memory."""
         return bool(self.claims) and any([claim.pins for claim in self.claims])
 
     @property
     def is_used(self) -> bool:
-        """Whether a claim relies on the values as they are: that of a forward does."""
+        """Whether a claim relies on the current values, as a forward does."""
         return bool(self.claims) and any([claim.uses for claim in self.claims])
 
     def is_alone(self, claim: Claim) -> bool:
-        """Whether no other claim than ``claim`` does."""
+        """Whether no claim but ``claim`` relies on the current values."""
         return len(self.claims) == 1 or not any([c.uses for c in self.claims if c is not claim])
 
     @property
     def is_kept(self) -> bool:
-        """Whether a claim wants the unsharded storage to stay, whatever it holds."""
+        """Whether a claim only wants the unsharded storage to stay, with any values."""
         return bool(self.claims) and not all([claim.uses for claim in self.claims])
 
     @property
     def shows_copies(self) -> bool:
-        """Whether the user is shown copies of the parameters, which forwards inside use as they are."""
+        """Whether the user sees copies of the parameters. Forwards inside use these copies."""
         return bool(self.claims) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self.claims])
 
     def show(self, unclaimed: Shown = SHARDED) -> None:
-        """Register what the claims say; ``unclaimed`` if they say nothing."""
+        """Register the parameters that the claims ask for. If none asks for any: ``unclaimed``."""
         for claim in reversed(self.claims):
             if claim.shows is not None:
                 unclaimed = claim.shows
@@ -203,17 +200,17 @@ class Unit:
         self.handle.slots.show(unclaimed)
 
     def free_if_unused(self) -> None:
-        """Register what the claims say, and free the unsharded parameters unless somebody needs them."""
+        """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
         self.show()
         self.free_unless_kept()
 
     def free_unless_kept(self) -> None:
-        """Free the unsharded parameters, unless a claim, the user or a graph wants them kept."""
+        """Free the unsharded parameters, unless a claim or a live graph needs them."""
         if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
             self.handle.reshard()
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:
-        """From the next forward on. ``Runtime.split`` comes before an int."""
+        """Takes effect in the next forward. For an int, call ``Runtime.split`` first."""
         value = as_reshard_after_forward(value, self.context.runtime.world_size)
         self.config = replace(self.config, reshard_after_forward=value)
         self.handle.inner = None
@@ -221,33 +218,33 @@ class Unit:
             self.handle.inner = InnerShards(self.context.runtime.within(value, self.config.collectives))
 
     def rename(self, fqn: str) -> None:
-        """Name the unit and its parameters as seen from a module further out."""
+        """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there."""
         self.handle.rename(self.fqn, fqn)
 
     @property
     def fqn(self) -> str:
-        """Of the module, as seen from the outermost one that ``fully_shard`` was called with."""
+        """The module's FQN, relative to the outermost module that ``fully_shard`` was called with."""
         return self.handle.label.unit
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the first of all ranks that the unit is on."""
+        """Whether this rank is the first of all ranks that have the unit."""
         replicas = self.handle.replicas
         return self.context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
 
     @property
     def is_done_with_gradients(self) -> bool:
-        """Whether no value is needed any more once all gradients are there. hooks.py, [Note: Freeing in backward]"""
+        """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial
 
     def note_gathered(self) -> None:
-        """The unsharded parameters have the values that the shards have now."""
+        """Record that the unsharded parameters have the current values of the shards."""
         self.gathered_version = self.handle.version()
 
     def is_outdated(self, pass_id: int) -> bool:
-        """Whether the shards have changed since the parameters were unsharded, or may have.
+        """Whether the shards have changed, or may have, since the parameters were unsharded.
 
-        Values from an earlier pass count as outdated, as C++ code may change parameters without changing their version.
+        Values from an earlier pass count as outdated, because C++ code may change parameters without changing their version.
         Values that the user unsharded do not.
         """
         if self.gathered_version != self.handle.version():
@@ -277,13 +274,13 @@ class Unit:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a sharded module (unit {self.fqn or '<root>'!r}) cannot be pickled: process groups and hooks do not travel. "
+            f"a sharded module (unit {self.fqn or '<root>'!r}) cannot be pickled, because it has process groups and hooks. "
             "Save module.state_dict() instead"
         )
 
 
 def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
-    """See ``Label``. Read by the watch's thread, too."""
+    """The value of ``Label.contents``. The watch's thread calls this, too."""
     handle = ref()
     return [
         (str(b.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
@@ -292,19 +289,19 @@ def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``module`` is, or None."""
+    """The unit whose module is ``module``, or None."""
     found: Unit | None = module.__dict__.get(_KEY)
     return found
 
 
 def owner_of(param: nn.Parameter) -> Unit | None:
-    """The unit that owns a sharded parameter."""
+    """The unit that owns a sharded parameter, or None."""
     return _owners.get(id(param))
 
 
 def all_units() -> list[Unit]:
-    """All units of this process, also those that own no parameters. A copy that was not finished is no unit."""
-    return [unit for unit in _units.values() if unit_of(unit.module) is unit]
+    """All units of this process, also those that own no parameters."""
+    return [unit for unit in _units.values() if unit_of(unit.module) is unit]  # not those of an unfinished deep copy
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

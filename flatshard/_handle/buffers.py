@@ -50,10 +50,10 @@ _dtype = operator.attrgetter("dtype")
 
 @dataclass(frozen=True, slots=True)
 class FlatOptions:
-    """The user's options for one flat parameter. A dtype of None: that of the parameters; to reduce in: ``compute_dtype``."""
+    """The user's options for one flat parameter."""
 
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients
+    compute_dtype: torch.dtype | None = None  # None: that of the parameters
+    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: the compute dtype
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     keep_cast: bool = False  # [Note: The cast is the copy]
     offload: bool = False  # the shard and its gradient are on the CPU
@@ -103,7 +103,7 @@ class FlatBuffers:
         self._place()
         for index, param in enumerate(originals):
             self._adopt(index, param)
-        self._note_addresses()
+        self._record_addresses()
         # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in self.params]
         self._synced_at = -1  # `changes.count` at that time
@@ -190,7 +190,7 @@ class FlatBuffers:
         result._place()
         for index, param in enumerate(params):
             result._adopt(index, param)
-        result._note_addresses()
+        result._record_addresses()
         result.requires_grad = [p.requires_grad for p in params]
         return result
 
@@ -201,7 +201,7 @@ class FlatBuffers:
             assert isinstance(param, ShardedParameter)
             self._describe(index, replace(param._flatshard_info, fqn=info.fqn))
 
-    def _note_addresses(self) -> None:
+    def _record_addresses(self) -> None:
         """Record the addresses of the parameters' data, for ``moved``."""
         self._addresses = [p.data_ptr() for p in self.params]
         self._empty = [p for p in self.params if not p.numel()]
@@ -261,7 +261,7 @@ class FlatBuffers:
         ]
 
     def check_shape(self, param: nn.Parameter, new: torch.Tensor) -> None:
-        """Raise if ``param`` is one of ``params``, and ``new`` has not the shape of its part."""
+        """Raise if ``param`` is one of ``params``, and ``new`` differs from its part in shape."""
         for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self._part_view(i).shape]:
             info = self.layout.params[i]
             raise RuntimeError(
@@ -295,7 +295,7 @@ class FlatBuffers:
                 self.params[i].data = self._part_view(i)
         else:
             self._convert(*kind)
-        self._note_addresses()
+        self._record_addresses()
 
     def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Rebuild the buffers for a new dtype or device: ``module.half()``, ``module.cuda()``.

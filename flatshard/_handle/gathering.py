@@ -23,7 +23,7 @@ class Gathering:
     def __init__(
         self, handle: FlatParamHandle, buffers: FlatBuffers, pieces: Sequence[torch.Tensor | None] | None = None
     ) -> None:
-        """Start. ``pieces``: this rank's part for each parameter, 1-D; None in it: zeros. Default: gather the shard.
+        """Start. ``pieces``: this rank's part for each parameter, 1-D, or None for zeros. Default: the parts in the shard.
 
         On each rank at least one of ``pieces`` is not None, and their dtype is the same on all ranks.
         """

@@ -391,9 +391,8 @@ class FlatParamHandle:
             now = self.runtime.streams.current
             notes: list[Any] = [node.metadata for node in self.gradient_nodes]
             made_on = [note.setdefault("flatshard stream", now) for note in notes]
-            self._nodes_stream = (
-                now if all([stream == now for stream in made_on]) else None
-            )  # a graph keeps old nodes alive
+            # A live graph may keep nodes of another stream alive.
+            self._nodes_stream = now if all([stream == now for stream in made_on]) else None
         self._nodes_epoch = sum([b.epoch for b in self.buffers])
 
     def reduce(self) -> None:

@@ -200,7 +200,7 @@ class Collected:
         self._any_wrapped = any(w is not None for w in self._wrappings)
         nbytes = buffers.layout.padded_numel * reduction.reduce_dtype.itemsize
         self._is_small = nbytes < SMALL
-        self._waits = waits_for_all(buffers.is_whole, nbytes)
+        self._waits_for_all = waits_for_all(buffers.is_whole, nbytes)
         self._sent_dtype = exactly_sent_as(buffers.compute_dtype, reduction.reduce_dtype)
 
     @property
@@ -226,7 +226,7 @@ class Collected:
         grad = compute.grad
         if grad is None:
             return
-        if self._filled is None and self._waits:
+        if self._filled is None and self._waits_for_all:
             self._waiting = True
             return
         compute.grad = None
@@ -240,7 +240,7 @@ class Collected:
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """See :class:`Incoming`."""
-        filled = self._filled if self._filled is not None else self._open(self._reduction.reduce_dtype)
+        filled = self._filled if self._filled is not None else self._ensure_input(self._reduction.reduce_dtype)
         slot = self._input.slots[index]
         if filled[index]:
             slot.add_(grad)
@@ -248,20 +248,20 @@ class Collected:
         filled[index] = True
         torch.add(grad, 0.0, out=slot)  # gradients.py, [Note: Negative zero marks an unused parameter]
 
-    def _open(self, dtype: torch.dtype) -> list[bool]:
+    def _ensure_input(self, dtype: torch.dtype) -> list[bool]:
         """Allocate the input, with ``dtype``, if there is none."""
         if self._filled is None:
             self._input.allocate(dtype)
             self._filled = [False] * len(self._flat.params)
         return self._filled
 
-    def _place(self, dtype: torch.dtype) -> None:
+    def _copy_to_input(self, dtype: torch.dtype) -> None:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
         buffers, computes = self._flat, self._flat.computes
         self._waiting = False
         if not buffers.all_require_grad:
-            self._drop_of_frozen()
-        self._open(dtype)
+            self._drop_frozen()
+        self._ensure_input(dtype)
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
         here = list(map(operator.is_not, grads, _NONE))
@@ -282,7 +282,7 @@ class Collected:
         for index in places:
             self.put(index, grads.pop())
 
-    def _drop_of_frozen(self) -> None:
+    def _drop_frozen(self) -> None:
         """Drop gradients of parameters that were frozen since their forward, as autograd would."""
         for param, compute in zip(self._flat.params, self._flat.computes, strict=True):
             if not param.requires_grad:
@@ -291,7 +291,7 @@ class Collected:
     def hold(self) -> None:
         """See :class:`Incoming`."""
         if self._waiting:
-            self._place(self._reduction.reduce_dtype)
+            self._copy_to_input(self._reduction.reduce_dtype)
 
     def held(self) -> Held:
         """See :class:`Incoming`."""
@@ -302,11 +302,11 @@ class Collected:
     def complete(self, runtime: Runtime, accumulates: bool) -> None:
         """See :class:`Incoming`. Slots without a gradient count as unused."""
         buffers, reduction = self._flat, self._reduction
-        if self._waiting or (self._filled is None and self._waits):
+        if self._waiting or (self._filled is None and self._waits_for_all):
             widens = getattr(runtime.collectives, "widens", False)
             narrow = widens and not (accumulates or buffers.is_whole)
-            self._place(self._sent_dtype if narrow else reduction.reduce_dtype)
-        filled = self._open(reduction.reduce_dtype)
+            self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
+        filled = self._ensure_input(reduction.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
             if self._tells_unused:

@@ -110,7 +110,7 @@ class FlatLayout:
         return tuple(slices)
 
     def holders(self, index: int) -> range:
-        """The ranks that hold elements of parameter ``index``. Empty if the parameter is."""
+        """The ranks that hold elements of parameter ``index``. Empty for a parameter without elements."""
         info = self.params[index]
         return range(info.start // self.shard_numel, -(-info.stop // self.shard_numel)) if info.numel else range(0)
 

@@ -25,9 +25,7 @@ from flatshard._comm.progress import Label
 from flatshard._errors import InternalError
 
 
-class ParamState(
-    enum.IntEnum
-):  # IntEnum: hashing a plain Enum runs Python code, and states are looked up in every step
+class ParamState(enum.IntEnum):  # not Enum, whose hash is Python code: states are looked up in every step
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
     UNSHARDED = enum.auto()

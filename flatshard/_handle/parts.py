@@ -51,7 +51,7 @@ class Parts:
         """
         if self._flat.is_whole:
             whole = [shard.as_strided(info.shape, info.stride, info.start) for info in self._flat.layout.params]
-            if as_gradients and self._infos:  # DTensors have peers on their own mesh
+            if as_gradients and self._infos:  # of DTensors, which are sharded over their own mesh
                 mark_all([whole[k] for k in self._here], self._infos)
             return whole
         split = shard.split_with_sizes(self._sizes)

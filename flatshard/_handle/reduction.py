@@ -109,7 +109,7 @@ class Reduction:
         if self.replicas is None:
             return runtime.issued(Done())
         if self._pending is not None:
-            self._look_for_unused(self._pending)
+            self._find_unused(self._pending)
         earlier, self._partial = self._partial, None
         if earlier is not None:
             output.add_(earlier)
@@ -125,7 +125,7 @@ class Reduction:
         pending = runtime.issued(Done())
         return pending if earlier is None else Holding(pending, [earlier])
 
-    def _look_for_unused(self, pending: Pending) -> None:
+    def _find_unused(self, pending: Pending) -> None:
         """After the reduction: find out which parameters no rank used. On an accelerator the host waits, if needed."""
         if self.unused.is_open:
             if not isinstance(pending, Then):
@@ -164,7 +164,7 @@ class Reduction:
             return
         try:
             pending.wait()
-            self._look_for_unused(pending)
+            self._find_unused(pending)
         except Exception as e:
             self._pending = None
             runtime.fail(self._phase, self.buffers.label.unit, e)

@@ -64,7 +64,7 @@ class Slots:
 
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
         """Add the slot ``module.name``, and show the right parameter in it."""
-        self._note(module, module._parameters, name, sharded, compute)
+        self._record(module, module._parameters, name, sharded, compute)
         self._write(module, name, compute if self.shows is UNSHARDED else sharded)
 
     def add_copied(
@@ -78,9 +78,9 @@ class Slots:
         copied = copy.deepcopy(module, memo)
         if isinstance(parameters, GuardedParameters):
             parameters.attributes = copied.__dict__
-        self._note(copied, parameters, name, sharded, compute)
+        self._record(copied, parameters, name, sharded, compute)
 
-    def _note(
+    def _record(
         self,
         module: nn.Module,
         parameters: Parameters,
@@ -100,7 +100,7 @@ class Slots:
             self._sharded.append(sharded)
             self._compute.append(compute)
         else:
-            # It cannot either if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
+            # Nor can it be used if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
             self._setattr_writes.append((module, name, sharded, compute))
 
     @staticmethod

@@ -4,10 +4,10 @@
 An unused parameter is marked in its elements (gradients.py, [Note: Negative zero marks an unused parameter]). A rank that
 holds none of them cannot see the mark. But all ranks must agree whether ``.grad`` is None: optimizers keep state and count
 steps by it, and ``p.grad.norm()`` communicates. Such a rank has no room for a mark in its shard, and other ranks do not know
-that it needs one. So ranks count in the process group's store. A rank that did not use a parameter increments its counter
-*before* it starts the reduction, and reads the counter after the reduction, which ends on no rank before all have started
-it. If all ranks have counted, no rank used the parameter. A rank that used all parameters does nothing, so this costs
-nothing if all ranks do. Otherwise a rank pays three round trips to the store for each unit with an unused parameter.
+that it needs one. So there is a counter for each parameter in the process group's store. A rank that did not use the
+parameter increments it *before* it starts the reduction, and reads it after the reduction, which ends on no rank before all
+have started it. If all ranks have counted, no rank used the parameter. A rank that used all parameters does nothing, so this
+costs nothing if all ranks do. Otherwise a rank pays three round trips to the store for each unit with an unused parameter.
 
 With replicas this is done twice, before each of the two collectives: if no rank of a shard group used a parameter, they
 count it among their replicas.
@@ -27,21 +27,21 @@ _BITS = 62  # usable bits of an integer in the store
 class Unused:
     """Which parameters no rank used, among those of one flat parameter of which some rank holds no element."""
 
-    __slots__ = ("_asked", "_done", "_held", "_is_reduced", "_places", "found")
+    __slots__ = ("_held", "_is_reduced", "_positions", "_read", "_unread", "found")
 
     def __init__(self, layout: FlatLayout) -> None:
         spread = [i for i in range(len(layout.params)) if len(layout.holders(i)) < layout.world_size]
-        self._places = {index: place for place, index in enumerate(spread)}  # the position of its counter
+        self._positions = {index: place for place, index in enumerate(spread)}  # the position of its counter
         self._is_reduced = layout.padded_numel > 0
         self.found: set[int] = set()
         self._held: set[int] | None = None  # `found` of earlier backwards, not averaged over the replicas yet
-        self._asked: tuple[Runtime, str] | None = None  # the runtime and key of counters that have not been read yet
-        self._done: dict[int, tuple[str, set[int]]] = {}  # by runtime: the counters read last, to be deleted
+        self._unread: tuple[Runtime, str] | None = None  # the runtime and key of counters that have not been read yet
+        self._read: dict[int, tuple[str, set[int]]] = {}  # by runtime: the counters read last, to be deleted
 
     def begin(self, unused: Iterable[int]) -> None:
         """Before a reduction: this rank has no gradient for the parameters ``unused``."""
-        self._asked = None
-        self.found = {index for index in unused if index in self._places}
+        self._unread = None
+        self.found = {index for index in unused if index in self._positions}
 
     def tell(self, runtime: Runtime, label: Label) -> None:
         """Count this rank for each parameter in ``found``. The next collective of ``runtime`` must be the reduction."""
@@ -51,30 +51,30 @@ class Unused:
         name = f"flatshard/unused/{label.tag}/{progress.counts.get(label.tag + REDUCE, 0) + 1}"
         for number, places in self._counters(runtime).items():
             runtime.store().add(f"{name}/{number}", sum(1 << shift for shift, _ in places))
-        self._asked = runtime, name
+        self._unread = runtime, name
 
     @property
     def is_open(self) -> bool:
         """Whether there are counters to read after the reduction has ended on the host."""
-        return self._asked is not None
+        return self._unread is not None
 
     def ask(self) -> None:
         """After the reduction: keep in ``found`` only the parameters that no rank used."""
-        if self._asked is None:
+        if self._unread is None:
             return
-        runtime, name = self._asked
+        runtime, name = self._unread
         counters, store, size = self._counters(runtime), runtime.store(), runtime.world_size
         mask = (1 << size.bit_length()) - 1
         found = set()
         for number, places in counters.items():
             count = store.add(f"{name}/{number}", 0)
             found |= {index for shift, index in places if count >> shift & mask == size}
-        if runtime.number in self._done:  # all ranks started this reduction, so they have read the previous counters
-            before, numbers = self._done[runtime.number]
+        if runtime.number in self._read:  # all ranks started this reduction, so they have read the previous counters
+            before, numbers = self._read[runtime.number]
             for number in numbers:
                 store.delete_key(f"{before}/{number}")
-        self._done[runtime.number] = name, set(counters)
-        self.found, self._asked = found, None
+        self._read[runtime.number] = name, set(counters)
+        self.found, self._unread = found, None
 
     def _counters(self, runtime: Runtime) -> dict[int, list[tuple[int, int]]]:
         """The integers in the store with the counters of ``found``: by number, a list of (first bit, parameter)."""
@@ -82,7 +82,7 @@ class Unused:
         each = _BITS // width
         counters: dict[int, list[tuple[int, int]]] = {}
         for index in sorted(self.found):
-            number, place = divmod(self._places[index], each)
+            number, place = divmod(self._positions[index], each)
             counters.setdefault(number, []).append((place * width, index))
         return counters
 
@@ -98,4 +98,4 @@ class Unused:
 
     def discard(self) -> None:
         """Reset."""
-        self.found, self._held, self._asked = set(), None, None
+        self.found, self._held, self._unread = set(), None, None

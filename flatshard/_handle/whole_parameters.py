@@ -68,9 +68,8 @@ class WholeParameters:
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
         for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
-            if (
-                buffers.dtype.is_floating_point or buffers.dtype.is_complex
-            ):  # frozen ones, too: they may have an old gradient
+            # Frozen parameters are included: they may have an old gradient.
+            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
                 for param, compute, grad in zip(
                     buffers.params, buffers.computes, grads.gather(self._handle.runtime), strict=True
                 ):

@@ -364,9 +364,9 @@ def overriding(**arguments) -> CustomPolicy:
         (set(), "an empty collection of classes selects nothing; pass policy=None"),
         (torch_wrap.ModuleWrapPolicy(set()), "an empty collection of classes selects nothing"),
         (torch_wrap.ModuleWrapPolicy({int}), "<class 'int'> is not an nn.Module class"),
-        (CustomPolicy(lambda m: 1), "the CustomPolicy function answered 1 for a Net; it must answer True, False, or a"),
-        (CustomPolicy(lambda m: None), "answered None for a Net"),
-        (torch_wrap.CustomPolicy(lambda m: "yes"), "answered 'yes' for a Net"),
+        (CustomPolicy(lambda m: 1), "the CustomPolicy function returned 1 for a Net; it must return True, False, or a"),
+        (CustomPolicy(lambda m: None), "returned None for a Net"),
+        (torch_wrap.CustomPolicy(lambda m: "yes"), "returned 'yes' for a Net"),
         (Block(), r"policy=Block\([\s\S]* is not a policy"),  # a module is callable, and a slip for its class
         (
             lambda m: isinstance(m, Block),

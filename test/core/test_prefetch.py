@@ -243,19 +243,24 @@ def test_misuse(fake_group, name):
     model, plain = fully_shard(Net(), policy=Block), Net()
     configure(model, **{name: [model.blocks[0]]})
     for module, chosen, kind, message in (
-        (model, [model.blocks[0].linear], ValueError, r"this Linear is part of unit 'blocks\.0', and is none itself"),
+        (
+            model,
+            [model.blocks[0].linear],
+            ValueError,
+            r"this Linear is part of unit 'blocks\.0', and not a unit itself",
+        ),
         (
             model.front,
             [model.blocks[0]],
             ValueError,
-            r"this Linear is part of unit the root module, and is none itself",
+            r"this Linear is part of unit the root module, and not a unit itself",
         ),
         (model, [plain], ValueError, r"nothing in this Net is sharded; call fully_shard first"),
         (
             model,
             [model.blocks],
             ValueError,
-            r"this ModuleList is not a unit, but units lie in it: 'blocks\.0', 'blocks\.1'",
+            r"this ModuleList is not a unit, but contains units: 'blocks\.0', 'blocks\.1'",
         ),
         (model, [model.blocks[1], model], ValueError, "unit '<root>' cannot be gathered ahead of itself"),
         (model, model.blocks[0], TypeError, "takes a list of modules, got a Block"),

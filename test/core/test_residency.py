@@ -209,7 +209,7 @@ def test_what_is_no_value(fake_group, value, kind, message):
     fully_shard(model, policy=Block)
     with pytest.raises(kind, match=message):
         configure(model, reshard_after_forward=value)
-    with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and is none itself"):
+    with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself"):
         configure(model.blocks[0].linear, reshard_after_forward=True)
 
 
@@ -528,5 +528,5 @@ def test_misuse(fake_group):
         keep_unsharded(model.head).__enter__()
     with pytest.raises(ValueError, match="keep_unsharded: nothing in this Linear is sharded"):
         keep_unsharded(nn.Linear(2, 2)).__enter__()
-    with pytest.raises(ValueError, match="keep_unsharded: this ModuleList is not a unit, but units lie in it"):
+    with pytest.raises(ValueError, match="keep_unsharded: this ModuleList is not a unit, but contains units"):
         keep_unsharded(model.blocks, recurse=False).__enter__()

@@ -435,13 +435,13 @@ def test_modules_that_are_no_units(fake_group):
     model = nn.Sequential(Model(), nn.Linear(2, 2), nn.Tanh())
     fully_shard(model[0], policy={Block})
     with pytest.raises(
-        ValueError, match=r"this Linear is part of unit 'blocks\.0', and is none itself: name that unit"
+        ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself: pass that unit"
     ):
         register_forward_method(model[0].blocks[0].linear, "forward")
-    with pytest.raises(ValueError, match=r"this Embedding is part of unit the root module, and is none itself"):
+    with pytest.raises(ValueError, match=r"this Embedding is part of unit the root module, and not a unit itself"):
         register_forward_method(model[0].embed, "forward")
     with pytest.raises(
-        ValueError, match=r"this Sequential is not a unit, but units lie in it: the root module, 'blocks\.0'"
+        ValueError, match=r"this Sequential is not a unit, but contains units: the root module, 'blocks\.0'"
     ):
         register_forward_method(model, "append")
     with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):

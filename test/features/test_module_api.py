@@ -659,7 +659,7 @@ def unshard_and_reshard(ctx) -> None:
             p.add_(1)
     torch.testing.assert_close(model(vectors(0, 2)), plain(vectors(0, 2)))
     flatshard.reshard(model)
-    with pytest.raises(ValueError, match="this Linear is part of a unit, and is none itself"):
+    with pytest.raises(ValueError, match="this Linear is part of a unit, and not a unit itself"):
         flatshard.unshard(model.head)
     with pytest.raises(ValueError, match="nothing in this Tanh is sharded"):
         flatshard.unshard(nn.Tanh())

@@ -27,7 +27,7 @@ def described(issued: Issued) -> Described:
 
 
 def difference(units: Mapping[int, Described]) -> str:
-    """How the units that these ranks communicate for differ, if they should be one unit. Empty if they do not, or are not."""
+    """How the units of these ranks differ, if they should be the same unit. Empty if they are equal, or different units."""
     first, *others = sorted(units) or [0]
     for other in others:
         mine, theirs = units[first], units[other]

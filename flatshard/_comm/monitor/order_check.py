@@ -1,4 +1,5 @@
-"""In the first passes ranks compare which collectives they are about to issue. Mistakes show there; later it would cost time.
+"""In the first passes, ranks compare the collectives that they are about to issue. Most mistakes show in these passes, and
+comparing in all passes would cost time.
 
 [Note: Comparing without waiting]
 Before a collective, a rank sends a message to all others: a hash of all collectives so far, including this one, and the

@@ -78,8 +78,8 @@ def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
 def _has_left(other: Position, mine: Position) -> bool:
     """Whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
 
-    It has if it is in no forward or backward now, and has issued the first collective of ours. Numbers of forwards cannot
-    be compared: a rank may have run some alone, with parameters that stay unsharded.
+    It has if it is in no forward or backward now, and has issued the first collective of that one. Numbers of forwards
+    cannot be compared: a rank may have run some alone, with parameters that stay unsharded.
     """
     if (
         other["waits"] is not None
@@ -193,13 +193,13 @@ class _Watched:
                 settled[rank] = now
         found = stuck(settled)
         if collectives.rank not in found:
-            self._tell(collectives.rank, settled)
+            self._log_slow_rank(collectives.rank, settled)
             return False
         store.compare_set(_VERDICT, "", describe(settled, found))
         collectives.interrupt()
         return True
 
-    def _tell(self, rank: int, settled: Mapping[int, Position]) -> None:
+    def _log_slow_rank(self, rank: int, settled: Mapping[int, Position]) -> None:
         """Log, once per wait, which rank this one waits for. That rank may just be slow."""
         if rank not in settled or (waits := settled[rank]["waits"]) is None:
             return

@@ -71,7 +71,7 @@ class TensorSubclass(Wrapping):
         if not is_wrapper(tensor):
             return None
         leaves: list[_Leaf] = []
-        root = _note(tensor, leaves)
+        root = _make_node(tensor, leaves)
         return cls(root.shape, root.stride, root, tuple(leaves))
 
     @property
@@ -156,13 +156,13 @@ def _inside(tensor: torch.Tensor, through_dtensors: bool = True) -> Iterator[tor
         yield tensor
 
 
-def _note(tensor: Any, leaves: list[_Leaf]) -> _Node:
+def _make_node(tensor: Any, leaves: list[_Leaf]) -> _Node:
     names, context = tensor.__tensor_flatten__()
     inner: list[tuple[str, _Node | None]] = []
     for name in names:
         part: torch.Tensor = getattr(tensor, name)
         if is_wrapper(part):
-            inner.append((name, _note(part, leaves)))
+            inner.append((name, _make_node(part, leaves)))
             continue
         inner.append((name, None))
         start = -(-leaves[-1].stop // _ALIGNMENT) * _ALIGNMENT if leaves else 0

@@ -66,9 +66,7 @@ class Wrapping(ABC):
             result = nn.Parameter(self.unwrap(param), param.requires_grad)
             if param.grad is not None:
                 result.grad = self.local_gradient(param.grad)
-        its_own = self.wrap(
-            result.data
-        ).__dict__  # not to be copied; all others were set by the user or by nn.Parameter
+        its_own = self.wrap(result.data).__dict__  # not copied; other attributes are the user's or nn.Parameter's
         result.__dict__.update({k: v for k, v in param.__dict__.items() if k not in its_own})
         remember(result, self)
         return result

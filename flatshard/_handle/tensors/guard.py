@@ -5,7 +5,7 @@
 then gets a 1-D weight: it raises an error about shapes, or computes with it if the sizes happen to fit. A check in every
 call of a module would cost 0.9 microseconds, and in every read of a parameter 0.1. But nn.Module reads ``_parameters`` only
 for names that are not in the module's own ``__dict__``. So `Slots` puts compute parameters into ``__dict__``, where a
-forward finds them faster than in a plain module. A read of this dict is then not by a forward whose parameters are
+forward finds them faster than in a plain module. Then a read of this dict never comes from a forward whose parameters are
 unsharded. Parameters that are registered as None (``bias=False``) are always in ``__dict__``.
 """
 

@@ -40,7 +40,7 @@ def reduce_norms(norms: torch.Tensor, ord: float, runtime: Runtime, question: st
     Returns:
         float64, in the shape and on the device of ``norms``, equal on all ranks. NaN if any rank has NaN.
     """
-    flat = norms.detach().reshape(-1).to(runtime.device, torch.float64)  # powers may leave float32's range
+    flat = norms.detach().reshape(-1).to(runtime.device, torch.float64)  # powers may overflow float32
     if math.isinf(ord):
         signed = flat if ord > 0 else -flat
         # Not every backend's maximum propagates NaN.
@@ -127,7 +127,7 @@ class PartialNorm(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.stack and len(args) == 1 and not kwargs:
             return PartialNorms.of(args[0])
-        return _look_or_make_whole(func, args, kwargs)
+        return _call_when_whole(func, args, kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, because torch.nn.utils calls it for each of many norms
         """As ``torch.Tensor.to``. The result is partial, too."""
@@ -174,7 +174,7 @@ class PartialNorms(torch.Tensor):
             ord, rest = norm_arguments(func, args, kwargs)
             if not rest and (total := args[0]._total(ord)) is not None:
                 return total
-        return _look_or_make_whole(func, args, kwargs)
+        return _call_when_whole(func, args, kwargs)
 
     def _total(self, ord: float) -> torch.Tensor | None:
         """The total norm of order ``ord``. None if it cannot be computed from the ranks' own totals."""
@@ -229,7 +229,7 @@ class PartialFlag(torch.Tensor):
         if func is UNSCALE:  # for gradients that are not sharded: it only sets the flag
             with plainly():
                 return func(*args, **(kwargs or {}))
-        return _look_or_make_whole(func, args, kwargs or {})
+        return _call_when_whole(func, args, kwargs or {})
 
     def _make_whole(self) -> None:
         with plainly():
@@ -241,8 +241,8 @@ class PartialFlag(torch.Tensor):
         self.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
-def _look_or_make_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _LOOKS:
+def _call_when_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _METADATA:
         with plainly():
             return func(*args, **kwargs)
     make_whole(args, kwargs)
@@ -282,7 +282,7 @@ UNSCALE: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 """The function that ``GradScaler`` calls with the gradients of one dtype."""
 
 # Functions that do not need the whole value of a partial number.
-_LOOKS: frozenset[Callable[..., Any]] = frozenset(
+_METADATA: frozenset[Callable[..., Any]] = frozenset(
     (
         torch.Tensor.device.__get__,
         torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]

@@ -3,9 +3,9 @@
 [Note: Right with torch's own tools]
 Without this, ``torch.nn.utils.clip_grad_norm_`` would use a local norm, and ``torch.amp.GradScaler`` only the infinities of
 this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor whose ``__class__`` is set, like that of a
-:class:`ShardedParameter`. Its ``__torch_function__`` (it has no ``__torch_dispatch__``) communicates for some functions:
+:class:`ShardedParameter`. Its ``__torch_function__`` (it has no ``__torch_dispatch__``) treats some functions differently:
 
-- norms of a whole gradient, and ``_amp_foreach_non_finite_check_and_unscale_``, which ``GradScaler`` calls;
+- Norms of a gradient, and ``_amp_foreach_non_finite_check_and_unscale_``, which ``GradScaler`` calls, communicate.
 - ``detach``, ``.data`` and casts return a sharded gradient again, as in ``p.grad.detach().float().norm()``.
 
 All other functions treat it as a plain tensor, and return plain tensors, which have no relation to other ranks:

@@ -75,9 +75,7 @@ class ShardInfo:
     stop: int
     shard_world_size: int
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
-    owner: int | None = (
-        None  # the rank of the shard group that holds the whole parameter; None: it is cut, or unpickled
-    )
+    owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
     # The ranks that hold the parts. None if the shard group has a single rank, and in an unpickled copy.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
@@ -227,7 +225,7 @@ class ShardedParameter(nn.Parameter):
         if (home := _homes.get(id(self))) is not None:
             home.compute_of(self)  # raises for a flat parameter
         handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
-        self._pass_hooks_on()
+        self._share_hooks()
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -235,10 +233,10 @@ class ShardedParameter(nn.Parameter):
         optimizer on ``p`` and set ``p.grad`` to None. It does not run under ``no_sync``.
         """
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._pass_hooks_on()
+        self._share_hooks()
         return handle
 
-    def _pass_hooks_on(self) -> None:
+    def _share_hooks(self) -> None:
         """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
         home = _homes.get(id(self))
         if home is not None:
@@ -265,7 +263,7 @@ class ShardedParameter(nn.Parameter):
         param._flatshard_info = info
         _unswappable[id(param)] = param
         _homes[id(param)] = home
-        param._pass_hooks_on()
+        param._share_hooks()
         return param
 
 
