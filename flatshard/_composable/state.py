@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -312,3 +312,9 @@ def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
     """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
     modules = module.modules() if recurse else iter([module])
     return [unit for m in modules if (unit := unit_of(m)) is not None]
+
+
+def settle(units: Iterable[Unit]) -> None:
+    """Drop what an exception has left of an earlier forward or backward, so that a verb finds the same on all ranks."""
+    for context in {unit.context for unit in units}:
+        context.settle()

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, no_sync, skip, summon_full_params
+from flatshard import (
+    BackwardPrefetch,
+    ShardingStrategy,
+    fully_shard,
+    no_sync,
+    reshard,
+    skip,
+    summon_full_params,
+    unshard,
+)
 from flatshard._composable.state import units_below
 from flatshard._trace import record_events
 
@@ -476,3 +485,26 @@ def fail_in(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
 
 def test_after_a_forward_that_raised(pool):
     pool.run(skip_after_an_error)
+
+
+def unshard_after_a_backward_that_raised(ctx) -> None:
+    """Ranks came to it in other orders, so other units are still unsharded; the verb finds none of that."""
+    torch.manual_seed(0)
+    model = Nested()
+    model.use = [True, True]
+    fully_shard(model, policy={Linear, InnerExperts}, process_group=ctx.group)
+    layer, x = model.layers[0], torch.ones(1, WIDTH)
+    layer(x)
+    loss = (skip(layer, x) if ctx.rank == 1 else layer(x)).sum()
+    with torch.no_grad():
+        layer.experts[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="were changed in place between"):
+        loss.backward()
+    unshard(model, recurse=True)
+    assert layer.experts[0].weight.shape == (WIDTH, WIDTH)
+    reshard(model)
+    layer(x).sum().backward()
+
+
+def test_unshard_after_a_backward_that_raised(pool):
+    pool.run(unshard_after_a_backward_that_raised)

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
 from flatshard._composable.find import units_registered_in
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.state import Unit, settle, units_below
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.whole_parameters import WholeParameters, copy_whole
@@ -55,8 +55,7 @@ def summon_full_params(
         raise ValueError(
             "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
         )
-    for context in {unit.context for unit in units}:
-        context.settle()
+    settle(units)
     shown: list[_Summoned] = []
     summoned_units.append(units)
     try:
@@ -338,6 +337,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
         async_op: return at once, with a handle whose ``wait`` makes the parameters visible.
     """
     units = units_registered_in(module, recurse, "unshard")
+    settle(units)
     for unit in units:
         _check_all_ranks(unit, "unshard")
     for unit in units:
@@ -366,6 +366,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
         RuntimeError: a unit is in its forward or in ``summon_full_params``.
     """
     units = units_registered_in(module, recurse, "reshard")
+    settle(units)
     busy = [u.fqn or "<root>" for u in units if u.is_used]
     if busy:
         raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")

@@ -9,7 +9,7 @@ from torch import nn
 
 from flatshard._composable.claims import Claim
 from flatshard._composable.find import units_for
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, settle
 from flatshard._handle.slots import SHARDED
 
 
@@ -36,6 +36,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
         ValueError: nothing in ``module`` is a unit.
     """
     units = list(dict.fromkeys(n for u in units_for(module, recurse, "keep_unsharded") for n in u.needs))
+    settle(units)
     kept = [(unit, Keep(unit)) for unit in units]
     try:
         yield
