@@ -11,12 +11,14 @@ hooks yet.
 [Note: Optimizers that look at shapes]
 Muon on some rows of a matrix, or Adafactor on a slice, runs without any error, and trains something else. So optimizers of
 known classes are looked at before their first step, and again when they have more parameters or more is sharded, on all
-ranks alike. Others can ask for it: ``check_whole_parameters``.
+ranks alike; those of unknown classes are tried. [Note: Trials of optimizers] Others can ask for it:
+``check_whole_parameters``.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -35,6 +37,7 @@ from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, shard_info
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.optim._moments import check_moment, holds_whole_ones
+from flatshard.optim._trial import Impossible, couples_parameters, looks_at_whole
 
 _looked_at = LookedAt()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -102,25 +105,78 @@ def steps_empty_parts(optimizer: Optimizer) -> bool | None:
     return _SHAPE_AWARE.get(type(optimizer).__name__.lower())
 
 
+# Those that treat every element alone, whatever their options.
+_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_ELEMENTWISE_TYPES = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), torch.optim.SparseAdam}
+
+
 def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """[Note: Optimizers that look at shapes]"""
-    name, steps_empty = type(optimizer).__name__, steps_empty_parts(optimizer)
-    if steps_empty is None:
-        return
-    check_whole_parameters(params, name)
-    scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
-    if not steps_empty and scattered:
-        raise RuntimeError(
-            f"{name} cannot step parameters of which a rank has no element, such as {scattered[0].fqn!r} on some ranks: "
-            f"use flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
+    kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
+    if steps_empty is not None:
+        check_whole_parameters(params, name)
+        scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
+        if not steps_empty and scattered:
+            raise RuntimeError(
+                f"{name} cannot step parameters of which a rank has no element, such as {scattered[0].fqn!r} on some ranks: "
+                f"use flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
+            )
+    elif kind not in _ELEMENTWISE_TYPES and not (
+        getattr(optimizer, "works_on_shards", False) or getattr(optimizer, "steps_whole_parameters", False)
+    ):
+        _try_it(optimizer)
+
+
+def _try_it(optimizer: Optimizer) -> None:
+    """[Note: Trials of optimizers]: of each group of options with each way in which its parameters are cut."""
+    name = type(optimizer).__name__
+    allow = "If that is meant, set `works_on_shards = True` on the optimizer"
+    tried = set()
+    for settings in optimizer.param_groups:
+        options = tuple(
+            (key, bool(value)) for key, value in settings.items() if isinstance(value, bool | int | float | None)
         )
+        for param in settings["params"]:
+            info = shard_info(param)
+            if info is None or info.shard_world_size == 1:
+                continue
+            ndim, by_rows = max(1, len(info.shape)), info.by_rows
+            is_cut = info.owner is None or not (by_rows or ndim < 2)
+            if (case := (options, ndim, is_cut, by_rows)) in tried:
+                continue
+            tried.add(case)
+            try:
+                couples = type(optimizer) is torch.optim.LBFGS or couples_parameters(optimizer, settings, ndim)
+                looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows)
+            except Impossible as e:
+                warnings.warn(
+                    f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, as trying it "
+                    f"on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If it treats every element "
+                    "alone, set `works_on_shards = True` on the optimizer. If not, use "
+                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
+                    stacklevel=6,
+                )
+                return
+            if couples:
+                raise RuntimeError(
+                    f"{name} steps a parameter in another way where it has others: it looks at all parameters together, and "
+                    f"this rank has parts of them, such as {info.fqn!r}. Each rank would train something else. Use an "
+                    f"optimizer that treats parameters one by one. {allow}"
+                )
+            if looks:
+                raise RuntimeError(
+                    f"{name} looks at more than single elements: a matrix stepped whole and one stepped in parts, as ranks "
+                    f"have them of {info.fqn!r}, come out different. Use flatshard.optim.WholeParameterOptimizer(params, "
+                    f"{name}, ...), which works in any layout, or shard with layout=flatshard.layouts.Whole(). {allow}"
+                )
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
     """Raise unless each of ``params`` lies on one rank as a whole: for an optimizer that looks at more than single elements.
 
     The same on all ranks, without communication. flatshard calls it before the first step of optimizers named Muon, Shampoo,
-    SOAP, LAMB, LARS, Adafactor and the like, unless they have an attribute ``works_on_shards = True``.
+    SOAP, LAMB, LARS, Adafactor and the like, unless they have an attribute ``works_on_shards = True``. Those of other
+    classes than torch's own it tries on a small matrix.
 
     Args:
         params: sharded and plain parameters.
