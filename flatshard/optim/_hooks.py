@@ -34,7 +34,7 @@ from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.state import all_units
 from flatshard._errors import name_list
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.optim._moments import check_moment, holds_whole_ones
 from flatshard.optim._trial import Impossible, couples_parameters, looks_at_whole
@@ -64,6 +64,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
     if any(isinstance(p, ShardedParameter) for p in params):
         _check_shapes(optimizer, params)
+        _warn_of_lost_rule(optimizer)
         if optimizer not in _hooked:
             _hooked.add(optimizer)
             if getattr(optimizer, "steps_whole_parameters", False):
@@ -154,7 +155,7 @@ def _try_it(optimizer: Optimizer) -> None:
                     f"on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If it treats every element "
                     "alone, set `works_on_shards = True` on the optimizer. If not, use "
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
-                    stacklevel=6,
+                    stacklevel=5,
                 )
                 return
             if couples:
@@ -169,6 +170,25 @@ def _try_it(optimizer: Optimizer) -> None:
                     f"have them of {info.fqn!r}, come out different. Use flatshard.optim.WholeParameterOptimizer(params, "
                     f"{name}, ...), which works in any layout, or shard with layout=flatshard.layouts.Whole(). {allow}"
                 )
+
+
+def _warn_of_lost_rule(optimizer: Optimizer) -> None:
+    """A rule like ``p.ndim <= 1`` has found nothing but vectors, as parts of matrices are 1-D."""
+    settings = optimizer.param_groups
+    filled = [each for each in settings if each["params"]]
+    default = optimizer.defaults.get("weight_decay")
+    if len(filled) != 1 or (len(settings) == 1 and not (default and filled[0].get("weight_decay") == 0)):
+        return
+    cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and p.dim() == 1 and not hasattr(p, "fqns")]
+    if cut and len(cut) < len(filled[0]["params"]):
+        decay, names = filled[0].get("weight_decay"), name_list((p._flatshard_info.fqn for p in cut), 3)
+        warnings.warn(
+            f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices like "
+            f"{names} beside vectors. A rule on p.ndim or p.shape sees this rank's parts, which are 1-D. Write "
+            "len(flatshard.full_shape(p)) in it, make the groups before fully_shard, or shard with "
+            "layout=flatshard.layouts.Rows()",
+            stacklevel=4,
+        )
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
