@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
 
 from torch import nn
 
@@ -25,11 +24,12 @@ class Forked(Extension):
     """Has forwards of inherited units raise in the child."""
 
     def __init__(self) -> None:
-        self._watching: list[Any] = []
+        self._is_watching = False
 
     def prepare(self, module: nn.Module) -> None:
-        if not self._watching:
-            self._watching.append(os.register_at_fork(after_in_child=_note))
+        if not self._is_watching:
+            os.register_at_fork(after_in_child=_note)
+            self._is_watching = True
 
 
 def _note() -> None:
@@ -45,7 +45,7 @@ def _refuse(unit: Unit) -> bool:
     if unit in _inherited and runtime.world_size > 1:
         raise RuntimeError(
             f"unit {unit.fqn or '<root>'!r} runs a forward in process {os.getpid()}, which was forked from rank "
-            f"{runtime.rank} that sharded it, and has no process group: it would wait for ever. In a DataLoader's worker use a model that is "
-            "not sharded, or run this one where the batch arrives"
+            f"{runtime.rank} that sharded it, and has no process group: it would wait for ever. In a DataLoader's worker "
+            "use a model that is not sharded, or run this one where the batch arrives"
         )
     return True
