@@ -27,8 +27,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         for item in value:
             yield from tensors_in(item, depth + 1)
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+        for name in value.__dataclass_fields__:  # not `fields()`, which dynamo cannot follow in a generator
+            yield from tensors_in(getattr(value, name, None), depth + 1)
     elif not callable(value):
         names = list(getattr(value, "__dict__", ()))
         for cls in type(value).__mro__:

@@ -153,7 +153,12 @@ def _function_of(policy: Any) -> Callable[[nn.Module], bool | Overrides] | None:
 
 def _checked_callable(policy: Any) -> Callable[..., bool]:
     expected = "a module class, a set of classes, ModuleWrapPolicy, CustomPolicy, or a callable"
-    if not callable(policy) or isinstance(policy, nn.Module):
+    if isinstance(policy, nn.Module):
+        kind = type(policy).__name__
+        raise ValueError(
+            f"policy is an instance of {kind}: pass the class, policy={{{kind}}}, for every {kind} to be a unit"
+        )
+    if not callable(policy):
         raise ValueError(
             f"policy={policy!r} is not a policy: pass {expected} (module, recurse, nonwrapped_numel) -> bool"
         )

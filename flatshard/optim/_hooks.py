@@ -23,7 +23,7 @@ from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.state import all_units
 from flatshard._errors import name_list
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_parts import take_loaded
 from flatshard.optim._moments import check_moment, holds_whole_ones
@@ -55,6 +55,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_shapes(optimizer, params)
         hook_optimizer(optimizer)
         take_loaded(optimizer)
+        _warn_of_lost_rule(optimizer)
     _looked_at.add(optimizer)
 
 
@@ -116,11 +117,11 @@ def _try_it(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     allow = "If that is meant, set `works_on_shards = True` on the optimizer"
     tried = set()
-    for group in optimizer.param_groups:
+    for settings in optimizer.param_groups:
         options = tuple(
-            (key, bool(value)) for key, value in group.items() if isinstance(value, bool | int | float | None)
+            (key, bool(value)) for key, value in settings.items() if isinstance(value, bool | int | float | None)
         )
-        for param in group["params"]:
+        for param in settings["params"]:
             info = shard_info(param)
             if info is None or info.shard_world_size == 1:
                 continue
@@ -130,15 +131,15 @@ def _try_it(optimizer: Optimizer) -> None:
                 continue
             tried.add(case)
             try:
-                couples = type(optimizer) is torch.optim.LBFGS or couples_parameters(optimizer, group, ndim)
-                looks = not couples and is_cut and looks_at_whole(optimizer, group, ndim, by_rows)
+                couples = type(optimizer) is torch.optim.LBFGS or couples_parameters(optimizer, settings, ndim)
+                looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows)
             except Impossible as e:
                 warnings.warn(
                     f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, as trying it "
                     f"on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If it treats every element "
                     "alone, set `works_on_shards = True` on the optimizer. If not, use "
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
-                    stacklevel=6,
+                    stacklevel=5,
                 )
                 return
             if couples:
@@ -153,6 +154,25 @@ def _try_it(optimizer: Optimizer) -> None:
                     f"have them of {info.fqn!r}, come out different. Use flatshard.optim.WholeParameterOptimizer(params, "
                     f"{name}, ...), which works in any layout, or shard with layout=flatshard.layouts.Whole(). {allow}"
                 )
+
+
+def _warn_of_lost_rule(optimizer: Optimizer) -> None:
+    """A rule like ``p.ndim <= 1`` has found nothing but vectors, as parts of matrices are 1-D."""
+    settings = optimizer.param_groups
+    filled = [each for each in settings if each["params"]]
+    default = optimizer.defaults.get("weight_decay")
+    if len(filled) != 1 or (len(settings) == 1 and not (default and filled[0].get("weight_decay") == 0)):
+        return
+    cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and p.dim() == 1 and not hasattr(p, "fqns")]
+    if cut and len(cut) < len(filled[0]["params"]):
+        decay, names = filled[0].get("weight_decay"), name_list((p._flatshard_info.fqn for p in cut), 3)
+        warnings.warn(
+            f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices like "
+            f"{names} beside vectors. A rule on p.ndim or p.shape sees this rank's parts, which are 1-D. Write "
+            "len(flatshard.full_shape(p)) in it, make the groups before fully_shard, or shard with "
+            "layout=flatshard.layouts.Rows()",
+            stacklevel=4,
+        )
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:

@@ -34,17 +34,17 @@ class Impossible(Exception):
     """The optimizer cannot be tried: its class takes other arguments, say. ``__cause__`` tells."""
 
 
-def couples_parameters(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) -> bool:
+def couples_parameters(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> bool:
     """Whether it steps a parameter in another way where there is a second one.
 
     Raises:
         Impossible: it cannot be tried.
     """
     a, b = _start(ndim), 1.5 * _start(ndim).flip(0)
-    return _differ(optimizer, group, [a, b], [[a], [b]])
+    return _differ(optimizer, settings, [a, b], [[a], [b]])
 
 
-def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], ndim: int, by_rows: bool) -> bool:
+def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool) -> bool:
     """Whether it steps a parameter of ``ndim`` dimensions in another way than two parts of it, 1-D or ``by_rows``.
 
     Raises:
@@ -52,24 +52,24 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], ndim: int, by
     """
     whole = _start(ndim)
     parts = (whole[:2], whole[2:]) if by_rows else (whole.flatten()[:19], whole.flatten()[19:])
-    return _differ(optimizer, group, [whole], [[part] for part in parts])
+    return _differ(optimizer, settings, [whole], [[part] for part in parts])
 
 
 def _differ(
-    optimizer: Optimizer, group: Mapping[str, Any], whole: list[torch.Tensor], ranks: Sequence[list[torch.Tensor]]
+    optimizer: Optimizer, settings: Mapping[str, Any], whole: list[torch.Tensor], ranks: Sequence[list[torch.Tensor]]
 ) -> bool:
     start = torch.cat([t.flatten() for t in whole])
     with _unseen():
         try:
-            once = _stepped(optimizer, group, [whole], 0)
+            once = _stepped(optimizer, settings, [whole], 0)
             allowed = _TOLERANCE * float((once - start).abs().nan_to_num().max()) + 1e-12
 
             def same(other: torch.Tensor) -> bool:
                 return torch.allclose(once, other, rtol=0, atol=allowed, equal_nan=True)
 
             # If it differs from itself, it draws random numbers, and nothing can be told.
-            parts = _stepped(optimizer, group, ranks, 0, are_parts=len(whole) == 1)
-            return not same(parts) and same(_stepped(optimizer, group, [whole], 1))
+            parts = _stepped(optimizer, settings, ranks, 0, are_parts=len(whole) == 1)
+            return not same(parts) and same(_stepped(optimizer, settings, [whole], 1))
         except Exception as e:
             raise Impossible from e
 
@@ -101,7 +101,7 @@ class _Gradient(torch.Tensor):
 
 def _stepped(
     optimizer: Optimizer,
-    group: Mapping[str, Any],
+    settings: Mapping[str, Any],
     starts: Sequence[list[torch.Tensor]],
     seed: int,
     are_parts: bool = False,
@@ -109,7 +109,7 @@ def _stepped(
     """All elements after some steps, of an instance for each rank that has what is of this rank only: ``are_parts`` of one
     parameter, or parameters."""
     ranks = [[nn.Parameter(start.clone()) for start in of_rank] for of_rank in starts]
-    tried = [_like(optimizer, group, params) for params in ranks]
+    tried = [_like(optimizer, settings, params) for params in ranks]
     step = type(optimizer).step
     while getattr(step, "hooked", False):  # torch's wrapper calls the hooks that users registered for all optimizers
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -130,10 +130,10 @@ def _stepped(
     return torch.cat([param.detach().flatten() for params in ranks for param in params])
 
 
-def _like(optimizer: Optimizer, group: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
-    """One of the same class with the options of ``group``."""
+def _like(optimizer: Optimizer, settings: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+    """One of the same class with the options of a group, ``settings``."""
     kind: Any = type(optimizer)
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    options = {key: copy.deepcopy(value) for key, value in settings.items() if key not in ("params", "param_names")}
     if "lr" in options:
         options["lr"] = 0.01  # not the 0 with which a warm-up begins
     options |= {key: False for key in ("capturable", "fused") if key in options}

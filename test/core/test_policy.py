@@ -367,7 +367,7 @@ def overriding(**arguments) -> CustomPolicy:
         (CustomPolicy(lambda m: 1), "the CustomPolicy function returned 1 for a Net; it must return True, False, or a"),
         (CustomPolicy(lambda m: None), "returned None for a Net"),
         (torch_wrap.CustomPolicy(lambda m: "yes"), "returned 'yes' for a Net"),
-        (Block(), r"policy=Block\([\s\S]* is not a policy"),  # a module is callable, and a slip for its class
+        (Block(), "policy is an instance of Block: pass the class, policy={Block}"),
         (
             lambda m: isinstance(m, Block),
             r"cannot be called as policy\(module=..., recurse=..., non.* use CustomPolicy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -215,3 +216,48 @@ def test_tensor_parallel(ranks, order: str):
 @pytest.mark.parametrize("order", ["blocks after", "model before"])
 def test_inductor(ranks, order: str):
     ranks.run(train, order, "inductor", False, {}, timeout=110.0)
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    loss: Tensor | None = None
+
+
+class WithOutput(Block):
+    """Returns a dataclass, as Hugging Face's models do."""
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(super().forward(x))
+
+
+class OfOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = WithOutput(), WithOutput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).hidden).hidden
+
+
+def compile_dataclasses(ctx) -> None:
+    torch.manual_seed(0)
+    plain = OfOutputs()
+    for precision, close in (
+        (None, {}),
+        (MixedPrecision(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=True), {"atol": 0.1}),
+    ):
+        model = fully_shard(
+            copy.deepcopy(plain), policy={WithOutput}, process_group=ctx.group, mixed_precision=precision
+        )
+        for block in (model.first, model.second):
+            block.compile(fullgraph=True, backend="aot_eager")
+        x = torch.ones(2, WIDTH)
+        for _ in range(2):
+            y = model(x)
+            torch.testing.assert_close(y, plain(x), **({"rtol": 0.1} | close if close else {}))
+            y.sum().backward()
+
+
+def test_units_compiled_as_one_graph_that_return_dataclasses(pool):
+    pool.run(compile_dataclasses, world_size=2)

@@ -39,8 +39,10 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if kind is dict:
         return {k: cast_floats(v, dtype) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: cast_floats(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **fields)
+        # Not `dataclasses.fields()`: dynamo cannot follow its generator. It leaves out what an instance does not have.
+        own = getattr(value, "__dict__", value.__dataclass_fields__)
+        names = [name for name, field in value.__dataclass_fields__.items() if field.init and name in own]
+        return dataclasses.replace(value, **{name: cast_floats(getattr(value, name), dtype) for name in names})
     return tree_map(lambda v: cast_floats(v, dtype) if isinstance(v, torch.Tensor) else v, value)
 
 

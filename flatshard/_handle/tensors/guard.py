@@ -27,6 +27,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, refuse
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
+_OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _RECOMPUTE = CheckpointFunction.backward.__code__
 
 Parameters = dict[str, nn.Parameter | None]
@@ -99,6 +100,7 @@ class GuardedParameters(Parameters):
         if type(held) is ShardedParameter and param is not held:
             writer = sys._getframe(1)
             refuse_to_empty(held, writer)
+            _refuse_other_sharding(held, writer)
             if writer.f_code is _SWAP:
                 self._check_swap(name, held)
         super().__setitem__(name, param)
@@ -115,6 +117,8 @@ class GuardedParameters(Parameters):
             )
 
     def __delitem__(self, name: str) -> None:
+        if type(held := super().get(name)) is ShardedParameter:
+            _refuse_other_sharding(held, sys._getframe(1))
         super().__delitem__(name)
         self.attributes.pop(name, None)
         changes.count += 1
@@ -152,6 +156,19 @@ class GuardedParameters(Parameters):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
+    """Raise if torch's FSDP takes ``held`` out of its module: it would shard this rank's part once more."""
+    frame: FrameType | None = writer
+    for _ in range(4):  # nn.Module's __setattr__ or __delattr__, and the methods of this dict, may be in between
+        if frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHER_SHARDING):
+            raise RuntimeError(
+                f"parameter {held._flatshard_info.fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard "
+                "this rank's part of it once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn "
+                "its FSDP off), and build the module anew"
+            )
+        frame = None if frame is None else frame.f_back
 
 
 def _self_of(frame: FrameType) -> Any:

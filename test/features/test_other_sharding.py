@@ -1,0 +1,39 @@
+"""torch's own FSDP on a model that is sharded already."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Block, Net
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from flatshard import fully_shard
+
+
+def run_other_sharding(ctx) -> None:
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+
+    def fsdp1(module: nn.Module, use_orig_params: bool) -> None:
+        FullyShardedDataParallel(
+            module, process_group=ctx.group, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+
+    for shard in (
+        lambda m: fsdp2(m, mesh=mesh),
+        lambda m: fsdp2(m.blocks[0].linear, mesh=mesh),
+        lambda m: fsdp2(m.blocks[0], mesh=mesh),
+        lambda m: fsdp1(m, True),
+        lambda m: fsdp1(nn.Sequential(m), False),
+    ):
+        model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+        with pytest.raises(
+            RuntimeError, match=r"parameter '.*' is sharded by flatshard.fully_shard, and torch's FSDP would"
+        ):
+            shard(model)
+
+
+def test_torchs_fsdp_on_a_sharded_model(pool):
+    pool.run(run_other_sharding, world_size=2)
