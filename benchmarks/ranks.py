@@ -79,7 +79,7 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, but it says so at length
     try:
         torchrun(["--standalone", "--nproc-per-node", str(count), script, *arguments])
     except ChildFailedError as error:

@@ -79,11 +79,11 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     table = str(flatshard.describe(model))
     ranks.say(f"{options.strategy}, {options.precision}; {len(corpus.train):,} bytes of text\n\n{table}\n")
 
-    trainer = Trainer(model, options)
-    first = trainer.resume(options.resume, ranks) if options.resume else 1
     loss_before = validation_loss(model, options, corpus, ranks)
     ranks.say(f"validation loss {loss_before:.3f} before training (a uniform guess: {math.log(VOCABULARY):.3f})\n")
 
+    trainer = Trainer(model, options)
+    first = trainer.resume(options.resume, ranks) if options.resume else 1
     losses, seconds = train_steps(trainer, first, options, corpus, ranks)
 
     loss_after = validation_loss(model, options, corpus, ranks)
@@ -129,6 +129,7 @@ def train_steps(
             ranks.say(f"\n{memory_report(trainer, options, corpus, ranks)}\n")
             progress.pause()
         if options.save and (step % options.save_every == 0 or step == options.steps):
+            progress.clear()
             trainer.save(Path(options.save) / f"step-{step}", step, ranks)
             progress.pause()
     return means, seconds

@@ -73,7 +73,8 @@ def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int
 SAME_ORDER = (
     "All ranks must run the same units in the same order, forward and backward. If a rank does not need a unit that others "
     "run, have it call flatshard.skip(unit, x) in its place. Layers dropped at random (layerdrop) must be the same on all "
-    "ranks"
+    "ranks. Functions that gather, such as full_state_dict and summon_full_params, are called by all ranks, not by rank 0 "
+    "alone"
 )
 
 

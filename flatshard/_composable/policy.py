@@ -179,7 +179,10 @@ def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
     classes = (value,) if isinstance(value, type) else tuple(value)
     for item in classes:
         if not (isinstance(item, type) and issubclass(item, nn.Module)):
-            raise ValueError(f"policy: {item!r} is not an nn.Module class")
+            if isinstance(item, nn.Module):
+                kind = type(item).__name__
+                raise ValueError(f"policy holds a {kind}, a module: pass its class, policy={{{kind}}}")
+            raise ValueError(f"policy: {item!r} is not an nn.Module class: pass classes, as in policy={{Block}}")
     if not classes:
         raise ValueError("policy: an empty collection of classes selects nothing; pass policy=None for a single unit")
     return classes

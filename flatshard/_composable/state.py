@@ -275,7 +275,8 @@ class Unit:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a sharded module (unit {self.fqn or '<root>'!r}) cannot be pickled, because it has process groups and hooks. "
-            "Save module.state_dict() instead"
+            "Save it by flatshard.save_checkpoint(path, {'model': module}), or whole tensors by "
+            "torch.save(flatshard.checkpoint.full_state_dict(module), ...)"
         )
 
 

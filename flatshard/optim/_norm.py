@@ -91,6 +91,11 @@ class Gradient(NamedTuple):
 
 def gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
     """One entry for each parameter of ``module``, in the same order on all ranks."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{verb} takes the module, got a {type(module).__name__}: pass the model, or pass its parameters to torch's own, "
+            f"torch.nn.utils.{verb}"
+        )
     for below in units_below(module):
         if below.handle.slots.shows is not SHARDED:
             raise _shown_whole(below.fqn, verb)

@@ -69,6 +69,11 @@ def test_the_command_of_the_readme():
     command = readme.partition("<!-- command: main job -->\n```bash\n")[2].partition("\n```")[0]
     options = command.split("benchmarks/train_gpt.py ")[1].split()
     assert train_gpt.parse_options(options).ranks == 2
+    section = readme.partition("## Two commands")[2].partition("\n## ")[0]
+    mentioned = set(re.findall(r"`(--[^`]*)`", section)) - {"--help"}
+    assert "--verify" in mentioned
+    for option in mentioned:
+        train_gpt.parse_options(option.split())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ def check_module(module: Any, what: str = "module") -> None:
     """``module`` can be a unit."""
     if not isinstance(module, nn.Module):
         hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
+        if isinstance(module, Iterator):
+            hint = "; pass the module itself, not its parameters"
         raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: {_SCRIPTED_CURE}")

@@ -1,0 +1,482 @@
+"""A newcomer's mistakes: each raises early, and the message says what to do. Here they stand as a newcomer reads them.
+
+More refusals are in ``core/test_errors.py``. ``EXPECTTEST_ACCEPT=1`` writes the messages anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import re
+import textwrap
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from pool import RankFailure
+from torch import nn
+
+import flatshard
+from flatshard import fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+    def logits(self, x):
+        return self.head(x)
+
+
+class Other(nn.Module):
+    pass
+
+
+def wrapped(text: str) -> str:
+    return "\n".join(textwrap.fill(line, 88, subsequent_indent="    ") for line in text.rstrip().splitlines())
+
+
+def message(mistake: Callable[[], object]) -> str:
+    """What a newcomer reads: the error's class and text, or the warning's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            mistake()
+        except Exception as error:
+            return wrapped(f"{type(error).__name__}: {error}")
+    return wrapped("\n".join(f"{w.category.__name__}: {w.message}" for w in caught) or "nothing is said")
+
+
+# -- in fully_shard ----------------------------------------------------------------------------------------------------
+
+
+def test_no_process_group():
+    shown = message(lambda: fully_shard(Net()))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: fully_shard needs a process group: call
+    torch.distributed.init_process_group(...) first (under torchrun,
+    init_process_group() alone is enough)""",
+    )
+
+
+def test_a_class_that_matches_nothing(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net(), policy={Other}))
+    assert_expected_inline(
+        shown,
+        """\
+UserWarning: fully_shard: the policy's classes 'Other' matched no submodule, so Net is a
+    single unit: its whole size is unsharded at once. Classes in the module: 'Block',
+    'Linear', 'Net', 'Sequential'""",
+    )
+
+
+def test_a_module_in_the_place_of_its_class(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net(), policy={Block()}))
+    assert_expected_inline(shown, """ValueError: policy holds a Block, a module: pass its class, policy={Block}""")
+    shown = message(lambda: fully_shard(Net(), policy=Block()))
+    assert_expected_inline(shown, """ValueError: policy is a Block, a module: pass its class, policy={Block}""")
+
+
+def test_a_name_in_the_place_of_a_class(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net(), policy={"Block"}))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: policy: 'Block' is not an nn.Module class: pass classes, as in
+    policy={Block}""",
+    )
+
+
+def test_parameters_in_the_place_of_the_module(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net().parameters()))
+    assert_expected_inline(
+        shown,
+        """\
+TypeError: fully_shard takes an nn.Module as module, got a generator; pass the module
+    itself, not its parameters""",
+    )
+
+
+def test_a_container(world):
+    world(4)
+    shown = message(lambda: fully_shard(nn.ModuleList([Block()])))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: ModuleList has no forward, so its hooks would never run. Shard its items,
+    `for m in container: fully_shard(m)`, or the module that calls them""",
+    )
+
+
+def test_a_dtype_in_the_place_of_a_policy(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net(), mixed_precision=torch.bfloat16))
+    assert_expected_inline(
+        shown,
+        """\
+TypeError: mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got
+    torch.bfloat16: pass flatshard.MixedPrecision(param_dtype=torch.bfloat16,
+    reduce_dtype=torch.float32)""",
+    )
+
+
+def test_a_strategy_by_its_name(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net(), strategy="full_shard"))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: strategy='full_shard' is not one of ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD,
+    ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2""",
+    )
+
+
+def test_sharded_twice(world):
+    world(4)
+    shown = message(lambda: fully_shard(fully_shard(Net())))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: this Net is sharded already: fully_shard was called on it, or a policy chose
+    it. Call fully_shard once a module, inner modules first""",
+    )
+
+
+def test_inside_after_outside(world):
+    world(4)
+    model = fully_shard(Net())
+    shown = message(lambda: fully_shard(model.head))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: 'weight' in this Linear is sharded already, as 'head.weight' of a unit
+    around it, a Net: shard inner modules before outer ones, or choose them by the
+    policy of one call on the outermost""",
+    )
+
+
+def test_after_ddp(world):
+    world(4)
+    model = nn.parallel.DistributedDataParallel(Net())
+    shown = message(lambda: fully_shard(model))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: 'the module' is managed by DistributedDataParallel already: unwrap it, or
+    pass it in ignored_states""",
+    )
+
+
+def test_on_meta_without_initialisers(world):
+    world(4)
+    with torch.device("meta"):
+        model = Net()
+        model.scale = nn.Parameter(torch.ones(4))
+    shown = message(lambda: fully_shard(model))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: 'scale' are on the meta device and their modules cannot initialise them.
+    Give their modules a reset_parameters() that sets every parameter and buffer (non-
+    persistent ones too), or pass param_init_fn=... to fully_shard""",
+    )
+
+
+# -- afterwards --------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_is_not_forward(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    shown = message(lambda: model.logits(torch.ones(2, 4)))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
+    (2, 4). But Linear.forward was called from outside of a forward of its unit: after
+    flatshard.register_forward_method(module, 'logits'), Net.logits gathers what it
+    uses. Or give the Linear a unit of its own""",
+    )
+
+
+def test_forward_called_by_itself(world):
+    world(4)
+    model = fully_shard(Net())
+    shown = message(lambda: model.blocks[0](torch.ones(2, 4)))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: parameter 'blocks.0.linear.weight' is sharded: this rank has elements 0:16
+    of shape (4, 4). But Linear.forward was called from outside of a forward of its
+    unit: call the module that is the unit, as module(...); for another method of it see
+    register_forward_method. Or give the Linear a unit of its own""",
+    )
+
+
+def test_pickling_the_model(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    shown = message(lambda: torch.save(model, io.BytesIO()))
+    assert_expected_inline(
+        shown,
+        """\
+TypeError: a sharded module (unit '<root>') cannot be pickled: process groups and hooks
+    do not travel. Save it by flatshard.save_checkpoint(path, {'model': module}), or
+    whole tensors by torch.save(flatshard.checkpoint.full_state_dict(module), ...)""",
+    )
+
+
+def test_pickling_its_state_dict(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    shown = message(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: a sharded tensor of shape (4, 4) cannot be pickled (torch.save): this rank
+    has only a part of it. Save all of it by torch.distributed.checkpoint.save(...),
+    whole tensors by torch.save(flatshard.checkpoint.full_state_dict(module), ...), or
+    this rank's part by torch.save(flatshard.checkpoint.local_state_dict(module), ...)""",
+    )
+
+
+def test_loading_what_has_another_shape(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    state = Net().state_dict() | {"head.weight": torch.zeros(5, 4)}
+    shown = message(lambda: model.load_state_dict(state))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: Error(s) in loading state_dict for Net, in which nothing has been changed:
+        head.weight: size mismatch: the checkpoint has shape (5, 4), the model has (2,
+    4)""",
+    )
+
+
+def test_loading_the_parts_of_some_rank(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    parts = copy.deepcopy(Net().state_dict()) | {"head.weight": model.head.weight.detach().clone()}
+    shown = message(lambda: model.load_state_dict(parts))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: Error(s) in loading state_dict for Net, in which nothing has been changed:
+        head.weight: size mismatch: the checkpoint has shape (4,), the model has (2, 4).
+    It has the shape of this rank's part, but does not say whose part it is: load values
+    of state_dict()""",
+    )
+
+
+def test_replacing_a_parameter(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+
+    def mistake() -> None:
+        model.head.weight = nn.Parameter(torch.zeros(2, 4))
+        model(torch.ones(2, 4))
+
+    shown = message(mistake)
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: parameter 'head.weight' was replaced by a tensor of shape (2, 4); this
+    rank's part has shape (4,) (of (2, 4) in whole). A sharded parameter cannot be
+    resized: resize the module before fully_shard, or change values inside `with
+    flatshard.summon_full_params(module):`""",
+    )
+
+
+def test_an_optimizer_of_whole_matrices(world):
+    world(4)
+    model = fully_shard(Net())
+    model(torch.ones(2, 4)).sum().backward()
+    shown = message(torch.optim.Adafactor(model.parameters()).step)
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: Adafactor looks at whole parameters, but ranks have parts of
+    'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight': stepping each
+    part alone would train something else. Use
+    flatshard.optim.WholeParameterOptimizer(params, Adafactor, ...), which works in any
+    layout, or shard with layout=flatshard.layouts.Whole()""",
+    )
+
+
+def test_clipping_parameters_by_our_function(world):
+    world(4)
+    model = fully_shard(Net())
+    shown = message(lambda: flatshard.clip_grad_norm_(model.parameters(), 1.0))
+    assert_expected_inline(
+        shown,
+        """\
+TypeError: clip_grad_norm_ takes the module, got a generator: pass the model, or pass
+    its parameters to torch's own, torch.nn.utils.clip_grad_norm_""",
+    )
+
+
+def test_a_model_that_is_not_sharded(world):
+    world(4)
+    shown = message(lambda: flatshard.summon_full_params(Net()).__enter__())
+    assert_expected_inline(
+        shown, """ValueError: summon_full_params: nothing in this Net is sharded; call fully_shard first"""
+    )
+
+
+def test_after_the_process_group_is_destroyed(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    dist.destroy_process_group()
+    shown = message(lambda: model(torch.ones(2, 4)))
+    assert_expected_inline(
+        shown,
+        """\
+CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: RuntimeError:
+    the process group that this module was sharded over has been destroyed. If it waited
+    in vain or lost a connection, look for the first error on the other ranks: one of
+    them died, or did not come to this unit""",
+    )
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+def in_a_fork(ctx) -> str:
+    """What a DataLoader's worker gets that calls the model."""
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    told = ""
+    if ctx.rank == 0:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with torch.no_grad():
+                os.write(write, message(lambda: model(torch.ones(2, 4))).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            told = pipe.read().decode()
+        os.waitpid(pid, 0)
+    model(torch.ones(2, 4)).sum().backward()  # the parent's groups work as before
+    return told
+
+
+def test_a_fork_that_calls_the_model(pool):
+    shown = pool.run(in_a_fork, world_size=2)[0]
+    assert_expected_inline(
+        shown,
+        """\
+CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 2: RuntimeError:
+    this process is a fork of the one that sharded the module (a worker of a DataLoader,
+    say), and process groups do not survive a fork. Call the module in the main process:
+    in the training loop, or with num_workers=0 (in pass 1 of this process). If it
+    waited in vain or lost a connection, look for the first error on the other ranks:
+    one of them died, or did not come to this unit""",
+    )
+
+
+def failure(pool, body: Callable[..., None]) -> str:
+    """Rank 0's error; the other rank's is of the same class. What earlier tests did on the same group is left out."""
+    with pytest.raises(RankFailure) as caught:
+        pool.run(body, world_size=2)
+    first, second = sorted(caught.value.failures, key=lambda f: f.rank)
+    assert (first.kind, second.kind) == ("raised", "raised"), caught.value
+    assert first.type_name == second.type_name
+    told = re.sub(r"(\n  rank \d: ).*; ", r"\1... ", first.message)
+    return wrapped(f"{first.type_name}: {re.sub(r'pass [0-9]+ of', 'pass N of', told)}")
+
+
+def run_differently(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    model(torch.ones(2, 4)) if ctx.rank == 0 else model.blocks[1](torch.ones(2, 4))
+
+
+def test_ranks_that_run_different_units(pool):
+    shown = failure(pool, run_differently)
+    assert_expected_inline(
+        shown,
+        """\
+OutOfStepError: ranks run different units. Their last collectives (in pass N of this
+    process), the latest at the end:
+  rank 0: ... all-gather of '<root>'
+  rank 1: ... all-gather of 'blocks.1'
+All ranks must run the same units in the same order, forward and backward. Where one
+    does not need a unit that others run, have it call flatshard.skip(unit, x) in that
+    place. Layers dropped at random (layerdrop) must be the same on all ranks. Functions
+    that gather, such as full_state_dict and summon_full_params, are called by all
+    ranks, not by rank 0 alone. (This is compared in the first passes:
+    FLATSHARD_ORDER_CHECK=first, always or off.)""",
+    )
+
+
+def ask_on_rank_0_only(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    if ctx.rank == 0:
+        flatshard.checkpoint.full_state_dict(model)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_whole_state_on_rank_0_only(pool):
+    shown = failure(pool, ask_on_rank_0_only)
+    assert_expected_inline(
+        shown,
+        """\
+OutOfStepError: ranks run different units. Their last collectives (in pass N of this
+    process), the latest at the end:
+  rank 0: ... all-gather of '<root>'
+  rank 1: ... all-gather of 'blocks.1' for backward
+All ranks must run the same units in the same order, forward and backward. Where one
+    does not need a unit that others run, have it call flatshard.skip(unit, x) in that
+    place. Layers dropped at random (layerdrop) must be the same on all ranks. Functions
+    that gather, such as full_state_dict and summon_full_params, are called by all
+    ranks, not by rank 0 alone. (This is compared in the first passes:
+    FLATSHARD_ORDER_CHECK=first, always or off.)""",
+    )
+
+
+def build_different_models(ctx) -> None:
+    model = nn.Sequential(Block(), nn.Linear(4, 2 + 4 * ctx.rank))
+    fully_shard(model, policy={Block}, process_group=ctx.group)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_models_that_differ(pool):
+    shown = failure(pool, build_different_models)
+    assert_expected_inline(
+        shown,
+        """\
+OutOfStepError: unit '<root>' is not the same on all ranks: rank 0 has '1.weight' of
+    shape (2, 4) where rank 1 has '1.weight' of shape (6, 4). Their last collectives (in
+    pass N of this process), the latest at the end:
+  rank 0: all-gather of '<root>'
+  rank 1: all-gather of '<root>'
+Build the same model on all ranks, from the same arguments, and shard it by the same
+    calls. (This is compared in the first passes: FLATSHARD_ORDER_CHECK=first, always or
+    off.)""",
+    )
