@@ -189,8 +189,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
         ValueError: a name has a dot; an optimizer's module is not among them.
     """
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
-    for module in modules:
-        _settle(module)
+    shown = {id(module): _settled_state(module) for module in modules}
     found: list[Entry] = []
     for key, value in state.items():
         if "." in key:
@@ -202,7 +201,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
             found.append(Optimized(key, value, owner, strict))
-        elif isinstance(value, nn.Module) and _shows_memory(value):
+        elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
             found.append(InPlace(key, value, strict))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             found.append(Stateful(key, value, strict))
@@ -211,19 +210,19 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     return found
 
 
-def _settle(module: nn.Module) -> None:
-    """Register the sharded parameters: after ``unshard()``, and after a forward that was interrupted."""
+def _settled_state(module: nn.Module) -> dict[str, Any]:
+    """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
     for context in {unit.context for unit in units_below(module)}:
         if not (context.is_idle or context.is_running):
             context.recover()
-    module.state_dict()
+    found: dict[str, Any] = module.state_dict()
+    return found
 
 
-def _shows_memory(module: nn.Module) -> bool:
+def _shows_memory(module: nn.Module, state: dict[str, Any]) -> bool:
     own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
     return not any(map(_translates, module.modules())) and all(
-        isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta
-        for v in module.state_dict().values()
+        isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta for v in state.values()
     )
 
 

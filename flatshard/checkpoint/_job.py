@@ -8,6 +8,7 @@ was, a load that cannot succeed changes nothing on any rank, and nothing in a ch
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -71,16 +72,16 @@ def save_checkpoint(
     before = _ended()
     meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
     saving = _Saving(at, meeting.is_first, overwrite, progress)
-    with meeting.left_open():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(meeting)
+        stack.callback(saving.discard)
         own = meeting.round(lambda: saving.plan(state, before, wait), saving.plan_for_all)
+        rest = stack.pop_all()  # left open for the thread
     save = Save()
 
     def write() -> None:
-        with meeting:
-            try:
-                meeting.round(lambda: saving.write(*own), saving.finish)
-            finally:
-                saving.discard()
+        with rest:
+            meeting.round(lambda: saving.write(*own), saving.finish)
 
     if wait:
         write()

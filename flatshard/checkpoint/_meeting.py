@@ -76,15 +76,6 @@ class Meeting:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
 
-    @contextlib.contextmanager
-    def left_open(self) -> Iterator[None]:
-        """For the first rounds of several contexts: ends it only if they raise."""
-        try:
-            yield
-        except BaseException:
-            self._over.set()
-            raise
-
     @property
     def is_first(self) -> bool:
         return self.rank == 0

@@ -9,12 +9,14 @@ from pathlib import Path
 
 Report = Callable[[int, int], object]
 
+_EVERY = 10.0  # seconds between lines
+
 
 class Progress:
     """Counts bytes, and reports them: to ``report``, or, on rank 0, with a line on stderr every few seconds."""
 
-    def __init__(self, verb: str, path: Path, report: Report | None, is_first: bool, every: float = 10.0) -> None:
-        self._verb, self._path, self._report, self._every = verb, path, report, every
+    def __init__(self, verb: str, path: Path, report: Report | None, is_first: bool) -> None:
+        self._verb, self._path, self._report = verb, path, report
         self._began = self._said = time.monotonic()
         self._is_first = is_first
         self.done = self.total = 0  # bytes; of the total those of tensors
@@ -24,7 +26,7 @@ class Progress:
         self.done += nbytes
         if self._report is not None:
             self._report(self.done, self.total)
-        elif self._is_first and time.monotonic() - self._said > self._every:
+        elif self._is_first and time.monotonic() - self._said > _EVERY:
             self._said = time.monotonic()
             seconds = self._said - self._began
             print(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, _disk, _job, _meeting
+from flatshard.checkpoint import MeetingError, _disk, _job, _meeting, _progress
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._disk import METADATA
 
@@ -694,6 +694,23 @@ def test_overwriting_a_link(job):
         assert sorted(p.name for p in link.parent.iterdir()) == ["job", "latest"]
         job.saved = job.values()
         job.check_saved()
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_progress, "_EVERY", 0.0)
+    state = {"x": {str(i): torch.zeros(2**18) for i in range(4)}}
+    save_checkpoint(tmp_path / "x", state)
+    load_checkpoint(tmp_path / "x", state)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"saving '{tmp_path}/x': 0.00 of 0.00 GiB on rank 0 after 0 s")
+    assert [line.split()[0] for line in lines] == ["saving"] * 4 + ["loading"] * 4
+    at: list[tuple[int, int]] = []
+    save_checkpoint(tmp_path / "y", state, progress=lambda *a: at.append(a))
+    assert at == [(i * 2**20, 4 * 2**20) for i in range(1, 5)]
+    assert capsys.readouterr().err == ""
 
 
 # -- the files by torch's own functions --------------------------------------------------------------------------------
