@@ -96,7 +96,12 @@ def test_a_module_in_the_place_of_its_class(world):
     shown = message(lambda: fully_shard(Net(), policy={Block()}))
     assert_expected_inline(shown, """ValueError: policy holds a Block, a module: pass its class, policy={Block}""")
     shown = message(lambda: fully_shard(Net(), policy=Block()))
-    assert_expected_inline(shown, """ValueError: policy is a Block, a module: pass its class, policy={Block}""")
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: policy is an instance of Block: pass the class, policy={Block}, for every
+    Block to be a unit""",
+    )
 
 
 def test_a_name_in_the_place_of_a_class(world):
@@ -218,9 +223,9 @@ def test_a_method_that_is_not_forward(world):
         shown,
         """\
 RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
-    (2, 4). But Linear.forward was called from outside of a forward of its unit: after
+    (2, 4). But Linear.forward was called outside of its unit's forward: after
     flatshard.register_forward_method(module, 'logits'), Net.logits gathers what it
-    uses. Or give the Linear a unit of its own""",
+    uses. Or make the Linear a unit of its own""",
     )
 
 
@@ -232,9 +237,9 @@ def test_forward_called_by_itself(world):
         shown,
         """\
 RuntimeError: parameter 'blocks.0.linear.weight' is sharded: this rank has elements 0:16
-    of shape (4, 4). But Linear.forward was called from outside of a forward of its
-    unit: call the module that is the unit, as module(...); for another method of it see
-    register_forward_method. Or give the Linear a unit of its own""",
+    of shape (4, 4). But Linear.forward was called outside of its unit's forward: call
+    the module that is the unit, as module(...); for its other methods see
+    register_forward_method. Or make the Linear a unit of its own""",
     )
 
 
@@ -245,8 +250,8 @@ def test_pickling_the_model(world):
     assert_expected_inline(
         shown,
         """\
-TypeError: a sharded module (unit '<root>') cannot be pickled: process groups and hooks
-    do not travel. Save it by flatshard.save_checkpoint(path, {'model': module}), or
+TypeError: a sharded module (unit '<root>') cannot be pickled, because it has process
+    groups and hooks. Save it by flatshard.save_checkpoint(path, {'model': module}), or
     whole tensors by torch.save(flatshard.checkpoint.full_state_dict(module), ...)""",
     )
 
@@ -258,10 +263,12 @@ def test_pickling_its_state_dict(world):
     assert_expected_inline(
         shown,
         """\
-RuntimeError: a sharded tensor of shape (4, 4) cannot be pickled (torch.save): this rank
-    has only a part of it. Save all of it by torch.distributed.checkpoint.save(...),
-    whole tensors by torch.save(flatshard.checkpoint.full_state_dict(module), ...), or
-    this rank's part by torch.save(flatshard.checkpoint.local_state_dict(module), ...)""",
+UserWarning: a sharded tensor of shape (4, 4) is pickled (torch.save), and this rank has
+    only elements 0:8 of it: every rank must save a file of its own, which it alone can
+    load. For one file of everything: this rank has only a part of it. Take whole
+    tensors from flatshard.checkpoint.full_state_dict(module) or
+    flatshard.checkpoint.iter_full_params(module), on all ranks; or hand the dict to
+    torch.distributed.checkpoint""",
     )
 
 
@@ -307,9 +314,9 @@ def test_replacing_a_parameter(world):
         shown,
         """\
 RuntimeError: parameter 'head.weight' was replaced by a tensor of shape (2, 4); this
-    rank's part has shape (4,) (of (2, 4) in whole). A sharded parameter cannot be
-    resized: resize the module before fully_shard, or change values inside `with
-    flatshard.summon_full_params(module):`""",
+    rank's part has shape (4,) (of a parameter of shape (2, 4)). A sharded parameter
+    cannot be resized: resize the module before fully_shard, or change values inside
+    `with flatshard.summon_full_params(module):`""",
     )
 
 
@@ -387,16 +394,14 @@ def in_a_fork(ctx) -> str:
 
 
 def test_a_fork_that_calls_the_model(pool):
-    shown = pool.run(in_a_fork, world_size=2)[0]
+    shown = re.sub(r"process \d+", "process N", pool.run(in_a_fork, world_size=2)[0])
     assert_expected_inline(
         shown,
         """\
-CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 2: RuntimeError:
-    this process is a fork of the one that sharded the module (a worker of a DataLoader,
-    say), and process groups do not survive a fork. Call the module in the main process:
-    in the training loop, or with num_workers=0 (in pass 1 of this process). If it
-    waited in vain or lost a connection, look for the first error on the other ranks:
-    one of them died, or did not come to this unit""",
+RuntimeError: unit '<root>' runs a forward in process N, which was forked from rank
+    0 that sharded it, and has no process group: it would wait for ever. In a
+    DataLoader's worker use a model that is not sharded, or run this one where the batch
+    arrives""",
     )
 
 
@@ -425,11 +430,11 @@ OutOfStepError: ranks run different units. Their last collectives (in pass N of 
     process), the latest at the end:
   rank 0: ... all-gather of '<root>'
   rank 1: ... all-gather of 'blocks.1'
-All ranks must run the same units in the same order, forward and backward. Where one
-    does not need a unit that others run, have it call flatshard.skip(unit, x) in that
+All ranks must run the same units in the same order, forward and backward. If a rank
+    does not need a unit that others run, have it call flatshard.skip(unit, x) in its
     place. Layers dropped at random (layerdrop) must be the same on all ranks. Functions
     that gather, such as full_state_dict and summon_full_params, are called by all
-    ranks, not by rank 0 alone. (This is compared in the first passes:
+    ranks, not by rank 0 alone. (This check runs in the first passes:
     FLATSHARD_ORDER_CHECK=first, always or off.)""",
     )
 
@@ -447,16 +452,16 @@ def test_whole_state_on_rank_0_only(pool):
     assert_expected_inline(
         shown,
         """\
-OutOfStepError: ranks run different units. Their last collectives (in pass N of this
-    process), the latest at the end:
-  rank 0: ... all-gather of '<root>'
-  rank 1: ... all-gather of 'blocks.1' for backward
-All ranks must run the same units in the same order, forward and backward. Where one
-    does not need a unit that others run, have it call flatshard.skip(unit, x) in that
+OutOfStepError: ranks wait for each other, as they run different units:
+  rank 0 waits for the call of 'full_state_dict' (after pass N of this process), which
+    rank 1 has not come to. Its last collectives: call of 'full_state_dict'
+  rank 1 waits for the all-gather of '<root>' (in pass N of this process), which rank 0
+    has not come to. Its last collectives: all-gather of '<root>'
+All ranks must run the same units in the same order, forward and backward. If a rank
+    does not need a unit that others run, have it call flatshard.skip(unit, x) in its
     place. Layers dropped at random (layerdrop) must be the same on all ranks. Functions
     that gather, such as full_state_dict and summon_full_params, are called by all
-    ranks, not by rank 0 alone. (This is compared in the first passes:
-    FLATSHARD_ORDER_CHECK=first, always or off.)""",
+    ranks, not by rank 0 alone.""",
     )
 
 
@@ -477,6 +482,6 @@ OutOfStepError: unit '<root>' is not the same on all ranks: rank 0 has '1.weight
   rank 0: all-gather of '<root>'
   rank 1: all-gather of '<root>'
 Build the same model on all ranks, from the same arguments, and shard it by the same
-    calls. (This is compared in the first passes: FLATSHARD_ORDER_CHECK=first, always or
+    calls. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or
     off.)""",
     )
