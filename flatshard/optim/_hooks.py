@@ -123,7 +123,9 @@ def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
                 f"use flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
             )
     elif kind not in _ELEMENTWISE_TYPES and not (
-        getattr(optimizer, "works_on_shards", False) or getattr(optimizer, "steps_whole_parameters", False)
+        getattr(optimizer, "works_on_shards", False)
+        or getattr(optimizer, "steps_whole_parameters", False)
+        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # which is looked at as it steps
     ):
         _try_it(optimizer)
 
