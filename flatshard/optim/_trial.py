@@ -45,14 +45,19 @@ def couples_parameters(optimizer: Optimizer, settings: Mapping[str, Any], ndim: 
     return _differ(optimizer, settings, [a, b], [[a], [b]])
 
 
-def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool) -> bool:
+def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool, block: int) -> bool:
     """Whether it steps a parameter of ``ndim`` dimensions in another way than two parts of it, 1-D or ``by_rows``.
+
+    ``block``: of 1-D parts, the number of elements that no cut separates.
 
     Raises:
         Impossible: it cannot be tried.
     """
     whole = _start(ndim)
-    parts = (whole[:50], whole[50:]) if by_rows else (whole.flatten()[:98], whole.flatten()[98:])
+    flat, cut = whole.flatten(), -(-98 // block) * block
+    if not by_rows and cut >= len(flat):
+        return False
+    parts = (whole[:50], whole[50:]) if by_rows else (flat[:cut], flat[cut:])
     return _differ(optimizer, settings, [whole], [[part] for part in parts])
 
 
