@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
-from flatshard._composable.state import all_units
+from flatshard._composable.state import all_units, owner_of
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.checkpoint._optim_hooks import hook_optimizer
@@ -107,7 +107,9 @@ def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
                 f"use flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
             )
     elif kind not in _ELEMENTWISE_TYPES and not (
-        getattr(optimizer, "works_on_shards", False) or getattr(optimizer, "steps_whole_parameters", False)
+        getattr(optimizer, "works_on_shards", False)
+        or getattr(optimizer, "steps_whole_parameters", False)
+        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # which is looked at as it steps
     ):
         _try_it(optimizer)
 
@@ -127,12 +129,13 @@ def _try_it(optimizer: Optimizer) -> None:
                 continue
             ndim, by_rows = max(1, len(info.shape)), info.by_rows
             is_cut = info.owner is None or not (by_rows or ndim < 2)
-            if (case := (options, ndim, is_cut, by_rows)) in tried:
+            block = _block_of(param)
+            if (case := (options, ndim, is_cut, by_rows, block)) in tried:
                 continue
             tried.add(case)
             try:
                 couples = type(optimizer) is torch.optim.LBFGS or couples_parameters(optimizer, settings, ndim)
-                looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows)
+                looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
             except Impossible as e:
                 warnings.warn(
                     f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, as trying it "
@@ -154,6 +157,16 @@ def _try_it(optimizer: Optimizer) -> None:
                     f"have them of {info.fqn!r}, come out different. Use flatshard.optim.WholeParameterOptimizer(params, "
                     f"{name}, ...), which works in any layout, or shard with layout=flatshard.layouts.Whole(). {allow}"
                 )
+
+
+def _block_of(param: torch.Tensor) -> int:
+    """The number of elements of a sharded parameter that no cut separates."""
+    owner = owner_of(param)  # type: ignore[arg-type]
+    for buffers in () if owner is None else owner.handle.buffers:
+        for info, own in zip(buffers.layout.params, buffers.params, strict=True):
+            if own is param:
+                return info.block
+    return 1
 
 
 def _warn_of_lost_rule(optimizer: Optimizer) -> None:

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 
 from flatshard._handle.tensors.partial import NORMS, norm_arguments, plainly, retype
 
-_SHAPES = {1: (48,), 2: (6, 8), 3: (6, 4, 2)}
-_STEPS = 3
+# Even, and above 128, from which on optimizers factor their state.
+_SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
+_STEPS = 4
 _TOLERANCE = 1e-6  # of the largest update
 
 
@@ -44,14 +45,19 @@ def couples_parameters(optimizer: Optimizer, settings: Mapping[str, Any], ndim: 
     return _differ(optimizer, settings, [a, b], [[a], [b]])
 
 
-def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool) -> bool:
+def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool, block: int) -> bool:
     """Whether it steps a parameter of ``ndim`` dimensions in another way than two parts of it, 1-D or ``by_rows``.
+
+    ``block``: of 1-D parts, the number of elements that no cut separates.
 
     Raises:
         Impossible: it cannot be tried.
     """
     whole = _start(ndim)
-    parts = (whole[:2], whole[2:]) if by_rows else (whole.flatten()[:19], whole.flatten()[19:])
+    flat, cut = whole.flatten(), -(-98 // block) * block
+    if not by_rows and cut >= len(flat):
+        return False
+    parts = (whole[:50], whole[50:]) if by_rows else (flat[:cut], flat[cut:])
     return _differ(optimizer, settings, [whole], [[part] for part in parts])
 
 
@@ -76,9 +82,9 @@ def _differ(
 
 def _start(ndim: int) -> torch.Tensor:
     """Values of which no two rows, and no two halves, are alike."""
-    shape = _SHAPES.get(ndim, (6, 2, 2, 2) + (1,) * (ndim - 4))
+    shape = _SHAPES.get(ndim, (132, 130, 2, 2) + (1,) * (ndim - 4))
     each = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
-    return (torch.sin(1.7 * each) * (1 + each / 8)).reshape(shape)
+    return (torch.sin(1.7 * each) * (1 + 6 * each / len(each))).reshape(shape)
 
 
 class _Gradient(torch.Tensor):
@@ -113,16 +119,19 @@ def _stepped(
     step = type(optimizer).step
     while getattr(step, "hooked", False):  # torch's wrapper calls the hooks that users registered for all optimizers
         step = step.__wrapped__  # type: ignore[attr-defined]
+    start = torch.cat([each.flatten() for of_rank in starts for each in of_rank])
+    sizes = [each.numel() for of_rank in starts for each in of_rank]
     for number in range(_STEPS):
-        grads = [
-            [(p.detach() - start.cos()) * start.square() for p, start in zip(params, of_rank, strict=True)]
-            for params, of_rank in zip(ranks, starts, strict=True)
-        ]
-        whole = torch.cat([grad.flatten() for of_rank in grads for grad in of_rank])
-        for params, of_rank, instance in zip(ranks, grads, tried, strict=True):
+        now = torch.cat([param.detach().flatten() for params in ranks for param in params])
+        whole = (now - start.cos()) * start.square()
+        if number % 2:  # at right angles to the values, by pairs: some look at that
+            whole = (now.reshape(-1, 2).flip(1) * torch.tensor([-1.0, 1.0], dtype=now.dtype)).flatten()
+        grads = iter(whole.split(sizes))  # type: ignore[no-untyped-call]
+        for params, instance in zip(ranks, tried, strict=True):
             torch.default_generator.manual_seed(1000 * seed + number)
             random.seed(1000 * seed + number)
-            for param, grad in zip(params, of_rank, strict=True):
+            for param in params:
+                grad = next(grads).reshape(param.shape).clone()
                 param.grad = grad
                 if are_parts:
                     retype([grad], _Gradient, "whole", [whole])
