@@ -19,7 +19,6 @@ unasked:
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -53,9 +52,8 @@ class BuiltinCollectives:
     """The kinds of collectives whose order is compared on all ranks: see ``OrderCheck``. Others may have it, too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
+        self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        _made.add(self)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -100,26 +98,7 @@ class BuiltinCollectives:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
 
 
-_made: weakref.WeakSet[BuiltinCollectives] = weakref.WeakSet()
-
-
-def _refuse_after_fork() -> None:
-    """In a forked child: the connections of these are the parent's, and a collective would wait for ever."""
-    for collectives in _made:
-        collectives._group = _group_of_the_parent
-
-
-def _group_of_the_parent() -> dist.ProcessGroup:
-    raise RuntimeError(
-        "this process is a fork of the one that sharded the module (a worker of a DataLoader, say), and process groups do "
-        "not survive a fork. Call the module in the main process: in the training loop, or with num_workers=0"
-    )
-
-
-os.register_at_fork(after_in_child=_refuse_after_fork)
-
-
-def _alive(reference: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
+def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     group = reference()
     if group is None:
         raise RuntimeError("the process group that this module was sharded over has been destroyed")

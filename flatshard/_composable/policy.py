@@ -155,7 +155,9 @@ def _checked_callable(policy: Any) -> Callable[..., bool]:
     expected = "a module class, a set of classes, ModuleWrapPolicy, CustomPolicy, or a callable"
     if isinstance(policy, nn.Module):
         kind = type(policy).__name__
-        raise ValueError(f"policy is a {kind}, a module: pass its class, policy={{{kind}}}")
+        raise ValueError(
+            f"policy is an instance of {kind}: pass the class, policy={{{kind}}}, for every {kind} to be a unit"
+        )
     if not callable(policy):
         raise ValueError(
             f"policy={policy!r} is not a policy: pass {expected} (module, recurse, nonwrapped_numel) -> bool"
@@ -179,7 +181,7 @@ def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
         if not (isinstance(item, type) and issubclass(item, nn.Module)):
             if isinstance(item, nn.Module):
                 kind = type(item).__name__
-                raise ValueError(f"policy holds a {kind}, a module: pass its class, policy={{{kind}}}")
+                raise ValueError(f"policy holds an instance of {kind}: pass the class, policy={{{kind}}}")
             raise ValueError(f"policy: {item!r} is not an nn.Module class: pass classes, as in policy={{Block}}")
     if not classes:
         raise ValueError("policy: an empty collection of classes selects nothing; pass policy=None for a single unit")

@@ -367,7 +367,7 @@ def overriding(**arguments) -> CustomPolicy:
         (CustomPolicy(lambda m: 1), "the CustomPolicy function answered 1 for a Net; it must answer True, False, or a"),
         (CustomPolicy(lambda m: None), "answered None for a Net"),
         (torch_wrap.CustomPolicy(lambda m: "yes"), "answered 'yes' for a Net"),
-        (Block(), r"policy is a Block, a module: pass its class"),  # a module is callable, and a slip for its class
+        (Block(), "policy is an instance of Block: pass the class, policy={Block}"),
         (
             lambda m: isinstance(m, Block),
             r"cannot be called as policy\(module=..., recurse=..., non.* use CustomPolicy",
@@ -395,7 +395,7 @@ def test_what_is_no_policy(policy, message: str):
 
 @pytest.mark.parametrize("classes", [{"Block"}, set(), {int}, [Block()]], ids=str)
 def test_our_module_wrap_policy_checks_at_construction(classes):
-    with pytest.raises(ValueError, match=r"is not an nn\.Module class|pass its class|selects nothing"):
+    with pytest.raises(ValueError, match=r"is not an nn\.Module class|holds an instance of Block|selects nothing"):
         ModuleWrapPolicy(classes)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import re
 import textwrap
 import warnings
@@ -94,9 +93,14 @@ UserWarning: fully_shard: the policy's classes 'Other' matched no submodule, so 
 def test_a_module_in_the_place_of_its_class(world):
     world(4)
     shown = message(lambda: fully_shard(Net(), policy={Block()}))
-    assert_expected_inline(shown, """ValueError: policy holds a Block, a module: pass its class, policy={Block}""")
+    assert_expected_inline(shown, """ValueError: policy holds an instance of Block: pass the class, policy={Block}""")
     shown = message(lambda: fully_shard(Net(), policy=Block()))
-    assert_expected_inline(shown, """ValueError: policy is a Block, a module: pass its class, policy={Block}""")
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: policy is an instance of Block: pass the class, policy={Block}, for every
+    Block to be a unit""",
+    )
 
 
 def test_a_name_in_the_place_of_a_class(world):
@@ -365,39 +369,6 @@ CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: RuntimeE
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
-def in_a_fork(ctx) -> str:
-    """What a DataLoader's worker gets that calls the model."""
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
-    told = ""
-    if ctx.rank == 0:
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            with torch.no_grad():
-                os.write(write, message(lambda: model(torch.ones(2, 4))).encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            told = pipe.read().decode()
-        os.waitpid(pid, 0)
-    model(torch.ones(2, 4)).sum().backward()  # the parent's groups work as before
-    return told
-
-
-def test_a_fork_that_calls_the_model(pool):
-    shown = pool.run(in_a_fork, world_size=2)[0]
-    assert_expected_inline(
-        shown,
-        """\
-CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 2: RuntimeError:
-    this process is a fork of the one that sharded the module (a worker of a DataLoader,
-    say), and process groups do not survive a fork. Call the module in the main process:
-    in the training loop, or with num_workers=0 (in pass 1 of this process). If it
-    waited in vain or lost a connection, look for the first error on the other ranks:
-    one of them died, or did not come to this unit""",
-    )
 
 
 def failure(pool, body: Callable[..., None]) -> str:
