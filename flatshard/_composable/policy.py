@@ -181,7 +181,7 @@ def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
         if not (isinstance(item, type) and issubclass(item, nn.Module)):
             if isinstance(item, nn.Module):
                 kind = type(item).__name__
-                raise ValueError(f"policy holds a {kind}, a module: pass its class, policy={{{kind}}}")
+                raise ValueError(f"policy holds an instance of {kind}: pass the class, policy={{{kind}}}")
             raise ValueError(f"policy: {item!r} is not an nn.Module class: pass classes, as in policy={{Block}}")
     if not classes:
         raise ValueError("policy: an empty collection of classes selects nothing; pass policy=None for a single unit")

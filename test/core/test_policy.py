@@ -395,7 +395,7 @@ def test_what_is_no_policy(policy, message: str):
 
 @pytest.mark.parametrize("classes", [{"Block"}, set(), {int}, [Block()]], ids=str)
 def test_our_module_wrap_policy_checks_at_construction(classes):
-    with pytest.raises(ValueError, match=r"is not an nn\.Module class|pass its class|selects nothing"):
+    with pytest.raises(ValueError, match=r"is not an nn\.Module class|holds an instance of Block|selects nothing"):
         ModuleWrapPolicy(classes)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import re
 import textwrap
 import warnings
@@ -94,7 +93,7 @@ UserWarning: fully_shard: the policy's classes 'Other' matched no submodule, so 
 def test_a_module_in_the_place_of_its_class(world):
     world(4)
     shown = message(lambda: fully_shard(Net(), policy={Block()}))
-    assert_expected_inline(shown, """ValueError: policy holds a Block, a module: pass its class, policy={Block}""")
+    assert_expected_inline(shown, """ValueError: policy holds an instance of Block: pass the class, policy={Block}""")
     shown = message(lambda: fully_shard(Net(), policy=Block()))
     assert_expected_inline(
         shown,
@@ -374,37 +373,6 @@ CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: RuntimeE
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-def in_a_fork(ctx) -> str:
-    """What a DataLoader's worker gets that calls the model."""
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
-    told = ""
-    if ctx.rank == 0:
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            with torch.no_grad():
-                os.write(write, message(lambda: model(torch.ones(2, 4))).encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            told = pipe.read().decode()
-        os.waitpid(pid, 0)
-    model(torch.ones(2, 4)).sum().backward()  # the parent's groups work as before
-    return told
-
-
-def test_a_fork_that_calls_the_model(pool):
-    shown = re.sub(r"process \d+", "process N", pool.run(in_a_fork, world_size=2)[0])
-    assert_expected_inline(
-        shown,
-        """\
-RuntimeError: unit '<root>' runs a forward in process N, which was forked from rank
-    0 that sharded it, and has no process group: it would wait for ever. In a
-    DataLoader's worker use a model that is not sharded, or run this one where the batch
-    arrives""",
-    )
-
-
 def failure(pool, body: Callable[..., None]) -> str:
     """Rank 0's error; the other rank's is of the same class. What earlier tests did on the same group is left out."""
     with pytest.raises(RankFailure) as caught:
@@ -412,7 +380,7 @@ def failure(pool, body: Callable[..., None]) -> str:
     first, second = sorted(caught.value.failures, key=lambda f: f.rank)
     assert (first.kind, second.kind) == ("raised", "raised"), caught.value
     assert first.type_name == second.type_name
-    told = re.sub(r"(\n  rank \d: ).*; ", r"\1... ", first.message)
+    told = re.sub(r"(\n  rank \d: )(.*; )?", r"\1... ", first.message)
     return wrapped(f"{first.type_name}: {re.sub(r'pass [0-9]+ of', 'pass N of', told)}")
 
 
@@ -479,8 +447,8 @@ def test_models_that_differ(pool):
 OutOfStepError: unit '<root>' is not the same on all ranks: rank 0 has '1.weight' of
     shape (2, 4) where rank 1 has '1.weight' of shape (6, 4). Their last collectives (in
     pass N of this process), the latest at the end:
-  rank 0: all-gather of '<root>'
-  rank 1: all-gather of '<root>'
+  rank 0: ... all-gather of '<root>'
+  rank 1: ... all-gather of '<root>'
 Build the same model on all ranks, from the same arguments, and shard it by the same
     calls. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or
     off.)""",
