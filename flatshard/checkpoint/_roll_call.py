@@ -46,6 +46,9 @@ def _meet(store: Any, runtime: Runtime, ranks: Sequence[int], call: str) -> None
     before_this, here.waiting = here.waiting, issued
     try:
         _wait_for_all(store, runtime, ranks, call, issued)
+    except BaseException:
+        runtime.progress.counts[issued.key] -= 1  # not counted by the others either
+        raise
     finally:
         here.waiting = before_this
 

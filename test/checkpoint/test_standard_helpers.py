@@ -240,7 +240,7 @@ def alone(ctx) -> None:
             if ctx.rank == 1:
                 with pytest.raises(
                     RuntimeError,
-                    match=rf"^{text}: rank 1 has waited for 'rank 0', 'rank 2' for 0 s. All ranks must make",
+                    match=rf"^{text}: rank 1 has waited for 'rank 0', 'rank 2' for 0 s. All ranks must call it",
                 ):
                     call()
         dist.barrier(ctx.group)
