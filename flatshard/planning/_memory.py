@@ -3,7 +3,7 @@
 [Note: What is counted]
 Tensors on the meta device have no memory, but their storages have a size, are resized, and end, as real ones do. ``Books``
 sees every operation, and so each storage that one makes. What an operation called by a handle makes belongs to the handle:
-to the reduction, if it is called in ``reduction_input.py`` or ``reduction.py``, or by a collective; else to what is gathered.
+to the reduction, if a file of reductions calls it (``_OF_REDUCTIONS``) or a collective; else to what is gathered.
 What any other operation makes is an activation. A gradient that comes, or becomes ``.grad``, is moved to another category.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flatshard._handle import pool, reduction, reduction_input
+from flatshard._handle import incoming, pool, reduction, reduction_input
 from flatshard.planning import _clock
 from flatshard.planning._clock import Clock
 
@@ -199,7 +199,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _HANDLE = str(Path(reduction.__file__).parent)
-_OF_REDUCTIONS = (reduction.__file__, reduction_input.__file__, _clock.__file__)
+_OF_REDUCTIONS = (incoming.__file__, reduction.__file__, reduction_input.__file__, _clock.__file__)
 
 
 def _category(frame: Any) -> str:

@@ -102,7 +102,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        files = ("gradients.py", "reduction.py", "unsharded.py")
+        files = ("gradients.py", "incoming.py", "reduction.py", "unsharded.py")
         more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
         self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
         return result
