@@ -18,7 +18,6 @@ import torch
 from pairs import all_pairs
 from parity import _assert_close, in_texts
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import (
@@ -262,12 +261,12 @@ def make(name: str) -> Optional:
     return MODELS[name]().double()
 
 
-def shard(model: Optional, group: Any, case: Case) -> None:
-    mesh = init_device_mesh("cpu", (2, 2)) if case.strategy is HYBRID else None
+def shard(model: Optional, ctx: Any, case: Case) -> None:
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard")) if case.strategy is HYBRID else None
     fully_shard(
         model,
         policy={Linear, Tower, InnerExperts},
-        process_group=group if mesh is None else None,
+        process_group=ctx.group if mesh is None else None,
         device_mesh=mesh,
         strategy=case.strategy,
         backward_prefetch=case.backward_prefetch,
@@ -281,7 +280,7 @@ def check_case(ctx, case: Case) -> None:
     """Train both models; each rank chooses for its own slice."""
     ctx.note(str(case))
     reference, model = make(case.model), make(case.model)
-    shard(model, ctx.group, case)
+    shard(model, ctx, case)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)]
     rng = random.Random(str(case))
     traces = []
@@ -406,7 +405,7 @@ def test_checkpointing_and_prefetching(pool, name: str):
 
 def pass_by_in_many_ways(ctx) -> None:
     model = make("experts")
-    shard(model, ctx.group, Case("experts"))
+    shard(model, ctx, Case("experts"))
     expert, x = model.experts[0], torch.ones(2, WIDTH).double()
     both = skip(expert, x, torch.tensor([3]))
     assert isinstance(both, tuple)
@@ -434,7 +433,7 @@ def test_the_call(pool):
 def run_out_of_data(ctx) -> None:
     """Rank 1 has fewer batches: it skips the whole model in the last step, and in evaluation."""
     reference, model = make("towers after"), make("towers after")
-    shard(model, ctx.group, Case("towers after"))
+    shard(model, ctx, Case("towers after"))
     everything = [True] * model.calls
     for batches in (2, 1):
         reference.zero_grad()
