@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from flatshard import _trace
+from flatshard._comm.messages import all_set
 from flatshard._comm.progress import EXCHANGE, Issued, Label, digest, here
 from flatshard._errors import name_list
 from flatshard._runtime import Runtime
@@ -70,7 +70,7 @@ def _wait_for_all(store: Any, runtime: Runtime, ranks: Sequence[int], call: str,
 
 def _wait(store: Any, key: str, go: str, call: str, runtime: Runtime, ranks: Sequence[int], issued: Issued) -> None:
     started, warned = time.monotonic(), False
-    while not _is_set(store, go):
+    while not all_set(store, [go], SLICE):
         if runtime.monitor is not None and (why := runtime.monitor.explain(issued)) is not None:
             raise why
         waited = time.monotonic() - started
@@ -88,11 +88,3 @@ def _wait(store: Any, key: str, go: str, call: str, runtime: Runtime, ranks: Seq
                 if not store.check([go]):
                     raise RuntimeError(text)
                 store.add(key, 1)  # the last one has come in this moment
-
-
-def _is_set(store: Any, key: str) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=SLICE))
-    except RuntimeError:  # the time is over, or the store is gone, of which the next question tells
-        return bool(store.check([key]))
-    return True

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from flatshard import _trace
 from flatshard._comm.backends import message_collectives
 from flatshard._comm.collectives import Pending
+from flatshard._comm.messages import all_set
 from flatshard._comm.monitor.differences import CURE, Described, described, difference
 from flatshard._comm.progress import CHECK_LABELS, SAME_ORDER, Issued, here
 from flatshard._errors import OutOfStepError
@@ -113,8 +113,8 @@ class Comparison:
         if self._rank in ranks:
             store.set(f"{_UNIT}{self._rank}", json.dumps(described(self._issued)))
         try:
-            store.wait([f"{_UNIT}{rank}" for rank in ranks], timedelta(seconds=_PATIENCE))
-            found = {rank: json.loads(store.get(f"{_UNIT}{rank}")) for rank in ranks}
+            if all_set(store, [f"{_UNIT}{rank}" for rank in ranks], _PATIENCE):
+                found = {rank: json.loads(store.get(f"{_UNIT}{rank}")) for rank in ranks}
         except RuntimeError as e:  # a rank has exited: the error is raised without the descriptions
             _trace.logger.debug("no description of the units: %s", e)
         return found
