@@ -20,7 +20,8 @@ What a shared pool must guarantee, and how it does:
   are stopped with SIGABRT, at which faulthandler writes the stacks from the signal handler, so this also works while
   the rank is stuck in C++.
 - After a failure the process groups may be out of step (one rank ran a collective more than another), so no later
-  test gets them: they are built anew, and the processes too where that does not work at once.
+  test gets them: they are built anew, and the processes too where that does not work at once. The groups are also built
+  anew after a body that made groups of its own on some of the ranks.
 - Ranks never outlive pytest: they are daemons, and each watches for the parent's death on a thread.
 """
 
@@ -182,6 +183,16 @@ def _make_groups(rank: int, size: int, port: int, prefix: str, backend: str | No
     return groups
 
 
+def _count_groups() -> int:
+    """How many groups this rank has made, by which torch names the next one.
+
+    Where ranks differ in it, the constructor of a later group waits for ever, or connects ranks of different groups.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._world.group_count
+
+
 @contextlib.contextmanager
 def _fence() -> Iterator[None]:
     """``--fence``: the body runs inside, and fails if it frees what gloo still uses."""
@@ -270,7 +281,11 @@ def _rank_main(
             send(("ok", None))
         else:
             world_size, payload = argument
-            answer = _run_body(Context(rank, world_size, groups[world_size], groups[0], send, meshes), payload)
+            ctx = Context(rank, world_size, groups[world_size], groups[0], send, meshes)
+            made = _count_groups()
+            answer = _run_body(ctx, payload)
+            if world_size < size and _count_groups() != made:
+                send(("uneven", None))
             gc.collect()
             send(answer)
 
@@ -443,6 +458,9 @@ class Pool:
                     kind, value = pickle.loads(conn.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     kind, value = "died", None
+                if kind == "uneven":
+                    self._in_step = False
+                    continue
                 if kind == "note":
                     self._ranks[rank].note = value
                     if not failed:

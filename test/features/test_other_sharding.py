@@ -6,7 +6,6 @@ import pytest
 import torch
 from models import Block, Net
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -14,17 +13,15 @@ from flatshard import fully_shard
 
 
 def run_other_sharding(ctx) -> None:
-    mesh = init_device_mesh("cpu", (ctx.world_size,))
-
     def fsdp1(module: nn.Module, use_orig_params: bool) -> None:
         FullyShardedDataParallel(
             module, process_group=ctx.group, device_id=torch.device("cpu"), use_orig_params=use_orig_params
         )
 
     for shard in (
-        lambda m: fsdp2(m, mesh=mesh),
-        lambda m: fsdp2(m.blocks[0].linear, mesh=mesh),
-        lambda m: fsdp2(m.blocks[0], mesh=mesh),
+        lambda m: fsdp2(m, mesh=ctx.mesh),
+        lambda m: fsdp2(m.blocks[0].linear, mesh=ctx.mesh),
+        lambda m: fsdp2(m.blocks[0], mesh=ctx.mesh),
         lambda m: fsdp1(m, True),
         lambda m: fsdp1(nn.Sequential(m), False),
     ):

@@ -45,6 +45,10 @@ def mesh_of_a_result(ctx, groups_before):
     return result.device_mesh.get_group("tp").group_name == mesh.get_group("tp").group_name
 
 
+def make_group(ctx):
+    dist.new_group(list(range(ctx.world_size)))
+
+
 def fail_everywhere(ctx):
     raise KeyError(f"key of rank {ctx.rank}")
 
@@ -162,6 +166,12 @@ def test_groups_that_are_out_of_step_are_not_used_again(pool):
     with pytest.raises(RankFailure, match="out of step"):
         pool.run(fail_out_of_step, world_size=3)
     assert pool.run(rank_sum, world_size=3) == [(r, 3, 3, 6.0) for r in range(3)]
+    assert_usable(pool)
+
+
+def test_groups_made_on_some_ranks_do_not_name_later_ones(pool):
+    pool.run(make_group, world_size=2)
+    pool.run(make_group, world_size=4)
     assert_usable(pool)
 
 
