@@ -26,10 +26,10 @@ def check_clean(model: nn.Module) -> None:
         assert handle.is_sharded, unit
         assert handle.lifetime.grads is GradState.NONE, unit
         assert handle.slots.shows is SHARDED, unit
-        for buffers, grads in zip(handle.buffers, handle.grads, strict=True):
-            assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0, unit
-            assert storage_nbytes(grads.incoming.input) == 0, unit
-            assert grads.incoming.is_empty, unit
+        for flat in handle.flats:
+            assert flat.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
+            assert storage_nbytes(flat.gradients.incoming.input) == 0, unit
+            assert flat.gradients.incoming.is_empty, unit
         assert (unit.claims, unit.handle.arrivals.pending, unit.record) == ([], 0, None), unit
         assert unit.context.is_idle
         assert backward._reducing is None

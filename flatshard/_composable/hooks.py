@@ -84,9 +84,9 @@ class UnitHooks:
 
     def _install_gradient_hooks(self) -> None:
         self.unit.handle.on_reduced = functools.partial(_call_all, _overridden(self.features, ForwardFeature.reduced))
-        for group, buffers in enumerate(self.unit.handle.buffers):
-            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
-                for index, compute in enumerate(buffers.computes):
+        for group, flat in enumerate(self.unit.handle.flats):
+            if flat.dtype.is_floating_point or flat.dtype.is_complex:
+                for index, compute in enumerate(flat.computes):
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
@@ -362,7 +362,7 @@ class UnitHooks:
         self = to_self()
         assert self is not None
         unit, arrivals, task = self.unit, self.unit.handle.arrivals, current_graph_task()
-        trainable = unit.handle.buffers[group].requires_grad
+        trainable = unit.handle.flats[group].requires_grad
         if not trainable[index]:  # frozen since its forward: there is no gradient, and none was counted
             return
         record = unit.record

@@ -137,8 +137,8 @@ class Unit:
 
     def _own_parameters(self) -> None:
         _units[id(self)] = self
-        for buffers in self.handle.buffers:
-            _owners.update((id(p), self) for p in buffers.params)
+        for flat in self.handle.flats:
+            _owners.update((id(p), self) for p in flat.params)
         self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
 
     def _reset(self) -> None:
@@ -285,7 +285,7 @@ def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
     handle = ref()
     return [
         (str(b.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
-        for b in (() if handle is None else handle.buffers)
+        for b in (() if handle is None else handle.flats)
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from flatshard._comm.collectives import Done, Pending
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
 from flatshard._runtime import Runtime
@@ -21,28 +21,28 @@ class Gathering:
     """One all-gather in flight. All ranks start the same ones in the same order."""
 
     def __init__(
-        self, handle: FlatParamHandle, buffers: FlatBuffers, pieces: Sequence[torch.Tensor | None] | None = None
+        self, handle: FlatParamHandle, flat: FlatParam, pieces: Sequence[torch.Tensor | None] | None = None
     ) -> None:
         """Start. ``pieces``: this rank's part for each parameter, 1-D, or None for zeros. Default: the parts in the shard.
 
         On each rank at least one of ``pieces`` is not None, and their dtype is the same on all ranks.
         """
-        self._handle, self._owner = handle, buffers
-        layout = buffers.layout
+        self._handle, self._owner = handle, flat
+        layout = flat.layout
         self._pending: Pending = Done()
-        if pieces is None and buffers.is_whole:
-            self.flat = buffers.shard
+        if pieces is None and flat.is_whole:
+            self.flat = flat.shard
             return
-        found = [p for p in pieces or [buffers.shard] if p is not None]
-        self.flat = torch.zeros(layout.padded_numel, dtype=found[0].dtype, device=buffers.unsharded.flat.device)
-        own = self.flat[buffers.rank * layout.shard_numel :][: layout.shard_numel]
+        found = [p for p in pieces or [flat.shard] if p is not None]
+        self.flat = torch.zeros(layout.padded_numel, dtype=found[0].dtype, device=flat.unsharded.flat.device)
+        own = self.flat[flat.rank * layout.shard_numel :][: layout.shard_numel]
         if pieces is None:
-            own.copy_(buffers.shard)
+            own.copy_(flat.shard)
         else:
-            for part, piece in zip(buffers.slices, pieces, strict=True):
+            for part, piece in zip(flat.slices, pieces, strict=True):
                 if piece is not None:
                     own[part.start : part.stop].copy_(piece)
-        if not buffers.is_whole and layout.padded_numel:
+        if not flat.is_whole and layout.padded_numel:
             runtime = handle.runtime.exact
             try:  # as bytes: no backend supports every dtype
                 self._pending = runtime.all_gather(self.flat.view(torch.uint8), own.view(torch.uint8), handle.label)
@@ -72,9 +72,9 @@ class Gathering:
 def exchange(handle: FlatParamHandle, text: str) -> list[str]:
     """Gather ``text`` from every rank, in the order of the ranks that hold the shards."""
     world, rank = handle.runtime.world_size, handle.runtime.rank
-    if handle.buffers[0].is_whole:
+    if handle.flats[0].is_whole:
         return [text]
-    runtime, device = handle.runtime.exact, handle.buffers[0].unsharded.flat.device
+    runtime, device = handle.runtime.exact, handle.flats[0].unsharded.flat.device
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
     sizes[rank] = len(data)

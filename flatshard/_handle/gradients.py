@@ -32,12 +32,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.incoming import incoming_of
 from flatshard._handle.parts import Parts, info_of_all
 from flatshard._handle.reduction import Reduction
@@ -47,53 +47,55 @@ from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, in_memory_order
 from flatshard._runtime import Runtime
 
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
+
 _grad = plain_grad.__get__  # called for every parameter in every step, so the loop runs in C
 _NONE = itertools.repeat(None)
 
 
 class FlatGradients:
-    """The gradients of one :class:`FlatBuffers`. ``incoming`` collects them; this class assigns the result to ``.grad``."""
+    """The gradients of one :class:`FlatParam`. ``incoming`` collects them; this class assigns the result to ``.grad``."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
-        self.buffers = buffers
-        self.reduction = Reduction(buffers, replicas)
-        self.flat_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
+    def __init__(self, flat: FlatParam, replicas: Runtime | None) -> None:
+        self.flat = flat
+        self.reduction = Reduction(flat, replicas)
+        self.shard_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
         self.is_watched = False  # part of `Home`, the protocol that this class implements for the flat parameter
         self._follow_kind()
-        if buffers.options.keep_low_precision_grads:
-            for param in buffers.params:
+        if flat.options.keep_low_precision_grads:
+            for param in flat.params:
                 param.grad_dtype = self.reduction.dtype
 
     def _follow_kind(self) -> None:
         """Set what follows from the parameters' dtype and device, and from the existence of ``flat_param``."""
-        self.incoming = incoming_of(self.buffers, self.reduction, self.flat_param)
-        self._parts = Parts(self.buffers, self.reduction.dtype)
+        self.incoming = incoming_of(self.flat, self.reduction, self.shard_param)
+        self._parts = Parts(self.flat, self.reduction.dtype)
         self._made_for = self._kind
 
     @property
     def _kind(self) -> tuple[torch.dtype, torch.device]:
-        return self.buffers.dtype, self.buffers.unsharded.flat.device
+        return self.flat.dtype, self.flat.unsharded.flat.device
 
     def follow_names(self) -> None:
         """Adopt the new FQNs of the parameters."""
-        self._parts = Parts(self.buffers, self.reduction.dtype)
+        self._parts = Parts(self.flat, self.reduction.dtype)
 
-    def use_flat_param(self) -> nn.Parameter:
+    def use_shard_param(self) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard gets the gradient; the parameters get none."""
-        if self.flat_param is None:
-            self.flat_param = self._make_flat_param()
+        if self.shard_param is None:
+            self.shard_param = self._make_shard_param()
             self._follow_kind()
-            for param in self.buffers.params:
+            for param in self.flat.params:
                 param.grad = None
-        return self.flat_param
+        return self.shard_param
 
-    def _make_flat_param(self) -> nn.Parameter:
-        buffers = self.buffers
-        flat = ShardedParameter.adopt(nn.Parameter(buffers.shard), info_of_all(buffers), self)
-        if buffers.options.keep_low_precision_grads:
-            flat.grad_dtype = self.reduction.dtype
-        return flat
+    def _make_shard_param(self) -> nn.Parameter:
+        param = ShardedParameter.adopt(nn.Parameter(self.flat.shard), info_of_all(self.flat), self)
+        if self.flat.options.keep_low_precision_grads:
+            param.grad_dtype = self.reduction.dtype
+        return param
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """Part of ``Home``: a flat parameter has no compute parameter."""
@@ -102,13 +104,13 @@ class FlatGradients:
             "it. Use register_post_accumulate_grad_hook, or register the hook on the single parameters"
         )
 
-    def copy_with(self, buffers: FlatBuffers) -> FlatGradients:
-        """A new object for copied buffers, without gradients: ``copy.deepcopy`` of a parameter copies no gradient either."""
-        result = FlatGradients(buffers, self.reduction.replicas)
+    def copy_with(self, flat: FlatParam) -> FlatGradients:
+        """A new object for the copy ``flat``, without gradients, as ``copy.deepcopy`` of a parameter makes them."""
+        result = FlatGradients(flat, self.reduction.replicas)
         result.reduction.divide_factor = self.reduction.divide_factor
         result.reduction.reduces_replicas = self.reduction.reduces_replicas
-        if self.flat_param is not None:
-            result.use_flat_param()
+        if self.shard_param is not None:
+            result.use_shard_param()
         return result
 
     def follow_parameters(self) -> None:
@@ -117,8 +119,8 @@ class FlatGradients:
             return
         held = self.incoming.held()
         self._follow_kind()
-        if self.flat_param is not None:
-            self.flat_param.data = self.buffers.shard
+        if self.shard_param is not None:
+            self.shard_param.data = self.flat.shard
         for index, grad in held:
             self.incoming.put(index, grad.to(self._made_for[1]))
 
@@ -127,7 +129,7 @@ class FlatGradients:
     @property
     def is_reduced(self) -> bool:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
-        return self.buffers.is_trainable and self.reduction.ranks > 1 and self.buffers.layout.padded_numel > 0
+        return self.flat.is_trainable and self.reduction.ranks > 1 and self.flat.layout.padded_numel > 0
 
     def finish(self, assign: bool = True) -> bool:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
@@ -139,16 +141,16 @@ class FlatGradients:
             self.reduction.discard()
             return False
         if shard is None:
-            self.given = list(itertools.compress(self.buffers.params, filled))
-        elif self.flat_param is None:
+            self.given = list(itertools.compress(self.flat.params, filled))
+        elif self.shard_param is None:
             self.given = self._assign(shard, filled)
             return True
         else:
-            if self.flat_param.grad is None:
-                self.flat_param.grad = shard
+            if self.shard_param.grad is None:
+                self.shard_param.grad = shard
             else:
-                self.flat_param.grad.add_(shard)
-            self.given = (self.flat_param,)
+                self.shard_param.grad.add_(shard)
+            self.given = (self.shard_param,)
         return bool(self.given)
 
     def discard(self) -> None:
@@ -158,9 +160,9 @@ class FlatGradients:
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        buffers = self.buffers
-        params, parts = buffers.params, self._parts.of(output, as_gradients=True)
-        if False not in filled and buffers.all_require_grad:
+        flat = self.flat
+        params, parts = flat.params, self._parts.of(output, as_gradients=True)
+        if False not in filled and flat.all_require_grad:
             with plainly():  # torch looks for __torch_function__ at every access to a Parameter of another class
                 there = list(map(_grad, params))
                 if all(map(operator.is_, there, _NONE)):
@@ -186,33 +188,33 @@ class FlatGradients:
             held, new = zip(*added, strict=True)
             torch._foreach_add_(held, new)
             is_plain = torch.Tensor in set(map(type, held))  # from autograd, for a loss on the shard itself
-            if is_plain and not buffers.is_whole:
+            if is_plain and not flat.is_whole:
                 for param in params:
                     param.grad = param.grad
         return given
 
     def local(self) -> list[torch.Tensor | None]:
         """This rank's part of each parameter's gradient, in ``.grad`` or in that of ``flat_param``; None if there is none."""
-        if self.flat_param is None:
-            return list(map(_grad, self.buffers.params))
-        flat = self.flat_param.grad
-        return [None] * len(self.buffers.params) if flat is None else list(self._parts.of(flat))
+        if self.shard_param is None:
+            return list(map(_grad, self.flat.params))
+        grad = self.shard_param.grad
+        return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
 
     # -- whole gradients for the user --------------------------------------------------------------------------------
 
     def gather(self, runtime: Runtime) -> list[torch.Tensor | None]:
         """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
-        buffers, layout = self.buffers, self.buffers.layout
-        device = buffers.unsharded.flat.device
-        present = torch.zeros(layout.world_size, len(buffers.params), dtype=torch.uint8, device=device)
-        local, here = self.local(), present[buffers.rank]
+        flat, layout = self.flat, self.flat.layout
+        device = flat.unsharded.flat.device
+        present = torch.zeros(layout.world_size, len(flat.params), dtype=torch.uint8, device=device)
+        local, here = self.local(), present[flat.rank]
         here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
         self._gather_now(runtime, present.view(-1), here)
         seen: list[int] = present.amax(0).tolist()
         if not any(seen):
             return [None] * len(seen)
         whole = torch.zeros(layout.padded_numel, dtype=self.reduction.dtype, device=device)
-        shard = whole.view(layout.world_size, -1)[buffers.rank]
+        shard = whole.view(layout.world_size, -1)[flat.rank]
         for part, grad in zip(self._parts.of(shard), local, strict=True):
             if grad is not None:
                 part.copy_(grad)
@@ -221,34 +223,34 @@ class FlatGradients:
         return [slot if somewhere else None for slot, somewhere in zip(slots, seen, strict=True)]
 
     def _gather_now(self, runtime: Runtime, output: torch.Tensor, shard: torch.Tensor) -> None:
-        if self.buffers.layout.world_size > 1:
+        if self.flat.layout.world_size > 1:
             try:
                 # As bytes: no backend supports every dtype.
-                label = self.buffers.label
+                label = self.flat.label
                 runtime.exact.all_gather(output.view(torch.uint8), shard.view(torch.uint8), label).wait()
             except Exception as e:
-                runtime.fail("all-gather", self.buffers.label.unit, e)
+                runtime.fail("all-gather", self.flat.label.unit, e)
 
     def write_back(self, whole: list[torch.Tensor | None]) -> None:
         """Write this rank's part of whole gradients to ``.grad``: the inverse of ``gather``."""
-        buffers = self.buffers
-        if self.flat_param is not None and any(g is not None for g in whole) and self.flat_param.grad is None:
-            self.flat_param.grad = torch.zeros_like(buffers.shard, dtype=self.reduction.dtype)
-        flat = None if self.flat_param is None else self.flat_param.grad
-        parts = None if flat is None else self._parts.of(flat)
-        for index, (param, grad) in enumerate(zip(buffers.params, whole, strict=True)):
-            info, part = buffers.layout.params[index], buffers.slices[index]
+        flat = self.flat
+        if self.shard_param is not None and any(g is not None for g in whole) and self.shard_param.grad is None:
+            self.shard_param.grad = torch.zeros_like(flat.shard, dtype=self.reduction.dtype)
+        grad = None if self.shard_param is None else self.shard_param.grad
+        parts = None if grad is None else self._parts.of(grad)
+        for index, (param, grad) in enumerate(zip(flat.params, whole, strict=True)):
+            info, part = flat.layout.params[index], flat.slices[index]
             if grad is None:
                 param.grad = None
                 continue
-            wrapping = wrapping_of(buffers.computes[index])
+            wrapping = wrapping_of(flat.computes[index])
             plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
             dense = in_memory_order(plain, info.stride)
-            mine = buffers.shaped(index, dense[part.offset : part.offset + part.numel])
+            mine = flat.shaped(index, dense[part.offset : part.offset + part.numel])
             if parts is not None:
                 parts[index].copy_(mine)
             elif param.grad is None:
-                param.grad = mine.to(buffers.device, self.reduction.dtype, copy=True)
+                param.grad = mine.to(flat.device, self.reduction.dtype, copy=True)
             else:
                 param.grad.copy_(mine)
 

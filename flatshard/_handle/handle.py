@@ -1,6 +1,6 @@
 """``FlatParamHandle``: one unit's flat parameters, and the operations on them (unshard, reshard, reduce, ...).
 
-The handle combines layout, buffers, gradients, slots and lifetime. It usually has a single flat parameter. Parameters of
+The handle combines flat parameters, slots and lifetime. It usually has a single flat parameter. Parameters of
 another dtype, and frozen parameters beside trainable ones, get a flat parameter of their own in the same handle. So a
 frozen parameter takes no gradient memory, and adds no bytes to a reduction.
 """
@@ -22,8 +22,7 @@ from flatshard._comm.progress import Label, digest
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.arrivals import Arrivals
-from flatshard._handle.buffers import FlatBuffers
-from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.planned import PlannedFlat
@@ -67,14 +66,12 @@ class FlatParamHandle:
         self.label = self._make_label(fqn, digest([*((p.fqn, tuple(p.param.shape)) for p in params), starts]))
         self.lifetime = Lifetime(self.label)
         rank = 0 if replicas is runtime else runtime.rank
-        self.buffers: list[FlatBuffers] = []
-        self.grads: list[FlatGradients] = []
-        for flat in flats:
-            originals = [p.param for p in flat.params]
-            buffers = FlatBuffers(flat.layout, originals, rank, flat.options, runtime, pool, self.label)
-            self.buffers.append(buffers)
-            self.grads.append(FlatGradients(buffers, self.replicas))
-            for owned, compute in zip(flat.params, buffers.computes, strict=True):
+        self.flats: list[FlatParam] = []
+        for planned in flats:
+            originals = [p.param for p in planned.params]
+            flat = FlatParam(planned.layout, originals, rank, planned.options, runtime, self.replicas, pool, self.label)
+            self.flats.append(flat)
+            for owned, compute in zip(planned.params, flat.computes, strict=True):
                 for module, name in owned.slots:
                     self.slots.add(module, name, owned.param, compute)
         self.all_trainable = all(p.param.requires_grad for p in params)
@@ -92,16 +89,17 @@ class FlatParamHandle:
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
 
     def _index(self) -> None:
-        """Collect from ``buffers`` what every step reads, once."""
-        self._gathered = [b for b in self.buffers if not b.is_alias and b.layout.padded_numel]
+        """Collect from ``flats`` what every step reads, once."""
+        self._gradients = [f.gradients for f in self.flats]
+        self._gathered = [b for b in self.flats if not b.is_alias and b.layout.padded_numel]
         self._pooled = [b for b in self._gathered if b.pool is not None]
-        self._params = [p for b in self.buffers for p in b.params]
+        self._params = [p for b in self.flats for p in b.params]
         self._find_gradient_nodes()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
-        params = sum(len(b.params) for b in self.buffers)
+        params = sum(len(b.params) for b in self.flats)
         return (
-            f"FlatParamHandle({self.fqn or '<root>'!r}, {params} parameters in {len(self.buffers)} flat parameters, "
+            f"FlatParamHandle({self.fqn or '<root>'!r}, {params} parameters in {len(self.flats)} flat parameters, "
             f"{self.lifetime.params.name})"
         )
 
@@ -117,14 +115,13 @@ class FlatParamHandle:
     def rename(self, old: str, new: str) -> None:
         """Replace ``old`` by ``new`` at the beginning of every FQN."""
         self.label.unit = new
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            buffers.rename(old, new)
-            grads.follow_names()
+        for flat in self.flats:
+            flat.rename(old, new)
 
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Add another registration (module and name) of a parameter that this handle owns."""
-        for buffers in self.buffers:
-            for own, compute in zip(buffers.params, buffers.computes, strict=True):
+        for flat in self.flats:
+            for own, compute in zip(flat.params, flat.computes, strict=True):
                 if own is param:
                     self.slots.add(module, name, own, compute)
                     return
@@ -146,9 +143,9 @@ class FlatParamHandle:
 
     def unblock(self) -> None:
         """Gather into other memory from now on. No autograd graph of the unit may be alive."""
-        for buffers in self._pooled:
-            if buffers.unsharded.is_taken:
-                buffers.unsharded.unbind()
+        for flat in self._pooled:
+            if flat.unsharded.is_taken:
+                flat.unsharded.unbind()
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -191,15 +188,15 @@ class FlatParamHandle:
         try:
             if kept is None:
                 self.is_exact = runtime is runtime.exact
-                for buffers in self._gathered:
-                    self._gathers.append(buffers.gather(runtime, again))
+                for flat in self._gathered:
+                    self._gathers.append(flat.gather(runtime, again))
             else:  # `is_exact` stays: the kept shards are as exact as the gather that they were kept from
-                for buffers, part in zip(self._gathered, kept, strict=True):
-                    self._gathers.append(Holding(buffers.gather_inner(runtime, part), [part]))
+                for flat, part in zip(self._gathered, kept, strict=True):
+                    self._gathers.append(Holding(flat.gather_inner(runtime, part), [part]))
         except BaseException as e:
             self._settle_gathers()
-            for buffers in self._gathered:
-                buffers.free()
+            for flat in self._gathered:
+                flat.free()
             if isinstance(e, Exception):
                 runtime.fail("all-gather", self.fqn, e)
             raise
@@ -223,8 +220,8 @@ class FlatParamHandle:
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
         if not self.is_exact:
-            for buffers in self._gathered:
-                buffers.keep_gathered()
+            for flat in self._gathered:
+                flat.keep_gathered()
 
     def reshard(self) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended."""
@@ -244,8 +241,8 @@ class FlatParamHandle:
     def _settle_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not settle(self._gathers) or out_of_step:  # some may never end, so their memory must not be freed
-            for buffers in self._gathered:
-                buffers.unsharded.leave_memory()
+            for flat in self._gathered:
+                flat.unsharded.leave_memory()
 
     def _free(self) -> None:
         if self._gathers:
@@ -255,8 +252,8 @@ class FlatParamHandle:
                 _trace.event("reshard", self.fqn)
             if self.runtime.streams is not None:
                 self.runtime.before_free()
-            for buffers in self._gathered:
-                buffers.free()
+            for flat in self._gathered:
+                flat.free()
         self.lifetime.move_params("reshard")
 
     def keep_inner_shards(self) -> Kept | None:
@@ -267,14 +264,14 @@ class FlatParamHandle:
 
     def forget_cast(self) -> None:
         """Free the cast shards: no backward will need the values of a forward. See ``FlatOptions.keep_cast``."""
-        for buffers in self._gathered:
-            buffers.forget_cast()
+        for flat in self._gathered:
+            flat.forget_cast()
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
-        for buffers in self._gathered:
+        for flat in self._gathered:
             for part in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
-                if buffers.unsharded.holds(part):
+                if flat.unsharded.holds(part):
                     return True
         return False
 
@@ -297,17 +294,16 @@ class FlatParamHandle:
                     f"{other.fqn!r}, which is sharded: the two would not be tied. Tie parameters before fully_shard. To copy "
                     "values, register the original parameter again, and copy into it"
                 )
-            for buffers in self.buffers:
-                buffers.check_shape(sharded, new)
+            for flat in self.flats:
+                flat.check_shape(sharded, new)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            if moved := buffers.moved():
+        for flat in self.flats:
+            if moved := flat.moved():
                 self.reshard()
                 with torch.inference_mode(False), torch.no_grad():
-                    buffers.readopt(moved)
-                    grads.follow_parameters()
+                    flat.readopt(moved)
         self.sync_requires_grad()
         self._checked_at = changes.count
 
@@ -325,8 +321,8 @@ class FlatParamHandle:
         if self._synced_at == changes.count:
             return
         self._synced_at = changes.count
-        for buffers in self.buffers:
-            buffers.sync_requires_grad()
+        for flat in self.flats:
+            flat.sync_requires_grad()
         self._note_trainable()
 
     def sync_thawed(self) -> None:
@@ -336,14 +332,14 @@ class FlatParamHandle:
         forward saved.
         """
         if self._synced_at != changes.count:
-            for buffers in self.buffers:
-                buffers.sync_requires_grad(thawed_only=True)
+            for flat in self.flats:
+                flat.sync_requires_grad(thawed_only=True)
             self._note_trainable()
 
     def _note_trainable(self) -> None:
-        self.any_trainable = any([True in b.requires_grad for b in self.buffers])
-        self.all_trainable = all([False not in b.requires_grad for b in self.buffers])
-        if self._nodes_epoch != sum([b.epoch for b in self.buffers]):
+        self.any_trainable = any([True in b.requires_grad for b in self.flats])
+        self.all_trainable = all([False not in b.requires_grad for b in self.flats])
+        if self._nodes_epoch != sum([b.epoch for b in self.flats]):
             self._find_gradient_nodes()
 
     def write_back_if_changed(self, keep: bool = True) -> None:
@@ -351,14 +347,14 @@ class FlatParamHandle:
 
         ``keep=False`` ignores the changes instead.
         """
-        for buffers in self.buffers:
-            if buffers.changed_in_forward() and keep:
-                buffers.write_back()
+        for flat in self.flats:
+            if flat.changed_in_forward() and keep:
+                flat.write_back()
 
     @property
     def is_mixed_precision(self) -> bool:
         """Whether the unsharded parameters differ from the user's in dtype."""
-        return any([b.compute_dtype is not b.dtype for b in self.buffers])
+        return any([b.compute_dtype is not b.dtype for b in self.flats])
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -368,8 +364,8 @@ class FlatParamHandle:
             if self.lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish_reduce()
             self.lifetime.move_grads("receive")
-        self.grads[group].incoming.receive(index)
-        self.arrivals.task = task if all([g.incoming.leaves_them for g in self.grads]) else -1
+        self._gradients[group].incoming.receive(index)
+        self.arrivals.task = task if all([g.incoming.leaves_them for g in self._gradients]) else -1
 
     def follow_stream(self) -> None:
         """Make autograd accumulate gradients on the stream of the forward that starts now.
@@ -384,7 +380,7 @@ class FlatParamHandle:
 
     def _find_gradient_nodes(self) -> None:
         # The AccumulateGrad nodes of the trainable parameters. Autograd itself holds only weak references to them.
-        leaves = [c for b in self.buffers for c in b.computes if c.requires_grad]
+        leaves = [c for b in self.flats for c in b.computes if c.requires_grad]
         with torch.inference_mode(False):
             self.gradient_nodes = [get_gradient_edge(leaf).node for leaf in leaves]
         if self.runtime.streams is not None:
@@ -393,7 +389,7 @@ class FlatParamHandle:
             made_on = [note.setdefault("flatshard stream", now) for note in notes]
             # A live graph may keep nodes of another stream alive.
             self._nodes_stream = now if all([stream == now for stream in made_on]) else None
-        self._nodes_epoch = sum([b.epoch for b in self.buffers])
+        self._nodes_epoch = sum([b.epoch for b in self.flats])
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
@@ -402,12 +398,12 @@ class FlatParamHandle:
             _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
         self.arrivals.task = -1
         try:
-            for buffers, grads in zip(self.buffers, self.grads, strict=True):
-                if True in buffers.requires_grad:
-                    grads.incoming.complete(self.runtime, self.accumulates)
+            for flat in self.flats:
+                if True in flat.requires_grad:
+                    flat.gradients.incoming.complete(self.runtime, self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
-                    grads.reduction.discard()
-                buffers.forget_cast()
+                    flat.gradients.reduction.discard()
+                flat.forget_cast()
             if self.runtime.streams is None and not _trace.is_profiling():
                 self._start_reductions()
             else:
@@ -418,14 +414,14 @@ class FlatParamHandle:
             raise
 
     def _start_reductions(self) -> None:
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            if True in buffers.requires_grad:
-                grads.incoming.reduce(self.runtime)
+        for flat in self.flats:
+            if True in flat.requires_grad:
+                flat.gradients.incoming.reduce(self.runtime)
 
     def advance_reduce(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute. Without replicas: nothing."""
         if self.replicas is not None:
-            for grads in self.grads:
+            for grads in self._gradients:
                 grads.reduction.advance(self.runtime)
 
     def hold_gradients(self) -> None:
@@ -437,25 +433,25 @@ class FlatParamHandle:
             self.lifetime.move_grads("receive")
         if self.lifetime.grads is GradState.FILLING:
             self.arrivals.task = -1
-            for grads in self.grads:
+            for grads in self._gradients:
                 grads.incoming.hold()
             self.lifetime.move_grads("hold")
 
     @property
     def holds_gradients(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self.lifetime.grads is GradState.HELD or any([g.reduction.is_partial for g in self.grads])
+        return self.lifetime.grads is GradState.HELD or any([g.reduction.is_partial for g in self._gradients])
 
     @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
         held = self.lifetime.grads is GradState.HELD
-        return held or any([g.reduction.is_partial and g.reduction.reduces_replicas for g in self.grads])
+        return held or any([g.reduction.is_partial and g.reduction.reduces_replicas for g in self._gradients])
 
     @property
     def reduces_replicas(self) -> bool:
         """Whether reductions end in ``.grad``. If not: reduction.py, [Note: Accumulating within the shard group]"""
-        return all([g.reduction.reduces_replicas for g in self.grads])
+        return all([g.reduction.reduces_replicas for g in self._gradients])
 
     def finish_reduce(self, assign: bool = True) -> None:
         """Wait for the reduction, if one is in flight, and set the parameters' ``.grad``.
@@ -479,12 +475,12 @@ class FlatParamHandle:
             CollectiveError: see ``finish_reduce``.
         """
         self._wait_for_reductions()
-        for grads in self.grads:
+        for grads in self._gradients:
             grads.incoming.free_reduced()
 
     def _wait_for_reductions(self) -> None:
         try:
-            for grads in self.grads:
+            for grads in self._gradients:
                 grads.reduction.wait(self.runtime)
         except Exception as e:
             self._settle_reductions(isinstance(e, OutOfStepError))
@@ -493,13 +489,13 @@ class FlatParamHandle:
     @property
     def gives_late(self) -> bool:
         """Whether ``.grad`` is set at the end of backward: setting it makes the host wait (offload), and no hook reads it."""
-        if not any([b.is_offloaded for b in self.buffers]):
+        if not any([b.is_offloaded for b in self.flats]):
             return False
-        return not any([b.is_watched for b in self.buffers]) and not any([g.is_watched for g in self.grads])
+        return not any([b.is_watched for b in self.flats]) and not any([g.is_watched for g in self._gradients])
 
     def _finish_gradients(self, assign: bool) -> None:
         given = False
-        for grads in self.grads:
+        for grads in self._gradients:
             if not grads.incoming.is_empty:
                 given |= grads.finish(assign)
         self.lifetime.move_grads("finish")
@@ -513,14 +509,14 @@ class FlatParamHandle:
         except CollectiveError as e:
             _trace.logger.warning("%s (in a backward that had already failed)", e)
         self.arrivals.task = -1
-        for grads in self.grads:
+        for grads in self._gradients:
             grads.discard()
         if self.lifetime.grads is not GradState.NONE:
             self.lifetime.move_grads("discard")
 
     def _settle_reductions(self, out_of_step: bool = False) -> None:
-        ended = all([grads.reduction.settle() for grads in self.grads])
-        for grads in self.grads:
+        ended = all([grads.reduction.settle() for grads in self._gradients])
+        for grads in self._gradients:
             if not ended or out_of_step:  # some may never end, so their memory must not be freed
                 grads.incoming.leave_memory()
             grads.discard()
@@ -529,7 +525,7 @@ class FlatParamHandle:
     @property
     def is_reduced(self) -> bool:
         """Whether this unit has reductions when a parameter requires grad."""
-        return any([g.is_reduced for g in self.grads])
+        return any([g.is_reduced for g in self._gradients])
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -549,13 +545,12 @@ class FlatParamHandle:
         result.label = self._make_label(self.fqn, self.label.identity)
         result.lifetime, result.arrivals, result.slots = Lifetime(result.label), Arrivals(), Slots()
         result.inner = self.inner and self.inner.copy()
-        result.buffers, result.grads, result._gathers = [], [], []
-        for buffers, grads in zip(self.buffers, self.grads, strict=True):
-            params = [copy.deepcopy(p, memo) for p in buffers.params]
-            new = buffers.copy_with(params, result.label)
-            result.buffers.append(new)
-            result.grads.append(grads.copy_with(new))
-            for old, param, compute in zip(buffers.params, params, new.computes, strict=True):
+        result.flats, result._gathers = [], []
+        for flat in self.flats:
+            params = [copy.deepcopy(p, memo) for p in flat.params]
+            new = flat.copy_with(params, result.label)
+            result.flats.append(new)
+            for old, param, compute in zip(flat.params, params, new.computes, strict=True):
                 for module, name in owned[id(old)]:
                     result.slots.add_copied(module, name, param, compute, memo)
         result._index()

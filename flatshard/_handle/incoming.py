@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.reduction import Reduction, exactly_sent_as
 from flatshard._handle.reduction_input import ReductionInput, make_input
 from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._runtime import Runtime
+
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
@@ -96,24 +98,24 @@ class Incoming(Protocol):
         """The reduction input, or None. It has storage from ``complete`` to ``end``."""
 
 
-def check(buffers: FlatBuffers, index: int, grad: torch.Tensor) -> None:
+def check(flat: FlatParam, index: int, grad: torch.Tensor) -> None:
     """Raise if the gradient cannot be reduced in a flat parameter."""
     if grad.requires_grad:
         raise RuntimeError(
-            f"the gradient of {buffers.layout.params[index].fqn!r} has a graph of its own "
+            f"the gradient of {flat.layout.params[index].fqn!r} has a graph of its own "
             "(backward(create_graph=True)), which its sharded .grad cannot carry. For a gradient penalty take "
             "torch.autograd.grad(..., create_graph=True) with respect to inputs, and call backward() on the penalty"
         )
     if grad.layout is not torch.strided:
         raise RuntimeError(
-            f"the gradient of {buffers.layout.params[index].fqn!r} is sparse, which cannot be reduced into a flat "
+            f"the gradient of {flat.layout.params[index].fqn!r} is sparse, which cannot be reduced into a flat "
             "gradient: build the module with sparse=False"
         )
 
 
-def _wrappings(buffers: FlatBuffers) -> list[Wrapping | None]:
+def _wrappings(flat: FlatParam) -> list[Wrapping | None]:
     """How to get the local, plain tensor out of each gradient: the same way as for its parameter."""
-    return [wrapping_of(compute) for compute in buffers.computes]
+    return [wrapping_of(compute) for compute in flat.computes]
 
 
 class HandedOver:
@@ -122,11 +124,11 @@ class HandedOver:
     leaves_them = False
     input = None
 
-    def __init__(self, buffers: FlatBuffers, reduction: Reduction) -> None:
-        self._flat = buffers
+    def __init__(self, flat: FlatParam, reduction: Reduction) -> None:
+        self._flat = flat
         self._reduction = reduction
-        self._wrappings = _wrappings(buffers)
-        self._given = [False] * len(buffers.params)
+        self._wrappings = _wrappings(flat)
+        self._given = [False] * len(flat.params)
 
     @property
     def is_empty(self) -> bool:
@@ -188,20 +190,20 @@ class HandedOver:
 class Collected:
     """Copies gradients to the reduction input: all at the end or, if nothing is sharded, each when it arrives."""
 
-    def __init__(self, buffers: FlatBuffers, reduction: Reduction, tells_unused: bool) -> None:
+    def __init__(self, flat: FlatParam, reduction: Reduction, tells_unused: bool) -> None:
         """``tells_unused``: ranks must agree on the parameters that none of them used."""
-        self._flat = buffers
+        self._flat = flat
         self._reduction = reduction
         self._tells_unused = tells_unused
-        self._input: ReductionInput = make_input(buffers, reduction.reduce_dtype)
+        self._input: ReductionInput = make_input(flat, reduction.reduce_dtype)
         self._filled: list[bool] | None = None  # for each slot, whether it has a gradient; None: there is no input yet
         self._waiting = False  # gradients are in the compute parameters' `.grad`
-        self._wrappings = _wrappings(buffers)
+        self._wrappings = _wrappings(flat)
         self._any_wrapped = any(w is not None for w in self._wrappings)
-        nbytes = buffers.layout.padded_numel * reduction.reduce_dtype.itemsize
+        nbytes = flat.layout.padded_numel * reduction.reduce_dtype.itemsize
         self._is_small = nbytes < SMALL
-        self._waits_for_all = waits_for_all(buffers.is_whole, nbytes)
-        self._sent_dtype = exactly_sent_as(buffers.compute_dtype, reduction.reduce_dtype)
+        self._waits_for_all = waits_for_all(flat.is_whole, nbytes)
+        self._sent_dtype = exactly_sent_as(flat.compute_dtype, reduction.reduce_dtype)
 
     @property
     def is_empty(self) -> bool:
@@ -221,8 +223,8 @@ class Collected:
         """See :class:`Incoming`."""
         if self._waiting:
             return
-        buffers = self._flat
-        compute = buffers.computes[index]
+        flat = self._flat
+        compute = flat.computes[index]
         grad = compute.grad
         if grad is None:
             return
@@ -230,8 +232,8 @@ class Collected:
             self._waiting = True
             return
         compute.grad = None
-        check(buffers, index, grad)
-        if buffers.params[index].requires_grad:  # else it was frozen since its forward: drop it, as autograd would
+        check(flat, index, grad)
+        if flat.params[index].requires_grad:  # else it was frozen since its forward: drop it, as autograd would
             self.put(index, self._local(index, grad))
 
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -257,9 +259,9 @@ class Collected:
 
     def _copy_to_input(self, dtype: torch.dtype) -> None:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
-        buffers, computes = self._flat, self._flat.computes
+        flat, computes = self._flat, self._flat.computes
         self._waiting = False
-        if not buffers.all_require_grad:
+        if not flat.all_require_grad:
             self._drop_frozen()
         self._ensure_input(dtype)
         grads = list(map(_grad, computes))
@@ -270,7 +272,7 @@ class Collected:
             grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
         if torch.is_grad_enabled() or not all([grad.layout is torch.strided for grad in grads]):
             for index, grad in zip(places, grads, strict=True):
-                check(buffers, index, grad)
+                check(flat, index, grad)
         if self._any_wrapped:
             grads = list(map(self._local, places, grads))
         if self._is_small and grads:
@@ -301,17 +303,17 @@ class Collected:
 
     def complete(self, runtime: Runtime, accumulates: bool) -> None:
         """See :class:`Incoming`. Slots without a gradient count as unused."""
-        buffers, reduction = self._flat, self._reduction
+        flat, reduction = self._flat, self._reduction
         if self._waiting or (self._filled is None and self._waits_for_all):
             widens = getattr(runtime.collectives, "widens", False)
-            narrow = widens and not (accumulates or buffers.is_whole)
+            narrow = widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
         filled = self._ensure_input(reduction.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
             if self._tells_unused:
-                no_gradient = [i for i, f in enumerate(filled) if not f and buffers.params[i].requires_grad]
-            unused = complex(-0.0, -0.0) if buffers.dtype.is_complex else -0.0
+                no_gradient = [i for i, f in enumerate(filled) if not f and flat.params[i].requires_grad]
+            unused = complex(-0.0, -0.0) if flat.dtype.is_complex else -0.0
             for slot, was_filled in zip(self._input.slots, filled, strict=True):
                 if not was_filled:
                     slot.fill_(unused)
@@ -346,8 +348,8 @@ class Collected:
         self._input.leave()
 
 
-def incoming_of(buffers: FlatBuffers, reduction: Reduction, flat_param: nn.Parameter | None) -> Incoming:
-    """Choose the implementation for ``buffers``. ``flat_param``: a parameter that gets all gradients instead, or None."""
-    if reduction.ranks == 1 and flat_param is None and not buffers.is_offloaded:
-        return HandedOver(buffers, reduction)
-    return Collected(buffers, reduction, tells_unused=flat_param is None)
+def incoming_of(flat: FlatParam, reduction: Reduction, shard_param: nn.Parameter | None) -> Incoming:
+    """Choose the implementation for ``flat``. ``shard_param``: a parameter that gets all gradients instead, or None."""
+    if reduction.ranks == 1 and shard_param is None and not flat.is_offloaded:
+        return HandedOver(flat, reduction)
+    return Collected(flat, reduction, tells_unused=shard_param is None)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Runtime
 
 
@@ -40,7 +40,7 @@ class InnerShards:
         self.runtime = runtime
         self._kept: weakref.ref[Kept] | None = None
 
-    def keep(self, gathered: Sequence[FlatBuffers]) -> Kept:
+    def keep(self, gathered: Sequence[FlatParam]) -> Kept:
         """Copy this rank's part of the unsharded buffers. The copies live as long as the result does."""
         kept = self._alive
         if kept is None:

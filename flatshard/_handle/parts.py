@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import common_runtime
-from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all
 from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
+
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
 
 
 class Parts:
@@ -16,13 +20,13 @@ class Parts:
 
     __slots__ = ("_any_shaped", "_empties", "_flat", "_here", "_infos", "_pieces", "_sizes")
 
-    def __init__(self, buffers: FlatBuffers, dtype: torch.dtype) -> None:
-        self._flat = buffers
+    def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
+        self._flat = flat
         self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and the padding between them
         self._here: list[int] = []  # the indices of the parameters that have elements on this rank
         self._pieces: list[int] = []  # for each of these, the index of its piece
         end = 0
-        for index, part in sorted(enumerate(buffers.slices), key=lambda each: each[1].start):
+        for index, part in sorted(enumerate(flat.slices), key=lambda each: each[1].start):
             if part.numel and part.start > end:
                 self._sizes.append(part.start - end)
             if part.numel:
@@ -30,16 +34,16 @@ class Parts:
                 self._pieces.append(len(self._sizes))
                 self._sizes.append(part.numel)
                 end = part.stop
-        if buffers.layout.shard_numel > end:
-            self._sizes.append(buffers.layout.shard_numel - end)
-        infos = [shard_info(p) for p in buffers.params]
-        if buffers.is_whole:
+        if flat.layout.shard_numel > end:
+            self._sizes.append(flat.layout.shard_numel - end)
+        infos = [shard_info(p) for p in flat.params]
+        if flat.is_whole:
             self._here = [k for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         self._infos = [i for k in self._here if (i := infos[k]) is not None and i.runtime is not None]
         # Parts without elements never change, so they are created once. `of` fills in the others for each gradient.
-        empty_part = torch.empty(0, dtype=dtype, device=buffers.device)
-        self._empties = [empty_part.new_empty(p.shape if not p.numel() else (0,)) for p in buffers.params]
-        self._any_shaped = any(info.by_rows for info in buffers.layout.params)
+        empty_part = torch.empty(0, dtype=dtype, device=flat.device)
+        self._empties = [empty_part.new_empty(p.shape if not p.numel() else (0,)) for p in flat.params]
+        self._any_shaped = any(info.by_rows for info in flat.layout.params)
         for empty, info in zip(self._empties, infos, strict=True):
             if info is not None and info.runtime is not None:
                 mark(empty, info)
@@ -66,13 +70,13 @@ class Parts:
         return parts
 
 
-def info_of_all(buffers: FlatBuffers) -> ShardInfo:
+def info_of_all(flat: FlatParam) -> ShardInfo:
     """The ``ShardInfo`` of a single parameter that covers the whole shard (``flat_parameters``)."""
-    layout = buffers.layout
-    infos = [shard_info(p) for p in buffers.params]
+    layout = flat.layout
+    infos = [shard_info(p) for p in flat.params]
     runtime, counted = common_runtime([None if info is None else info.runtime for info in infos])
-    others = [s for s, mine in zip(buffers.slices, counted, strict=True) if s.numel and not mine]
-    start = buffers.rank * layout.shard_numel
+    others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]
+    start = flat.rank * layout.shard_numel
     return ShardInfo(
         f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
         (layout.padded_numel,),

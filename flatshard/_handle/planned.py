@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from flatshard._handle.buffers import FlatOptions
+from flatshard._handle.flat_param import FlatOptions
 from flatshard._handle.layout import FlatLayout
 
 

@@ -18,12 +18,16 @@ so that only the last microbatch averages over the replicas.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
-from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.unused import Unused
 from flatshard._runtime import Holding, Runtime, Then, wait_on_host
+
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
 
 
 def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
@@ -36,27 +40,27 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 class Reduction:
     """The reductions of one flat parameter, one at a time. It exists as long as the flat parameter."""
 
-    def __init__(self, buffers: FlatBuffers, replicas: Runtime | None) -> None:
-        self.buffers = buffers
+    def __init__(self, flat: FlatParam, replicas: Runtime | None) -> None:
+        self.flat = flat
         self.replicas = replicas  # the group of ranks that hold the same shard, or None
-        self.ranks = buffers.layout.world_size * (replicas.world_size if replicas is not None else 1)
+        self.ranks = flat.layout.world_size * (replicas.world_size if replicas is not None else 1)
         self.divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by their number
         self.reduces_replicas = True  # False: [Note: Accumulating within the shard group]
         self._partial: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
         self._copied: Pending | None = None  # the copy of the output to the host; `take` waits for it
-        self.unused = Unused(buffers.layout)
+        self.unused = Unused(flat.layout)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the sums and of the output."""
-        return self.buffers.options.reduce_dtype or self.buffers.compute_dtype
+        return self.flat.options.reduce_dtype or self.flat.compute_dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the user's ``.grad``."""
-        return self.reduce_dtype if self.buffers.options.keep_low_precision_grads else self.buffers.dtype
+        return self.reduce_dtype if self.flat.options.keep_low_precision_grads else self.flat.dtype
 
     @property
     def is_partial(self) -> bool:
@@ -65,15 +69,15 @@ class Reduction:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a 1-D tensor for gradients."""
-        pool = self.buffers.pool
+        pool = self.flat.pool
         return torch.empty(numel, dtype=dtype, device=device) if pool is None else pool.allocate(numel, dtype)
 
     def prepare(self, input: torch.Tensor) -> None:
         """Allocate the output, on the stream that will use it. If nothing is sharded, the input is the output."""
-        if self.buffers.is_whole:
+        if self.flat.is_whole:
             self._output = input
         else:
-            self._output = self.allocate(self.buffers.layout.shard_numel, self.reduce_dtype, input.device)
+            self._output = self.allocate(self.flat.layout.shard_numel, self.reduce_dtype, input.device)
 
     def start(self, runtime: Runtime, input: torch.Tensor) -> None:
         """Start averaging ``input`` (``padded_numel`` elements). If nothing is sharded, this happens in place.
@@ -84,23 +88,23 @@ class Reduction:
         try:
             self._start(runtime, input)
         except Exception as e:
-            runtime.fail(self._phase, self.buffers.label.unit, e)
+            runtime.fail(self._phase, self.flat.label.unit, e)
 
     def _start(self, runtime: Runtime, input: torch.Tensor) -> None:
         assert self._output is not None
-        if self.buffers.is_whole:
+        if self.flat.is_whole:
             self._pending = self._reduce_replicas(runtime)
         else:
-            self.unused.tell(runtime, self.buffers.label)
-            self._pending = runtime.reduce_scatter(self._output, input, self.buffers.label)
+            self.unused.tell(runtime, self.flat.label)
+            self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
             if self.replicas is not None:
                 self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
-        if self.buffers.is_offloaded:
+        if self.flat.is_offloaded:
             self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
 
     @property
     def _phase(self) -> str:
-        return "all-reduce" if self.buffers.is_whole else "reduce-scatter"
+        return "all-reduce" if self.flat.is_whole else "reduce-scatter"
 
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
@@ -117,8 +121,8 @@ class Reduction:
         if self.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is self.replicas.group else self.replicas
-            self.unused.tell(replicas, self.buffers.label)
-            pending = replicas.all_reduce(output, self.buffers.label)
+            self.unused.tell(replicas, self.flat.label)
+            pending = replicas.all_reduce(output, self.flat.label)
             return pending if earlier is None else Holding(pending, [earlier])
         self._partial, self._output = output, None
         self.unused.hold()
@@ -136,8 +140,8 @@ class Reduction:
         output = self._output
         if output is None:
             return runtime.issued(Done())
-        pin = self.buffers.options.pin_memory
-        host = torch.empty(output.shape, dtype=self.dtype, device=self.buffers.device, pin_memory=pin)
+        pin = self.flat.options.pin_memory
+        host = torch.empty(output.shape, dtype=self.dtype, device=self.flat.device, pin_memory=pin)
         self._output = host.copy_(output.to(self.dtype), non_blocking=pin)
         return Holding(runtime.issued(Done()), [output])
 
@@ -151,7 +155,7 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                runtime.fail(self._phase, self.buffers.label.unit, e)
+                runtime.fail(self._phase, self.flat.label.unit, e)
 
     def wait(self, runtime: Runtime) -> None:
         """Wait for the reduction, if one is in flight. On an accelerator only the current stream waits.
@@ -167,9 +171,9 @@ class Reduction:
             self._find_unused(pending)
         except Exception as e:
             self._pending = None
-            runtime.fail(self._phase, self.buffers.label.unit, e)
+            runtime.fail(self._phase, self.flat.label.unit, e)
         self._pending = None  # not earlier: after an interrupt the reduction is still in flight
-        if self.buffers.is_offloaded:
+        if self.flat.is_offloaded:
             self._copied = pending
 
     def settle(self) -> bool:

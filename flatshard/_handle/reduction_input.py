@@ -6,11 +6,15 @@ gradients are complete to the end of their reduction. :func:`make_input` chooses
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from flatshard._handle.buffers import FlatBuffers
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool, Slot
+
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
 
 _Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
@@ -106,15 +110,15 @@ class PooledInput(ReductionInput):
         super().leave()
 
 
-def make_input(buffers: FlatBuffers, dtype: torch.dtype) -> ReductionInput:
+def make_input(flat: FlatParam, dtype: torch.dtype) -> ReductionInput:
     """Create the input of a flat parameter. ``dtype``: its usual dtype."""
-    layout, device, pool = buffers.layout, buffers.unsharded.flat.device, buffers.pool
-    if buffers.is_whole:
+    layout, device, pool = flat.layout, flat.unsharded.flat.device, flat.pool
+    if flat.is_whole:
         return NewInput(layout, device, pool)
     if pool is not None:
         return PooledInput(layout, device, pool)
     result = ReductionInput(layout, device)
-    if buffers.is_trainable:
+    if flat.is_trainable:
         result.allocate(dtype)  # creates the views here, to save the time in the first step
         result.free()
     return result

@@ -24,12 +24,12 @@ class WholeParameters:
         Communicates, unless the parameters are unsharded in the user's dtype already.
         """
         copies = {}
-        for buffers in self._handle.buffers:
-            if buffers.compute_dtype is not buffers.dtype or self._handle.is_sharded:
-                whole = buffers.gather_full_precision(self._handle.runtime).computes
+        for flat in self._handle.flats:
+            if flat.compute_dtype is not flat.dtype or self._handle.is_sharded:
+                whole = flat.gather_full_precision(self._handle.runtime).computes
             else:
-                whole = tuple([copy_whole(c, device or c.device) for c in buffers.computes])
-            for param, value in zip(buffers.params, whole, strict=True):
+                whole = tuple([copy_whole(c, device or c.device) for c in flat.computes])
+            for param, value in zip(flat.params, whole, strict=True):
                 value.requires_grad_(param.requires_grad)
                 copies[id(param)] = value if device in (None, value.device) else copy_whole(value, device)
         return copies
@@ -43,36 +43,35 @@ class WholeParameters:
 
     def copy_unsharded(self) -> list[torch.Tensor]:
         """Copies of the unsharded buffers, for ``restore_unsharded``."""
-        return [b.unsharded.flat.clone() for b in self._handle.buffers]
+        return [b.unsharded.flat.clone() for b in self._handle.flats]
 
     def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
         """Undo changes of the unsharded parameters."""
-        for buffers, values in zip(self._handle.buffers, before, strict=True):
-            buffers.unsharded.flat.copy_(values)
+        for flat, values in zip(self._handle.flats, before, strict=True):
+            flat.unsharded.flat.copy_(values)
 
     def write_back(self, with_grads: bool) -> None:
         """Write this rank's part of the unsharded parameters, and of their gradients, to the shards."""
-        for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
-            buffers.write_back()
+        for flat in self._handle.flats:
+            flat.write_back()
             if with_grads:
-                grads.write_back([c.grad for c in buffers.computes])
+                flat.gradients.write_back([c.grad for c in flat.computes])
 
     def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
         """The same from ``copies``, see ``copy_full_precision``."""
-        for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
-            values = [copies[id(p)] for p in buffers.params]
-            buffers.write_back_from(values)
+        for flat in self._handle.flats:
+            values = [copies[id(p)] for p in flat.params]
+            flat.write_back_from(values)
             if with_grads:
-                grads.write_back([v.grad for v in values])
+                flat.gradients.write_back([v.grad for v in values])
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
-        for buffers, grads in zip(self._handle.buffers, self._handle.grads, strict=True):
+        for flat in self._handle.flats:
             # Frozen parameters are included: they may have an old gradient.
-            if buffers.dtype.is_floating_point or buffers.dtype.is_complex:
-                for param, compute, grad in zip(
-                    buffers.params, buffers.computes, grads.gather(self._handle.runtime), strict=True
-                ):
+            if flat.dtype.is_floating_point or flat.dtype.is_complex:
+                whole = flat.gradients.gather(self._handle.runtime)
+                for param, compute, grad in zip(flat.params, flat.computes, whole, strict=True):
                     target = compute if copies is None else copies[id(param)]
                     if grad is not None and grad.dtype is not target.dtype:
                         target.grad_dtype = grad.dtype  # keep_low_precision_grads
@@ -82,8 +81,8 @@ class WholeParameters:
 
     def drop_full_gradients(self) -> None:
         """Undo ``gather_gradients``."""
-        for buffers in self._handle.buffers:
-            for compute in buffers.computes:
+        for flat in self._handle.flats:
+            for compute in flat.computes:
                 compute.grad = None
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
 from flatshard.checkpoint._boxes import Part, memory_dims
@@ -187,7 +187,7 @@ class _Source(NamedTuple):
 
     flat: torch.Tensor  # 1-D, in the master dtype
     dtype: torch.dtype  # in which they compute
-    buffers: FlatBuffers | None  # whose shard it is
+    buffers: FlatParam | None  # whose shard it is
     param: nn.Parameter | None  # that nobody shards
 
 

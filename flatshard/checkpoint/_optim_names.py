@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from flatshard._composable.state import Unit, units_below
 from flatshard._errors import name_list
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
 from flatshard.checkpoint._state_dict import idle_flats
 
@@ -26,7 +26,7 @@ class Named:
     fqn: str
     param: nn.Parameter  # as the module has it
     stepped: nn.Parameter  # as the optimizer has it: the same, or the flat parameter
-    buffers: FlatBuffers | None = None  # with ``index``: where it is sharded
+    flat: FlatParam | None = None  # with ``index``: where it is sharded
     index: int = 0
 
     @property
@@ -50,9 +50,9 @@ class Named:
             return None
         if not self.is_flat:
             return value
-        assert self.buffers is not None
-        part = self.buffers.slices[self.index]
-        return self.buffers.shaped(self.index, value[part.start : part.stop])
+        assert self.flat is not None
+        part = self.flat.slices[self.index]
+        return self.flat.shaped(self.index, value[part.start : part.stop])
 
 
 def parameter_names(module: nn.Module) -> dict[int, list[str]]:
@@ -74,7 +74,7 @@ def parameter_names(module: nn.Module) -> dict[int, list[str]]:
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
     """Whether all that ``optimizer`` steps is ``module``'s: parameters and flat parameters."""
     own = {id(p) for p in module.parameters()}
-    own.update(id(g.flat_param) for unit in units_below(module) for g in unit.handle.grads if g.flat_param is not None)
+    own.update(id(flat.gradients.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
     return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
@@ -92,13 +92,12 @@ class Names:
             self.aliases.update(dict.fromkeys(found, found[0]))
         self.aliases.update((n, self._names[id(p)]) for n, p in module.named_parameters(remove_duplicate=False))
         self.params = list(dict.fromkeys(self.aliases.values()))
-        self._places: dict[int, tuple[FlatBuffers, int]] = {}
-        self._flats: dict[int, FlatBuffers] = {}
-        for unit, buffers in self.flats:
-            self._places.update((id(p), (buffers, i)) for i, p in enumerate(buffers.params))
-            for own, grads in zip(unit.handle.buffers, unit.handle.grads, strict=True):
-                if own is buffers and grads.flat_param is not None:
-                    self._flats[id(grads.flat_param)] = buffers
+        self._places: dict[int, tuple[FlatParam, int]] = {}
+        self._flats: dict[int, FlatParam] = {}
+        for _, flat in self.flats:
+            self._places.update((id(p), (flat, i)) for i, p in enumerate(flat.params))
+            if flat.gradients.shard_param is not None:
+                self._flats[id(flat.gradients.shard_param)] = flat
 
     def of(self, stepped: nn.Parameter) -> list[Named]:
         """What one parameter of an optimizer holds.
@@ -125,13 +124,13 @@ class Names:
         """For each parameter group."""
         return [[named for p in group["params"] for named in self.of(p)] for group in optimizer.param_groups]
 
-    def unit_flats(self, named: Iterable[Named]) -> Iterator[tuple[Unit, FlatBuffers, list[Named | None]]]:
+    def unit_flats(self, named: Iterable[Named]) -> Iterator[tuple[Unit, FlatParam, list[Named | None]]]:
         """``named`` by where they are sharded: for each flat parameter, one entry a parameter."""
-        by_place = {(id(n.buffers), n.index): n for n in named if n.buffers is not None}
-        for unit, buffers in self.flats:
-            entries = [by_place.get((id(buffers), i)) for i in range(len(buffers.params))]
+        by_place = {(id(n.flat), n.index): n for n in named if n.flat is not None}
+        for unit, flat in self.flats:
+            entries = [by_place.get((id(flat), i)) for i in range(len(flat.params))]
             if any(e is not None for e in entries):
-                yield unit, buffers, entries
+                yield unit, flat, entries
 
 
 class Like:

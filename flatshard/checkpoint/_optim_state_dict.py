@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from flatshard._composable.state import Unit
 from flatshard._handle.agreement import on_any_rank
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gathering import Gathering, exchange, from_parts
 from flatshard.checkpoint._optim_names import Alone, Like, Named, Names, Optimizers, as_list, steps_whole
 from flatshard.checkpoint._optim_options import first_state, options_of
@@ -176,7 +176,7 @@ def _gather(
     whole: State = {}
     roll_call([unit.handle.runtime for unit, _ in names.flats], "optim_state_dict(full=True)")
     kinds = _agree(names, everything, state)
-    for unit, buffers, entries in names.unit_flats(everything):
+    for unit, flat, entries in names.unit_flats(everything):
         present = [n for n in entries if n is not None]
         for each in present:
             own, told = state.get(each.fqn, {}), kinds.get(each.fqn, {})
@@ -195,14 +195,14 @@ def _gather(
             (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
         )
         for key, dtype in tensors:
-            pieces = [_part_for(n, state, key, _dtype(dtype), buffers.slices[i].numel) for i, n in enumerate(entries)]
-            gathered = Gathering(unit.handle, buffers, pieces).wait()
+            pieces = [_part_for(n, state, key, _dtype(dtype), flat.slices[i].numel) for i, n in enumerate(entries)]
+            gathered = Gathering(unit.handle, flat, pieces).wait()
             for named, value in zip(entries, gathered, strict=True):
                 if named is not None and receives and kinds.get(named.fqn, {}).get(key) == ["like", dtype]:
                     whole[named.fqn][key] = export(value, device, None)
             del gathered
     for named in everything:
-        if named.buffers is None and named.fqn in state:
+        if named.flat is None and named.fqn in state:
             whole[named.fqn] = {k: _copy(v, device) for k, v in state[named.fqn].items()}
     return {n.fqn: whole[n.fqn] for n in everything if n.fqn in whole} if receives else {}
 
@@ -213,16 +213,16 @@ def _agree(names: Names, everything: list[Named], state: State) -> Kinds:
     Raises:
         ValueError: on all ranks: the optimizers step different parameters, or have different states of one.
     """
-    by_group: dict[int, list[tuple[Unit, FlatBuffers]]] = {}
-    for unit, buffers in names.flats:
-        by_group.setdefault(unit.context.runtime.number, []).append((unit, buffers))
+    by_group: dict[int, list[tuple[Unit, FlatParam]]] = {}
+    for unit, flat in names.flats:
+        by_group.setdefault(unit.context.runtime.number, []).append((unit, flat))
     entries = {id(b): [n for n in found if n is not None] for _, b, found in names.unit_flats(everything)}
     result: Kinds = {}
     problems: list[str] = []
     for _, flats in sorted(by_group.items()):
         whole = {n.fqn: _kinds(state.get(n.fqn, {})) for _, b in flats if b.is_whole for n in entries.get(id(b), ())}
         result.update(whole)
-        sharded = [(unit, buffers) for unit, buffers in flats if not buffers.is_whole]
+        sharded = [(unit, flat) for unit, flat in flats if not flat.is_whole]
         if sharded:
             here = [n for _, b in sharded for n in entries.get(id(b), ())]
             told = {n.fqn: [_is_here(n), _kinds(state.get(n.fqn, {}))] for n in here}
@@ -231,7 +231,7 @@ def _agree(names: Names, everything: list[Named], state: State) -> Kinds:
                 problems += _differences(fqn, ranks)
                 having = sorted((rank[fqn] for rank in ranks if fqn in rank), key=lambda each: not each[0])
                 result[fqn] = {key: kind for _, kinds in reversed(having) for key, kind in kinds.items()}
-    shared = [unit for unit, buffers in names.flats if not buffers.is_whole]
+    shared = [unit for unit, flat in names.flats if not flat.is_whole]
     replicas = [unit.handle.replicas for unit in shared if unit.handle.replicas is not None]
     if on_any_rank(replicas, on_any_rank([unit.context.runtime for unit in shared], bool(problems))):
         raise ValueError(
@@ -248,8 +248,8 @@ def _agree(names: Names, everything: list[Named], state: State) -> Kinds:
 
 def _is_here(named: Named) -> bool:
     """Whether this rank has any element of it."""
-    assert named.buffers is not None
-    return named.buffers.slices[named.index].numel > 0
+    assert named.flat is not None
+    return named.flat.slices[named.index].numel > 0
 
 
 def _differences(fqn: str, ranks: list[Told]) -> list[str]:

@@ -15,7 +15,7 @@ from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gathering import Gathering
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
@@ -24,7 +24,7 @@ from flatshard.checkpoint._roll_call import roll_call
 
 _FORMAT = 1  # of local_state_dict
 
-Flat = tuple[Unit, FlatBuffers]
+Flat = tuple[Unit, FlatParam]
 
 
 def full_state_dict(
@@ -96,11 +96,11 @@ def gathered(
     """
     roll_call([unit.handle.runtime for unit, _ in flats], call)
     for bucket in _buckets([f for f in flats if any(id(p) in wanted for p in f[1].params)], bucket_bytes):
-        gatherings = [Gathering(unit.handle, buffers) for unit, buffers in reversed(bucket)]
-        for _, buffers in bucket:
+        gatherings = [Gathering(unit.handle, flat) for unit, flat in reversed(bucket)]
+        for _, flat in bucket:
             whole = gatherings.pop().wait()
             whole.reverse()
-            for param in buffers.params:
+            for param in flat.params:
                 value = whole.pop()
                 if id(param) in wanted:
                     yield param, value
@@ -197,7 +197,7 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
     rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
     return {
         "format": _FORMAT,
-        "flats": [{**_plan(unit, buffers), "shard": buffers.shard} for unit, buffers in flats],
+        "flats": [{**_plan(unit, flat), "shard": flat.shard} for unit, flat in flats],
         "rest": {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in rest.items()},
     }
 
@@ -212,7 +212,7 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     flats = idle_flats(module, "load_local_state_dict")
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise ValueError(f"load_local_state_dict takes what local_state_dict returned, format {_FORMAT}")
-    plans = [_plan(unit, buffers) for unit, buffers in flats]
+    plans = [_plan(unit, flat) for unit, flat in flats]
     given = state["flats"]
     if len(given) != len(plans):
         raise ValueError(
@@ -233,8 +233,8 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     if differing:
         raise ValueError(f"load_local_state_dict: {name_list(differing)} differ in name, shape or kind")
     with torch.no_grad():
-        for (_, buffers), saved in zip(flats, given, strict=True):
-            buffers.write_shard(saved["shard"])
+        for (_, flat), saved in zip(flats, given, strict=True):
+            flat.write_shard(saved["shard"])
         for name, value in rest.items():
             if isinstance(value, torch.Tensor):
                 value.copy_(state["rest"][name])
@@ -243,20 +243,20 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
 _CURE = "Save by torch.distributed.checkpoint.save(module.state_dict()), which loads in any layout"
 
 
-def _plan(unit: Unit, buffers: FlatBuffers) -> dict[str, Any]:
+def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
     """Of plain numbers and names, as they come back from a file."""
-    infos = buffers.layout.params
-    parallels = [known.parallel for p in buffers.params if (known := shard_info(p)) is not None]
+    infos = flat.layout.params
+    parallels = [known.parallel for p in flat.params if (known := shard_info(p)) is not None]
     return {
         "unit": unit.fqn,
         "fqns": [i.fqn for i in infos],
         "shapes": [list(i.shape) for i in infos],
         "strides": [list(i.stride) for i in infos],
         "starts": [i.start for i in infos],
-        "shard_numel": buffers.layout.shard_numel,
-        "world_size": buffers.layout.world_size,
-        "rank": buffers.rank,
-        "dtype": str(buffers.dtype),
+        "shard_numel": flat.layout.shard_numel,
+        "world_size": flat.layout.world_size,
+        "rank": flat.rank,
+        "dtype": str(flat.dtype),
         "tensor_parallel": [None if p is None else list(p.mesh.get_coordinate()) for p in parallels],
     }
 
@@ -287,7 +287,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
         )
     for unit in units:
         unit.handle.check_parameters()
-    return [(unit, buffers) for unit in units for buffers in unit.handle.buffers]
+    return [(unit, flat) for unit in units for flat in unit.handle.flats]
 
 
 def is_first_rank(units: list[Unit]) -> bool:
@@ -296,7 +296,7 @@ def is_first_rank(units: list[Unit]) -> bool:
 
 def has_first_copy(units: list[Unit]) -> bool:
     """Whether this rank is of the first replica, and of the first ranks of tensor parallelism."""
-    infos = [shard_info(p) for u in units for b in u.handle.buffers for p in b.params]
+    infos = [shard_info(p) for u in units for b in u.handle.flats for p in b.params]
     parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
     return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
         u.handle.replicas is None or u.handle.replicas.rank == 0 for u in units

@@ -135,19 +135,19 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
 def _describe(unit: Unit) -> UnitDescription:
     flats = tuple(
         FlatDescription(
-            tuple(info.fqn for info in b.layout.params),
-            tuple(info.shape for info in b.layout.params),
-            b.dtype,
-            b.compute_dtype,
-            g.reduction.dtype,
-            g.reduction.reduce_dtype,
-            any(p.requires_grad for p in b.params),
-            b.layout.numel,
-            b.layout.padded_numel,
-            b.layout.shard_numel,
-            tuple(info.cut for info in b.layout.params),
+            tuple(info.fqn for info in f.layout.params),
+            tuple(info.shape for info in f.layout.params),
+            f.dtype,
+            f.compute_dtype,
+            f.gradients.reduction.dtype,
+            f.gradients.reduction.reduce_dtype,
+            any(p.requires_grad for p in f.params),
+            f.layout.numel,
+            f.layout.padded_numel,
+            f.layout.shard_numel,
+            tuple(info.cut for info in f.layout.params),
         )
-        for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True)
+        for f in unit.handle.flats
     )
     below = {m for u in units_below(unit.module) if u is not unit for m in u.module.modules()}
     own = [m for m in unit.module.modules() if m not in below]

@@ -89,7 +89,7 @@ def _keeps_all(unit: Unit) -> bool:
 
 
 def _parameters(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    for flat in unit.handle.buffers:
+    for flat in unit.handle.flats:
         for info, param in zip(flat.layout.params, flat.params, strict=True):
             yield info.fqn, param.data
 

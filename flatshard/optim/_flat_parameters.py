@@ -23,18 +23,18 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     units = units_below(module)
     if not units:
         raise ValueError(f"flat_parameters: nothing in this {type(module).__name__} is sharded; call fully_shard first")
-    groups = [(b, g) for u in units for b, g in zip(u.handle.buffers, u.handle.grads, strict=True)]
-    for buffers, _ in groups:
-        if len({p.requires_grad for p in buffers.params}) > 1:
-            frozen = [i.fqn for p, i in zip(buffers.params, buffers.layout.params, strict=True) if not p.requires_grad]
+    flats = [flat for unit in units for flat in unit.handle.flats]
+    for flat in flats:
+        if len({p.requires_grad for p in flat.params}) > 1:
+            frozen = [i.fqn for p, i in zip(flat.params, flat.layout.params, strict=True) if not p.requires_grad]
             raise ValueError(
                 f"{frozen} were frozen after fully_shard and share a flat parameter with trainable ones, so an optimizer on "
                 "flat parameters would move them (weight decay). Freeze before fully_shard, or use module.parameters()"
             )
     result = []
-    for buffers, grads in groups:
-        if buffers.params[0].requires_grad:
-            flat = grads.use_flat_param()
-            flat.fqns = tuple(info.fqn for info in buffers.layout.params)  # type: ignore[attr-defined]
-            result.append(flat)
+    for flat in flats:
+        if flat.params[0].requires_grad:
+            param = flat.gradients.use_shard_param()
+            param.fqns = tuple(info.fqn for info in flat.layout.params)  # type: ignore[attr-defined]
+            result.append(param)
     return result

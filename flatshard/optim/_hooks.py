@@ -162,8 +162,8 @@ def _try_it(optimizer: Optimizer) -> None:
 def _block_of(param: torch.Tensor) -> int:
     """The number of elements of a sharded parameter that no cut separates."""
     owner = owner_of(param)  # type: ignore[arg-type]
-    for buffers in () if owner is None else owner.handle.buffers:
-        for info, own in zip(buffers.layout.params, buffers.params, strict=True):
+    for flat in () if owner is None else owner.handle.flats:
+        for info, own in zip(flat.layout.params, flat.params, strict=True):
             if own is param:
                 return info.block
     return 1

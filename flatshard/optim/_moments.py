@@ -52,8 +52,8 @@ def _owners(units: Iterable[Unit], params: set[int]) -> list[str]:
 
 
 def _own(unit: Unit) -> set[int]:
-    flat = {id(g.flat_param) for g in unit.handle.grads if g.flat_param is not None}
-    return flat | {id(p) for b in unit.handle.buffers for p in b.params}
+    flats = unit.handle.flats
+    return {id(f.gradients.shard_param) for f in flats} | {id(p) for f in flats for p in f.params}
 
 
 def holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
@@ -69,8 +69,8 @@ def holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
         copies = shows.values() if isinstance(shows, dict) else ()
         found.update((id(p), (copy_names.get(p, ""), True)) for p in copies if id(p) in wanted)
         whole = shows is UNSHARDED and not any(claim.uses and not claim.by_user for claim in unit.claims)
-        for buffers in unit.handle.buffers:
-            for info, compute in zip(buffers.layout.params, buffers.computes, strict=True):
+        for flat in unit.handle.flats:
+            for info, compute in zip(flat.layout.params, flat.computes, strict=True):
                 if id(compute) in wanted:
                     found[id(compute)] = info.fqn, whole
     found = {id(p): (name, False) for p, name in copy_names.items() if id(p) in wanted} | found

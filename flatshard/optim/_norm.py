@@ -14,7 +14,7 @@ from torch import nn
 
 from flatshard._composable.state import owner_of, units_below
 from flatshard._errors import name_list
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.partial import norm_of_nothing, plainly, reduce_norms
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
@@ -81,7 +81,7 @@ class Gradient(NamedTuple):
     param: nn.Parameter
     grad: torch.Tensor | None
     runtime: Runtime | None  # of the ranks that hold the parts; None: each rank has the whole
-    place: tuple[FlatBuffers, int] | None  # the flat parameter that it is in, and its index there
+    place: tuple[FlatParam, int] | None  # the flat parameter that it is in, and its index there
 
     @property
     def numel(self) -> int:
@@ -99,7 +99,7 @@ def gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
     for below in units_below(module):
         if below.handle.slots.shows is not SHARDED:
             raise _shown_whole(below.fqn, verb)
-    places: dict[int, tuple[torch.Tensor | None, tuple[FlatBuffers, int]]] = {}
+    places: dict[int, tuple[torch.Tensor | None, tuple[FlatParam, int]]] = {}
     found = []
     for name, param in module.named_parameters():
         fqn = plain_name(name)
@@ -116,9 +116,9 @@ def gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             unit = owner_of(param)
             if unit is None or not isinstance(param, ShardedParameter):  # else a compute parameter
                 raise _shown_whole(fqn, verb)
-            for buffers, grads in zip(unit.handle.buffers, unit.handle.grads, strict=True):
-                of_unit = zip(buffers.params, grads.local(), strict=True)
-                places.update((id(p), (grad, (buffers, i))) for i, (p, grad) in enumerate(of_unit))
+            for flat in unit.handle.flats:
+                of_unit = zip(flat.params, flat.gradients.local(), strict=True)
+                places.update((id(p), (grad, (flat, i))) for i, (p, grad) in enumerate(of_unit))
         grad, place = places[id(param)]
         found.append(Gradient(fqn, param, grad, info.runtime, place))
     return found

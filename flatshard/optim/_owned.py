@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from flatshard._comm.collectives import Done, Pending
-from flatshard._handle.buffers import FlatBuffers
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
@@ -24,16 +24,16 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 class Owned:
     """One sharded parameter, and the rank that steps it."""
 
-    def __init__(self, handle: FlatParamHandle, buffers: FlatBuffers, index: int, work: int, loads: list[int]) -> None:
+    def __init__(self, handle: FlatParamHandle, flat: FlatParam, index: int, work: int, loads: list[int]) -> None:
         """``loads``: of each rank of the shard group, the work so far; ``work`` is added to the owner's."""
-        self.handle, self.buffers, self.index = handle, buffers, index
-        self.param: nn.Parameter = buffers.params[index]
-        layout = buffers.layout
+        self.handle, self.flat, self.index = handle, flat, index
+        self.param: nn.Parameter = flat.params[index]
+        layout = flat.layout
         holders = layout.holders(index)
         self.is_cut = len(holders) > 1
         self.owner = self._choose(holders, work, loads)
         loads[self.owner] += work
-        self.is_mine = buffers.is_whole or self.owner == buffers.rank
+        self.is_mine = flat.is_whole or self.owner == flat.rank
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
         self._whole: torch.Tensor | None = None  # of a cut parameter, while it is stepped here
         self._grad: torch.Tensor | None = None
@@ -51,11 +51,11 @@ class Owned:
     def nbytes(self) -> int:
         """Of what is gathered for a step."""
         grad = 0 if self.param.grad is None else self.param.grad.element_size()
-        return self.buffers.layout.params[self.index].numel * (self.param.element_size() + grad) if self.is_cut else 0
+        return self.flat.layout.params[self.index].numel * (self.param.element_size() + grad) if self.is_cut else 0
 
     def gather(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
         """Begin: what this rank is to send and to receive is added."""
-        info, rank = self.buffers.layout.params[self.index], self.buffers.rank
+        info, rank = self.flat.layout.params[self.index], self.flat.rank
         known = shard_info(self.param)
         assert known is not None
         grad = self.param.grad
@@ -78,7 +78,7 @@ class Owned:
 
     def show(self, proxy: nn.Parameter) -> None:
         """Let ``proxy`` be the whole parameter with its gradient, in its shape, for an optimizer to step."""
-        info, grad = self.buffers.layout.params[self.index], self.param.grad
+        info, grad = self.flat.layout.params[self.index], self.param.grad
         assert grad is not None
         if self.is_cut:
             assert self._whole is not None
@@ -98,7 +98,7 @@ class Owned:
             self._grad = None
             for holder, part in self._parts:
                 piece = self._whole[part.offset : part.offset + part.numel]
-                if holder == self.buffers.rank:
+                if holder == self.flat.rank:
                     self._own().copy_(piece)
                 else:
                     sent.append((piece, holder))
@@ -115,8 +115,8 @@ class Owned:
         self._whole = self._grad = None
 
     def _own(self) -> torch.Tensor:
-        part = self.buffers.slices[self.index]
-        return self.buffers.shard[part.start : part.stop]
+        part = self.flat.slices[self.index]
+        return self.flat.shard[part.start : part.stop]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ def _sharded_statistics(
     for index, runtime in enumerate(groups):
         holders = [range(runtime.world_size)] * len(gradients)
         if over_shards and index == 0:
-            holders = [buffers.layout.holders(i) for buffers, i in (g.place for g in gradients if g.place is not None)]
+            holders = [flat.layout.holders(i) for flat, i in (g.place for g in gradients if g.place is not None)]
         present, rows = _combined(present, rows, holders, runtime, question)
     kept = zip(gradients, rows.cpu(), present.tolist(), strict=True)
     return {g.fqn: _statistics(row, g) for g, row, on in kept if on}

@@ -111,7 +111,7 @@ class WholeParameterOptimizer(Optimizer):
     def owner(self, param: nn.Parameter) -> int | None:
         """The rank, of those that ``param`` is sharded over, that steps it; None: every rank does."""
         owned = self._owned[param]
-        return None if owned is None or owned.buffers.is_whole else owned.owner
+        return None if owned is None or owned.flat.is_whole else owned.owner
 
     def first_state(self, param: nn.Parameter) -> dict[str, Any]:
         """What a first step would make of ``param`` where it is stepped, ``{}`` elsewhere. Nothing is changed, and no
@@ -247,7 +247,7 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
         places_of = (
             []
             if unit is None
-            else [(unit.handle, b, i) for b in unit.handle.buffers for i, p in enumerate(b.params) if p is param]
+            else [(unit.handle, b, i) for b in unit.handle.flats for i, p in enumerate(b.params) if p is param]
         )
         if not places_of or not isinstance(param, ShardedParameter):
             raise ValueError(
@@ -260,9 +260,9 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
                 f"({info.parallel.placements}): no rank could have all of it"
             )
         places.append((info.owner is None, param, places_of[0]))
-    for _, param, (handle, buffers, index) in sorted(places, key=lambda each: each[0]):
-        of_ranks = [0] if buffers.is_whole else loads.setdefault(handle.runtime, [0] * buffers.layout.world_size)
-        found[param] = Owned(handle, buffers, index, work_of(full_shape(param)), of_ranks)
+    for _, param, (handle, flat, index) in sorted(places, key=lambda each: each[0]):
+        of_ranks = [0] if flat.is_whole else loads.setdefault(handle.runtime, [0] * flat.layout.world_size)
+        found[param] = Owned(handle, flat, index, work_of(full_shape(param)), of_ranks)
     return found
 
 

@@ -282,11 +282,11 @@ class _Run:
     def unit(self, unit: Unit, described: UnitDescription) -> UnitPlan:
         mine = [c for c in self.collectives if c.unit == unit.fqn]
         gathers = [c for c in mine if c.kind == "all-gather" and c.phase == "forward"]
-        flats = list(zip(unit.handle.buffers, unit.handle.grads, strict=True))
-        params = [p for b, _ in flats for p in b.params]
+        flats = unit.handle.flats
+        params = [p for f in flats for p in f.params]
         grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
-        reduced = [(b, g) for b, g in flats if g.is_reduced and any(b.requires_grad)]
-        cut = [b.layout.shard_numel * g.reduction.reduce_dtype.itemsize for b, g in reduced if not b.is_whole]
+        reduced = [f for f in flats if f.gradients.is_reduced and any(f.requires_grad)]
+        cut = [f.layout.shard_numel * f.gradients.reduction.reduce_dtype.itemsize for f in reduced if not f.is_whole]
         inputs = [c.nbytes for c in mine if c.kind == ("reduce-scatter" if cut else "all-reduce")]
         return UnitPlan(
             unit.fqn,
@@ -294,7 +294,7 @@ class _Run:
             described.strategy,
             described.flats,
             unit.config.reshard_after_forward,
-            sum(b.shard.nbytes for b, _ in flats),
+            sum(f.shard.nbytes for f in flats),
             sum(grads.values()),
             sum(self.program.states.get(p, 0) for p in params),
             unit.handle.unsharded_nbytes,

@@ -98,9 +98,9 @@ class Program:
             made = build(self.choice, context, replicas, prepare=lambda unit: None)
             install(self.root, self.choice, made, (*extensions(), _Watch(self.books)))
         self.units = list(made.values())
-        self.flats = [(u, b, g) for u in self.units for b, g in zip(u.handle.buffers, u.handle.grads, strict=True)]
-        for _, buffers, _ in self.flats:
-            self.books.track([buffers.shard], "shards", buffers.is_offloaded)
+        self.flats = [flat for unit in self.units for flat in unit.handle.flats]
+        for flat in self.flats:
+            self.books.track([flat.shard], "shards", flat.is_offloaded)
         self.books.track((b for b in self.root.buffers()), "others")
         self.books.track(self.choice.ignored_params, "others")
 
@@ -108,7 +108,7 @@ class Program:
     def params(self) -> dict[nn.Parameter, nn.Parameter]:
         """What the optimizer trains on this rank, by the parameters of the module that was copied."""
         known = {id(p): p for p in self.others if isinstance(p, nn.Parameter)}
-        mine = {id(p) for _, b, _ in self.flats for p in b.params}
+        mine = {id(p) for flat in self.flats for p in flat.params}
         copies = ((known[key], self.memo[key]) for key in known)
         return {param: its_copy for param, its_copy in copies if id(its_copy) in mine and its_copy.requires_grad}
 
@@ -137,9 +137,9 @@ class Program:
 
         step()
         self.states = optimize()
-        for _, buffers, _ in self.flats:
-            nbytes = sum(self.states.get(p, 0) for p in buffers.params)
-            self.books.add("optimizer", buffers.is_offloaded, nbytes)
+        for flat in self.flats:
+            nbytes = sum(self.states.get(p, 0) for p in flat.params)
+            self.books.add("optimizer", flat.is_offloaded, nbytes)
         self._drop_gradients()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second one may take more of them
             step()
@@ -180,8 +180,8 @@ class _Watch(Extension):
         self.running: list[str] = []  # units whose forwards are under way, outermost first
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature:
-        for buffers in unit.handle.buffers:
-            for compute in buffers.computes:
+        for flat in unit.handle.flats:
+            for compute in flat.computes:
                 if compute.requires_grad:
                     compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
         return _WatchedUnit(unit, self)
@@ -216,9 +216,9 @@ class _WatchedUnit(ForwardFeature):
         return ()
 
     def reduced(self) -> None:
-        for buffers in self.unit.handle.buffers:
-            grads = [p.grad for p in buffers.params if p.grad is not None]
-            self.watch.books.track(grads, "gradients", buffers.is_offloaded)
+        for flat in self.unit.handle.flats:
+            grads = [p.grad for p in flat.params if p.grad is not None]
+            self.watch.books.track(grads, "gradients", flat.is_offloaded)
 
 
 class _InOrder:

@@ -47,10 +47,10 @@ def check_let_go(model: nn.Module) -> None:
         assert unit.handle.is_sharded, unit
         assert unit.handle.lifetime.grads is GradState.NONE, unit
         assert unit.handle._gathers == []
-        for buffers, grads in zip(unit.handle.buffers, unit.handle.grads, strict=True):
-            assert buffers.is_alias or buffers.unsharded.flat.untyped_storage().nbytes() == 0
-            assert storage_nbytes(grads.incoming.input) == 0
-            assert grads.reduction._pending is None
+        for flat in unit.handle.flats:
+            assert flat.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0
+            assert storage_nbytes(flat.gradients.incoming.input) == 0
+            assert flat.gradients.reduction._pending is None
 
 
 def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:

@@ -180,7 +180,7 @@ def bytes_of_a_step(ctx, collectives: Any) -> dict[str, int]:
         loss = model(make_input(0, 2)).sum()
     with sent_bytes() as backward:
         loss.backward()
-    shards = [b.layout.shard_numel for u in units_below(model) for b in u.handle.buffers]
+    shards = [b.layout.shard_numel for u in units_below(model) for b in u.handle.flats]
     return {"forward": sum(forward), "backward": sum(backward), "shards": shards}
 
 

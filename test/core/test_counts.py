@@ -47,11 +47,11 @@ def step(model: nn.Module) -> None:
 
 def padded(unit: Unit) -> int:
     """Bytes of a unit's parameters in whole."""
-    return sum(b.layout.padded_numel * b.dtype.itemsize for b in unit.handle.buffers)
+    return sum(b.layout.padded_numel * b.dtype.itemsize for b in unit.handle.flats)
 
 
 def in_shard(unit: Unit) -> int:
-    return sum(b.layout.shard_numel * b.dtype.itemsize for b in unit.handle.buffers)
+    return sum(b.layout.shard_numel * b.dtype.itemsize for b in unit.handle.flats)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ def test_local_bytes_of_a_step(world, size, strategy, width, out_of_place):
     cost = extra(model, Net(width=width))
     expected = numel = 0
     for unit in units_below(model):
-        for buffers in unit.handle.buffers:
-            layout = buffers.layout
+        for flat in unit.handle.flats:
+            layout = flat.layout
             numel += layout.numel
             expected += 8 * layout.numel  # each gradient is read once, and written into the reduction's input
             expected += 4 * (layout.padded_numel - layout.numel)  # whose padding is zeroed
@@ -135,8 +135,8 @@ def test_local_bytes_of_a_step_in_mixed_precision(world, strategy, width, widens
     cost = extra(model, Net(width=width).bfloat16(), step_bf16)
     expected = numel = 0
     for unit in units_below(model):
-        for buffers in unit.handle.buffers:
-            layout = buffers.layout
+        for flat in unit.handle.flats:
+            layout = flat.layout
             numel += layout.numel
             expected += (2 + size) * layout.numel + size * (layout.padded_numel - layout.numel)  # bf16 read
             if 4 * layout.padded_numel < SMALL:
@@ -230,7 +230,7 @@ def storages(tensors: Any) -> dict[int, int]:
 def parameter_storages(model: nn.Module) -> dict[int, int]:
     tensors: list[Tensor] = [*model.parameters()]
     for unit in units_below(model):
-        for b, g in zip(unit.handle.buffers, unit.handle.grads, strict=True):
+        for b in unit.handle.flats:
             tensors += [
                 b.shard,
                 b.unsharded.flat,
@@ -238,7 +238,7 @@ def parameter_storages(model: nn.Module) -> dict[int, int]:
                 *b.computes,
                 b.unsharded.wire,
                 b.unsharded.own_wire,
-                *([] if g.incoming.input is None else [g.incoming.input]),
+                *([] if b.gradients.incoming.input is None else [b.gradients.incoming.input]),
             ]
     return storages(tensors)
 
@@ -260,10 +260,10 @@ def test_between_steps_a_rank_holds_its_padded_shard(world, size, strategy):
         optimizer.step()
         optimizer.zero_grad()
         for unit in units_below(model):
-            for buffers, grads in zip(unit.handle.buffers, unit.handle.grads, strict=True):
-                assert buffers.unsharded.flat.untyped_storage().nbytes() == 0
-                assert storage_nbytes(grads.incoming.input) == 0
-                assert buffers.resident_nbytes == buffers.layout.shard_numel * 4
+            for flat in unit.handle.flats:
+                assert flat.unsharded.flat.untyped_storage().nbytes() == 0
+                assert storage_nbytes(flat.gradients.incoming.input) == 0
+                assert flat.resident_nbytes == flat.layout.shard_numel * 4
         assert sum(parameter_storages(model).values()) == shard
 
 
@@ -282,7 +282,7 @@ def test_no_tensor_of_full_size_is_left_after_a_step(world):
     shard = max(in_shard(u) for u in units_below(model))
     assert shard < weight, "a shard must not look like a whole parameter"
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), Tensor)} - {
-        id(t) for u in units_below(model) for b in u.handle.buffers for t in (b.unsharded.flat, *b.computes)
+        id(t) for u in units_below(model) for b in u.handle.flats for t in (b.unsharded.flat, *b.computes)
     }
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
@@ -309,8 +309,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        held = sum(b.resident_nbytes for u in self.units for b in u.handle.buffers)
-        inputs = sum(storage_nbytes(g.incoming.input) for u in self.units for g in u.handle.grads)
+        held = sum(b.resident_nbytes for u in self.units for b in u.handle.flats)
+        inputs = sum(storage_nbytes(f.gradients.incoming.input) for u in self.units for f in u.handle.flats)
         self.parameters, self.gradients = max(self.parameters, held), max(self.gradients, inputs)
         return result
 

@@ -22,7 +22,7 @@ def make_and_train(group: Any, copied: bool) -> list[weakref.ref]:
         model = copy.deepcopy(model)
         model(torch.randn(2, 8)).sum().backward()
     unit = unit_of(model[0])
-    return [weakref.ref(x) for x in (model, model[0], unit, unit.handle, unit.handle.buffers[0])]
+    return [weakref.ref(x) for x in (model, model[0], unit, unit.handle, unit.handle.flats[0])]
 
 
 def dropped_models_are_freed(ctx: Any) -> None:

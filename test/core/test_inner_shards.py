@@ -162,7 +162,7 @@ def memory(ctx) -> None:
         assert whole
 
         def resident(units=units) -> int:
-            return sum(b.unsharded.nbytes for u in units for b in u.handle.buffers)
+            return sum(b.unsharded.nbytes for u in units for b in u.handle.flats)
 
         def run(model=model, x=x) -> torch.Tensor:
             return model(x).abs().sum()

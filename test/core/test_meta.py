@@ -175,7 +175,7 @@ def count_whole(ctx) -> None:
     fully_shard(model, policy={Block}, process_group=ctx.group, param_init_fn=init)
     assert 0 < peak <= one_block
     handles = [u.handle for u in units_below(model)]
-    shards = sum(b.resident_nbytes for h in handles for b in h.buffers)
+    shards = sum(b.resident_nbytes for h in handles for b in h.flats)
     assert shards <= 4 * (blocks * one_block / ctx.world_size + blocks * (32 + 16))
 
 

@@ -75,7 +75,7 @@ def by_unit(module: nn.Module, value) -> dict:
 def owned(module: nn.Module) -> dict[str, list[str]]:
     """The names of the parameters that each unit owns (N1)."""
     names = {p: n for n, p in module.named_parameters()}
-    return by_unit(module, lambda u: [names[p] for buffers in u.handle.buffers for p in buffers.params])
+    return by_unit(module, lambda u: [names[p] for flat in u.handle.flats for p in flat.params])
 
 
 def units(module: nn.Module) -> list[str]:
@@ -550,7 +550,7 @@ def test_a_tree_whose_every_part_is_sharded_already():
     fully_shard(model[0])
     fully_shard(model[1])
     fully_shard(model)
-    assert [len(u.handle.buffers) for u in units_below(model)] == [0, 1, 1]
+    assert [len(u.handle.flats) for u in units_below(model)] == [0, 1, 1]
 
 
 class Tied(nn.Module):

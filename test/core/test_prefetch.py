@@ -165,7 +165,7 @@ def limited(ctx) -> list[list[str]]:
     for blocks in (None, 2, 1, 0):
         model = sharded(ctx, Net(), prefetch_limit_bytes=None if blocks is None else blocks * (size or 0) + 1)
         size = unit_of(model.blocks[0]).handle.unsharded_nbytes
-        assert size == sum(b.layout.padded_numel * 4 for b in unit_of(model.blocks[0]).handle.buffers)
+        assert size == sum(b.layout.padded_numel * 4 for b in unit_of(model.blocks[0]).handle.flats)
         for module in (model, *model.blocks):
             configure(module, forward_prefetch=[b for b in model.blocks if b is not module])
             configure(module, backward_prefetch=[b for b in reversed(model.blocks) if b is not module])

@@ -351,7 +351,7 @@ def between(ctx) -> None:
         assert not unsharded(model)
         flatshard.unshard(model, recurse=True)
         with torch.no_grad():
-            for p in [p for u in units_below(model) for b in u.handle.buffers for p in b.params]:
+            for p in [p for u in units_below(model) for b in u.handle.flats for p in b.params]:
                 p.mul_(0.5)
             with keep_unsharded(model):
                 assert not torch.equal(model(x), expected)
@@ -467,9 +467,9 @@ def full_precision(ctx) -> None:
     model = sharded(ctx, Net(), mixed_precision=policy)
     count = []
     for unit in units_below(model):
-        for buffers in unit.handle.buffers:
-            before = buffers.gather_full_precision
-            buffers.gather_full_precision = lambda runtime, before=before: count.append(1) or before(runtime)
+        for flat in unit.handle.flats:
+            before = flat.gather_full_precision
+            flat.gather_full_precision = lambda runtime, before=before: count.append(1) or before(runtime)
     model.eval()
     with torch.no_grad():
         expected = model(x)

@@ -85,7 +85,7 @@ def check_settled(model: nn.Module) -> None:
         assert unit.handle.lifetime.grads is GradState.NONE, unit
         assert (unit.claims, unit.record, unit.handle.arrivals.pending) == ([], None, 0), unit
         assert unit.handle.slots.shows is SHARDED, unit
-        assert all(g.incoming.is_empty for g in unit.handle.grads), unit
+        assert all(f.gradients.incoming.is_empty for f in unit.handle.flats), unit
         backward = unit.context.backward
         assert unit.context.is_idle
         assert unit not in backward._records

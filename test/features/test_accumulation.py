@@ -90,7 +90,7 @@ def accumulate(ctx, strategy: ShardingStrategy, width: int, cases: list[tuple[bo
                 optimizer.zero_grad()
         for unit in units_below(model):
             assert not unit.handle.holds_gradients
-            assert all(storage_nbytes(g.incoming.input) == 0 for g in unit.handle.grads)
+            assert all(storage_nbytes(f.gradients.incoming.input) == 0 for f in unit.handle.flats)
 
 
 # Every two choices come together: 24 cases of 96.

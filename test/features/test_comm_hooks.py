@@ -101,7 +101,7 @@ def parity_by_a_hook(ctx, strategy: ShardingStrategy) -> None:
     sizes = [
         (b.dtype, b.layout.padded_numel, 0 if strategy is NO_SHARD else b.layout.shard_numel)
         for u in (units[2], units[1], units[0])  # in the order in which backward completes them
-        for b in u.handle.buffers
+        for b in u.handle.flats
         if b.params[0].requires_grad
     ]
     assert hooks[0].calls == sizes * 3
@@ -384,7 +384,7 @@ def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
         assert (grad - expected[name]).abs().max() <= rounding * expected[name].abs().max() * ctx.world_size, name
     if strategy is not NO_SHARD:  # gloo's own all-reduce is not counted
         units = units_below(model)
-        shards = [u.handle.buffers[0].layout.shard_numel for u in units]
+        shards = [u.handle.flats[0].layout.shard_numel for u in units]
         gathered = 0 if strategy is GRAD_OP else sum(shards[1:])
         gathered += sum(shards)  # and in forward
         peers = ctx.world_size - 1

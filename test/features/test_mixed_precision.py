@@ -508,16 +508,16 @@ def kept_casts(ctx) -> None:
     """From forward to backward, and not a moment longer."""
     policy = MixedPrecision(BF16, reduce_dtype=FP32, keep_cast_shard=True)
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy)
-    buffers = [b for u in units_below(model) for b in u.handle.buffers]
+    flat = [b for u in units_below(model) for b in u.handle.flats]
     ids, scale = torch.ones(2, 3, dtype=torch.long), torch.ones(())
     loss = model(ids, scale).sum()
-    casts = [b._cast for b in buffers]
-    assert [c.numel() for c in casts if c is not None] == [b.layout.shard_numel for b in buffers]
+    casts = [b._cast for b in flat]
+    assert [c.numel() for c in casts if c is not None] == [b.layout.shard_numel for b in flat]
     loss.backward()
-    assert [b._cast for b in buffers] == [None] * len(buffers)
+    assert [b._cast for b in flat] == [None] * len(flat)
     with torch.no_grad():
         model(ids, scale)
-    assert [b._cast for b in buffers] == [None] * len(buffers)
+    assert [b._cast for b in flat] == [None] * len(flat)
 
 
 def test_a_kept_cast_lives_from_forward_to_backward(pool):

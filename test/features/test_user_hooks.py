@@ -456,9 +456,9 @@ def memory(ctx) -> tuple[int, int, int]:
                 optimizer.zero_grad()
         assert_same(model, plain)
         peaks.append(gradients.peak)
-        one = max(sum(b.layout.shard_numel * 8 for b in u.handle.buffers) for u in units_below(model))
+        one = max(sum(b.layout.shard_numel * 8 for b in u.handle.flats) for u in units_below(model))
         everything = sum(
-            b.layout.shard_numel * 8 for u in units_below(model) for b in u.handle.buffers if b.params[0].requires_grad
+            b.layout.shard_numel * 8 for u in units_below(model) for b in u.handle.flats if b.params[0].requires_grad
         )
     return *peaks, one, everything
 

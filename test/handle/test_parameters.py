@@ -410,7 +410,7 @@ def train_manually_nested(ctx) -> None:
 
 
 def _owns(unit: Any, param: Tensor) -> bool:
-    return any(p is param for b in unit.handle.buffers for p in b.params)
+    return any(p is param for b in unit.handle.flats for p in b.params)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -608,23 +608,23 @@ def cost_of_frozen(ctx) -> None:
     largest: dict[int, int] = {}
 
     def look(*args: Any) -> None:
-        for index, grads in enumerate(handle.grads):
+        for index, grads in enumerate(f.gradients for f in handle.flats):
             size = storage_nbytes(grads.incoming.input)
             largest[index] = max(largest.get(index, 0), size)
 
-    for param in [c for b in handle.buffers for c in b.computes if c.requires_grad]:
+    for param in [c for b in handle.flats for c in b.computes if c.requires_grad]:
         param.register_hook(look)
     with counting_reductions(model) as reductions:
         for step in range(2):
             model(vectors(step, 2)).sum().backward()
-    frozen = [index for index, b in enumerate(handle.buffers) if not b.params[0].requires_grad]
+    frozen = [index for index, b in enumerate(handle.flats) if not b.params[0].requires_grad]
     assert len(frozen) == 1
     assert largest[frozen[0]] == 0
     assert len(reductions) == 2
-    slack = handle.buffers[0].layout.world_size * 32 + len(trainable) * 4  # alignment, in elements
+    slack = handle.flats[0].layout.world_size * 32 + len(trainable) * 4  # alignment, in elements
     assert needed <= reductions[0] <= needed + slack
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    assert all(storage_nbytes(g.incoming.input) == 0 for g in handle.grads)
+    assert all(storage_nbytes(f.gradients.incoming.input) == 0 for f in handle.flats)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

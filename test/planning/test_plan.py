@@ -59,9 +59,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__()
-        self.flats = [
-            (b, g, u) for u in units_below(model) for b, g in zip(u.handle.buffers, u.handle.grads, strict=True)
-        ]
+        self.flats = [(b, b.gradients, u) for u in units_below(model) for b in u.handle.flats]
         self.handles = [u.handle for u in units_below(model)]
         self.optimizer = optimizer
         self.peak = 0
@@ -467,7 +465,7 @@ def test_static_buffers(world):
             model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
         context = units_below(model)[0].context
-        pools = {id(u.handle.buffers[0].pool): u.handle.buffers[0].pool for u in units_below(model)}
+        pools = {id(u.handle.flats[0].pool): u.handle.flats[0].pool for u in units_below(model)}
         assert wire.sent == [(c.kind, c.nbytes) for c in predicted.collectives]
         held = predicted.between_steps
         assert held.unsharded + held.reductions == sum(pool.nbytes for pool in pools.values())

@@ -42,6 +42,11 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 
 TYPE_CHECKING_IMPORTS = {
     "_composable.state": {"_composable.context"},  # a unit holds its context, and the context makes and orders units
+    # A flat parameter has its gradients, and each of their parts reads its layout and memory.
+    **{
+        f"_handle.{name}": {"_handle.flat_param"}
+        for name in ("gradients", "incoming", "parts", "reduction", "reduction_input")
+    },
     "checkpoint": {"checkpoint._files"},  # public names that are imported when they are asked for
 }
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""

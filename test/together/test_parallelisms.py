@@ -97,7 +97,7 @@ def run_pipeline(ctx, name: str, holds: bool) -> None:
                 flatshard.reduce_gradients(holder)
             else:
                 schedule.step(*args, **kwargs)
-        units = [u for u in units_below(holder) if u.handle.buffers]
+        units = [u for u in units_below(holder) if u.handle.flats]
         reductions = len([e for e in events if e.startswith("reduce-scatter")])
         assert reductions == len(units) * (1 if holds else MICROBATCHES)
         for optimizer in optimizers:
@@ -239,9 +239,9 @@ def run_adapters(ctx) -> None:
     model = copy.deepcopy(plain)
     fully_shard(model, policy={LoRA}, process_group=ctx.group)
     for unit in units_below(model)[1:]:
-        frozen, trained = unit.handle.buffers
+        frozen, trained = unit.handle.flats
         assert (frozen.dtype, trained.dtype) == (torch.bfloat16, torch.float64)
-        assert [g.is_reduced and True in g.buffers.requires_grad for g in unit.handle.grads] == [False, True]
+        assert [f.gradients.is_reduced and True in f.requires_grad for f in unit.handle.flats] == [False, True]
         assert trained.layout.padded_numel <= 2 * 32 * 2 + 64 * ctx.world_size
     trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
     optimizers = [torch.optim.SGD(params, lr=0.1) for params in trainable]

@@ -100,11 +100,11 @@ def configure(
             unit.set_reshard_after_forward(reshard_after_forward)
         if gradient_sync is not UNCHANGED:
             unit.set_gradient_sync(gradient_sync)
-        for grads in unit.handle.grads:
+        for flat in unit.handle.flats:
             if all_reduce is not UNCHANGED:
-                grads.reduction.reduces_replicas = all_reduce
+                flat.gradients.reduction.reduces_replicas = all_reduce
             if divide_factor is not UNCHANGED:
-                grads.reduction.divide_factor = divide_factor
+                flat.gradients.reduction.divide_factor = divide_factor
     for unit, change in changes:
         if "ahead_in_forward" in change:
             unit.forward_prefetch = change.pop("ahead_in_forward")

@@ -142,7 +142,7 @@ class _Summoned(Claim):
         whole = WholeParameters(handle)
         around = [claim.shows for claim in unit.claims if claim.by_user and isinstance(claim.shows, dict)]
         alone = unit.is_alone(self)
-        if any([b.unsharded.take_back_moved() for b in handle.buffers]):  # `p.data = ...` in an outer body
+        if any([b.unsharded.take_back_moved() for b in handle.flats]):  # `p.data = ...` in an outer body
             for outer in _summons(unit):
                 outer.version = -1
         if alone:
@@ -151,7 +151,7 @@ class _Summoned(Claim):
         # Then the unsharded parameters are not what the user calls the parameters; nor is the dtype of the inputs.
         policy = unit.config.mixed_precision
         casts = policy.param_dtype is not None or policy.output_dtype is not None
-        mixed = handle.is_mixed_precision or (casts and not any(b.dtype.is_floating_point for b in handle.buffers))
+        mixed = handle.is_mixed_precision or (casts and not any(b.dtype.is_floating_point for b in handle.flats))
         mixed = mixed or handle.has_static_buffers  # in which there is no room for all units at a time
         copies: dict[int, nn.Parameter] | None = None
         if around and not offload_to_cpu:
@@ -166,9 +166,9 @@ class _Summoned(Claim):
                 unit.gathered_version = handle.version()
             if offload_to_cpu or mixed:
                 copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
-                for buffers in handle.buffers:
-                    names = [info.fqn for info in buffers.layout.params]
-                    copy_names.update(zip([copies[id(p)] for p in buffers.params], names, strict=True))
+                for flat in handle.flats:
+                    names = [info.fqn for info in flat.layout.params]
+                    copy_names.update(zip([copies[id(p)] for p in flat.params], names, strict=True))
         if self.shows_gradients:
             whole.gather_gradients(copies)
         elif copies is not None and shows_gradients(unit):
@@ -233,7 +233,7 @@ class _Summoned(Claim):
     def _end(self, writeback: bool) -> None:
         unit, handle, copies = self.unit, self.unit.handle, self.copies
         whole = WholeParameters(handle)
-        changed = any([b.unsharded.take_back_moved() for b in handle.buffers])  # `p.data = ...` in the body
+        changed = any([b.unsharded.take_back_moved() for b in handle.flats])  # `p.data = ...` in the body
         if copies is not None:
             if writeback:
                 whole.write_back_copies(copies, shows_gradients(unit))
@@ -260,7 +260,7 @@ class _Summoned(Claim):
     def _version_shown(self) -> int:
         """Grows with the changes that the body makes in place, on all ranks alike."""
         copies = self.copies
-        computes = [c for b in self.unit.handle.buffers for c in b.computes]
+        computes = [c for b in self.unit.handle.flats for c in b.computes]
         return sum(p._version for p in (computes if copies is None else copies.values()))
 
     def _refresh(self, copies: dict[int, nn.Parameter]) -> None:

@@ -77,7 +77,7 @@ def _mark(unit: Unit, tensors: Tensors) -> Tensors:
 
 def _anchor(unit: Unit) -> torch.Tensor:
     if unit.anchor is None:
-        device = unit.handle.buffers[0].unsharded.flat.device
+        device = unit.handle.flats[0].unsharded.flat.device
         unit.anchor = torch.empty(0, device=device, requires_grad=True)
         unit.anchor_node = get_gradient_edge(unit.anchor).node
         unit.anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]

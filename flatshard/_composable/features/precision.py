@@ -1,6 +1,6 @@
 """Mixed precision around a forward: what is cast on the way in and out, and the warning about low-precision masters.
 
-The parameters' own casts are the handle's affair (``FlatBuffers``, ``FlatGradients``).
+The parameters' own casts are the handle's affair (``FlatParam``, ``FlatGradients``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Precision(Extension):
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> MixedForward | None:
         policy = unit.config.mixed_precision
-        warn_about_low_precision_masters(p for buffers in unit.handle.buffers for p in buffers.params)
+        warn_about_low_precision_masters(p for flat in unit.handle.flats for p in flat.params)
         for module in modules:
             if policy.ignores(module):
                 if policy.param_dtype is not None:

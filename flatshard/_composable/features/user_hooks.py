@@ -11,7 +11,7 @@ from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
-from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.slots import SHARDED
 
 
@@ -31,11 +31,12 @@ class UserHooksOfUnit(ForwardFeature):
     def reduced(self) -> None:
         """Run what the user registered on the unit's parameters, then on the unit."""
         unit = self.unit
-        for grads in unit.handle.grads:
+        for flat in unit.handle.flats:
+            grads = flat.gradients
             given, grads.given = grads.given, ()
-            if grads.flat_param is not None:
-                _refuse_unreachable(grads)
-            if grads.buffers.is_watched or grads.is_watched:
+            if grads.shard_param is not None:
+                _refuse_unreachable(flat)
+            if flat.is_watched or grads.is_watched:
                 for param in given:
                     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                         hook(param)
@@ -50,9 +51,9 @@ class UserHooksOfUnit(ForwardFeature):
                 slots.show(shown)
 
 
-def _refuse_unreachable(grads: FlatGradients) -> None:
-    if grads.buffers.is_watched:
-        named = zip(grads.buffers.params, grads.buffers.layout.params, strict=True)
+def _refuse_unreachable(flat: FlatParam) -> None:
+    if flat.is_watched:
+        named = zip(flat.params, flat.layout.params, strict=True)
         if found := [info.fqn for param, info in named if _is_hooked(param)]:
             raise RuntimeError(
                 f"{name_list(found)} have hooks that would never run: since flat_parameters() was called, the flat parameter "

@@ -1,9 +1,10 @@
-"""One flat parameter: the local shard, the user's parameters on it, and the buffer that it is gathered into.
+"""One flat parameter: the local shard, the user's parameters on it, the buffer that it is gathered into, its gradients.
 
 [Note: The tensors of a unit]
 - ``shard``: this rank's part. 1-D, ``shard_numel`` elements in the master dtype. It exists as long as the unit.
 - ``params``: the user's own parameters. Their ``.data`` are slices of ``shard``.
 - ``unsharded``: the gathered values of all ranks: see ``UnshardedBuffer``.
+- ``gradients``: from autograd's to the user's ``.grad``: see ``FlatGradients``.
 
 With a single shard (``NO_SHARD``, world size 1) and a single dtype the unsharded buffer *is* ``shard``, and nothing is
 gathered or copied.
@@ -35,6 +36,7 @@ from flatshard._comm.progress import Label
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.tensors.changes import changes
@@ -60,8 +62,8 @@ class FlatOptions:
     pin_memory: bool = True  # they are in page-locked memory, under offload
 
 
-class FlatBuffers:
-    """The values of one flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
+class FlatParam:
+    """One flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
 
     def __init__(
         self,
@@ -70,13 +72,15 @@ class FlatBuffers:
         rank: int,
         options: FlatOptions,
         runtime: Runtime | None = None,
+        replicas: Runtime | None = None,
         pool: BufferPool | None = None,
         label: Label | None = None,
     ) -> None:
         """Shard ``originals`` in place: each of them becomes its part of the new local shard.
 
-        ``runtime``: of the ranks that hold the shards; norms of gradients are taken over these. ``pool``: allocates the
-        unsharded buffer and the reduction's memory; None: allocated here. ``label``: the unit, for collectives and errors.
+        ``runtime``: of the ranks that hold the shards; norms of gradients are taken over these. ``replicas``: of the ranks
+        that hold the same shard, or None. ``pool``: allocates the unsharded buffer and the reduction's memory; None:
+        allocated here. ``label``: the unit, for collectives and errors.
         """
         self.layout = layout
         self._runtime = None if layout.world_size == 1 else runtime  # for norms of gradients: see `ShardInfo`
@@ -109,6 +113,7 @@ class FlatBuffers:
         self._synced_at = -1  # `changes.count` at that time
         self.epoch = 0  # increases when the compute parameters need new AccumulateGrad nodes
         self._compute_version = 0
+        self.gradients = FlatGradients(self, replicas)
 
     def _follow_kind(self) -> None:
         """Set what follows from the parameters' dtype and device."""
@@ -176,7 +181,7 @@ class FlatBuffers:
         """The compute parameter of ``param``, one of ``params``: the tensor that autograd sees."""
         return next(c for p, c in zip(self.params, self.computes, strict=True) if p is param)
 
-    def copy_with(self, params: Sequence[nn.Parameter], label: Label) -> FlatBuffers:
+    def copy_with(self, params: Sequence[nn.Parameter], label: Label) -> FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``."""
         result = copy.copy(self)
         result.label = label
@@ -192,6 +197,7 @@ class FlatBuffers:
             result._adopt(index, param)
         result._record_addresses()
         result.requires_grad = [p.requires_grad for p in params]
+        result.gradients = self.gradients.copy_with(result)
         return result
 
     def rename(self, old: str, new: str) -> None:
@@ -200,6 +206,7 @@ class FlatBuffers:
         for index, (param, info) in enumerate(zip(self.params, self.layout.params, strict=True)):
             assert isinstance(param, ShardedParameter)
             self._describe(index, replace(param._flatshard_info, fqn=info.fqn))
+        self.gradients.follow_names()
 
     def _record_addresses(self) -> None:
         """Record the addresses of the parameters' data, for ``moved``."""
@@ -296,9 +303,10 @@ class FlatBuffers:
         else:
             self._convert(*kind)
         self._record_addresses()
+        self.gradients.follow_parameters()
 
     def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Rebuild the buffers for a new dtype or device: ``module.half()``, ``module.cuda()``.
+        """Rebuild the memory for a new dtype or device: ``module.half()``, ``module.cuda()``.
 
         Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
         """
