@@ -109,10 +109,9 @@ class Backward:
         if task not in record.counted_tasks:
             record.counted_tasks.add(task)
             expected = self._expected(unit)
-            anchor = unit.anchor_node  # of a forward that skipped the unit: [Note: Taking part without running]
-            skipped = anchor is not None and _will_run(anchor)
-            if expected > 1 or not skipped:
-                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes)
+            others = sum(map(_will_run, unit.stand_ins))
+            if expected > others or not others:
+                unit.partial |= expected - others < len(unit.handle.gradient_nodes)
             unit.handle.arrivals.expect(expected, self.waits_early)
             if expected:
                 record.reduces = self._tasks[-1].brings_gradients = True
@@ -164,7 +163,7 @@ class Backward:
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
         nodes = unit.handle.gradient_nodes
-        return sum(map(_will_run, nodes if unit.anchor_node is None else [*nodes, unit.anchor_node]))
+        return sum(map(_will_run, [*nodes, *unit.stand_ins] if unit.stand_ins else nodes))
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +219,7 @@ class Backward:
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
-        if unit.handle.gives_late and not unit.reduced_callbacks:
+        if unit.handle.gives_late:
             self._reduced.append(unit)
             unit.handle.free_reduced()
         else:

@@ -42,7 +42,7 @@ class Context:
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # the latest step of the current pass
         self._forwards: list[Forward] = []  # running now, outermost first
-        self._order: ForwardOrder[Unit] = ForwardOrder()
+        self.order: ForwardOrder[Unit] = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
         self._pools: dict[Collectives, BufferPool] = {}
         self.follow(runtime)
@@ -134,26 +134,18 @@ class Context:
             self.checks[:] = [check for check in self.checks if check(unit)]
         self.pass_id += 1
         self.last_step = None
-        self._order = unit.order
-        self._order.start()
+        self.order = unit.order
+        self.order.start()
 
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.free_unused()
         self.last_step = None
-        self._order = ForwardOrder()
+        self.order = ForwardOrder()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
-
-    def next_forward(self, unit: Unit) -> Unit | None:
-        """Record that ``unit`` runs now. Returns the unit that is likely to run next, or None."""
-        return self._order.advance(unit)
-
-    def ran_since(self, unit: Unit) -> list[Unit]:
-        """The units that have run in this pass since ``unit`` started. At the end of its forward: those inside it."""
-        return self._order.since(unit)
 
     def prefetch(self, unit: Unit, limit: int | None) -> None:
         """Gather ``unit`` ahead of time. This is a hint: if the unit is not used, it is freed again.

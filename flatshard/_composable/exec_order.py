@@ -38,7 +38,7 @@ class ForwardOrder(Generic[T]):
         return previous[at + 1] if at + 1 < len(previous) else None
 
     def since(self, unit: T) -> list[T]:
-        """The units that have run in this pass since ``unit`` last did."""
+        """The units that have run in this pass since ``unit`` last started. At the end of its forward: those inside it."""
         current = self._current
         at = len(current)
         while at and current[at - 1] is not unit:

@@ -54,7 +54,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit, features: Sequence[ForwardFeature]) -> None:
         self.unit = unit
-        self.features = features
+        unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
         self._passes = _overridden(features, ForwardFeature.passes)
         self._passed = _overridden(features, ForwardFeature.passed)
@@ -83,7 +83,9 @@ class UnitHooks:
         )
 
     def _install_gradient_hooks(self) -> None:
-        self.unit.handle.on_reduced = functools.partial(_call_all, _overridden(self.features, ForwardFeature.reduced))
+        self.unit.handle.on_reduced = functools.partial(
+            _call_all, _overridden(self.unit.features, ForwardFeature.reduced)
+        )
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.dtype.is_floating_point or flat.dtype.is_complex:
                 for index, compute in enumerate(flat.computes):
@@ -98,7 +100,7 @@ class UnitHooks:
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)
-        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.features])
+        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.unit.features])
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -121,11 +123,9 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
-        left_alone = False
-        for passes in self._passes:
-            left_alone |= passes()
+        passes = [passes() for passes in self._passes]  # each may raise
         forward = context.enter_forward(unit, in_backward, frame)
-        if left_alone:
+        if True in passes:
             forward.is_hooked = False
             return None
         grad = torch.is_grad_enabled()
@@ -141,7 +141,7 @@ class UnitHooks:
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
         if not in_backward:
-            following = context.next_forward(unit)
+            following = context.order.advance(unit)
             if not forward.gathers:
                 pass
             elif unit.forward_prefetch is not None:
@@ -206,9 +206,6 @@ class UnitHooks:
             for after in self._after:
                 if (new := after(forward, output)) is not None:
                     output = changed = new
-            has_raised = output is None and sys.exc_info()[1] is not None
-            if not (forward.in_backward or has_raised):
-                unit.ran_inside = unit.context.ran_since(unit)
             if torch.is_grad_enabled():
                 # The module may have stored tensors in a list or dict that it was given.
                 filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]

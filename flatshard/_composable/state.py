@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -25,6 +23,9 @@ from flatshard.layouts import LayoutChoice
 
 if TYPE_CHECKING:
     from flatshard._composable.context import Context
+    from flatshard._composable.extensions import ForwardFeature
+
+T = TypeVar("T")
 
 _KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
@@ -122,7 +123,6 @@ class Unit:
         # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
         # unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
-        self.left_alone: list[tuple[nn.Module, str]] = []  # registrations of ignored parameters, without units below
         self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
         # Value to restore after `no_sync`; deep copies get this one. None: not inside `no_sync`.
@@ -141,8 +141,7 @@ class Unit:
 
     def _reset(self) -> None:
         self.ref = weakref.ref(self)
-        # Called with the module each time gradients have been set in `.grad`. Not copied, like the hooks of a parameter.
-        self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
+        self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims: list[Claim] = []  # claims.py, [Note: Claims]
         self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
@@ -151,14 +150,15 @@ class Unit:
         self.leaks: weakref.WeakSet[Step] | None = None
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user called `unshard`
         self.gathered_version = -1  # `handle.version()` at that time
-        # Used instead of the parameters in a forward that skips the unit. [Note: Taking part without running]
-        self.anchor: torch.Tensor | None = None
-        self.anchor_node: Node | None = None
-        # The units that its last forward ran, in order. None: no forward has ended without an error yet.
-        self.ran_inside: list[Unit] | None = None
         # Backward.
+        # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
+        self.stand_ins: list[Node] = []
         self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
+
+    def feature(self, kind: type[T]) -> T | None:
+        """Its feature of this class, or None."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def set_gradient_sync(self, value: bool) -> None:
         """Set whether backwards reduce the gradients from now on."""
@@ -261,7 +261,6 @@ class Unit:
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
-        result.left_alone = [(copy.deepcopy(module, memo), name) for module, name in self.left_alone]
         result._own_parameters()
         return result
 

@@ -53,7 +53,7 @@ _TO_EMPTY = nn.Module.to_empty.__code__
 class Home(Protocol):
     """The flat parameter that a sharded parameter is a slice of."""
 
-    is_watched: bool  # one of its parameters has a post-accumulate-grad hook
+    is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
