@@ -38,6 +38,7 @@ import torch
 from torch.autograd import Variable
 
 from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
+from flatshard._handle.slots import SHARDED
 from flatshard._runtime import Runtime
 
 # The id of the running graph task, -1 outside of backward; whether it retains the graph; whether it will run a given node.
@@ -187,7 +188,9 @@ class Backward:
         if not self._ready:
             return
         allowed: list[Unit] = []
-        for unit in self._open_units():
+        for ref in reversed(self._open):
+            if (unit := ref()) is None:
+                continue
             if unit in self._ready:
                 allowed.append(unit)
                 if len(allowed) == len(self._ready):
@@ -219,7 +222,7 @@ class Backward:
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
-        if unit.handle.gives_late:
+        if self._runtime.host is not None and unit.handle.gives_late:
             self._reduced.append(unit)
             unit.handle.free_reduced()
         else:
@@ -311,8 +314,8 @@ class Backward:
                 unit.leaks -= {step for step in unit.leaks if step.opened_in >= self._first_task}
             if self.keeps_unsharded:
                 unit.show()
-            else:
-                unit.free_if_unused()
+            elif unit.claims or unit.handle.slots.shows is not SHARDED or not unit.handle.is_sharded:
+                unit.free_if_unused()  # otherwise it was freed when it was complete
 
     def _on_death(self, callback: object) -> None:
         """The engine dropped a graph task, perhaps after an exception. Then register the user's parameters, which

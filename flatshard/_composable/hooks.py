@@ -83,9 +83,8 @@ class UnitHooks:
         )
 
     def _install_gradient_hooks(self) -> None:
-        self.unit.handle.on_reduced = functools.partial(
-            _call_all, _overridden(self.unit.features, ForwardFeature.reduced)
-        )
+        reduced = _overridden(self.unit.features, ForwardFeature.reduced)
+        self.unit.handle.on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.dtype.is_floating_point or flat.dtype.is_complex:
                 for index, compute in enumerate(flat.computes):
@@ -123,9 +122,11 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
-        passes = [passes() for passes in self._passes]  # each may raise
+        is_hooked = True
+        for passes in self._passes:
+            is_hooked &= not passes()
         forward = context.enter_forward(unit, in_backward, frame)
-        if True in passes:
+        if not is_hooked:
             forward.is_hooked = False
             return None
         grad = torch.is_grad_enabled()
@@ -175,7 +176,7 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.is_sharded:
-            if handle.has_static_buffers:
+            if context.pools:
                 context.make_room(unit)
             handle.unshard(in_backward)
             unit.note_gathered()
@@ -183,7 +184,8 @@ class UnitHooks:
             handle.sync_requires_grad()
             unit.gathered_version = handle.version()
         if alone and grad and handle.any_trainable:
-            handle.follow_stream()
+            if context.runtime.streams is not None:
+                handle.follow_stream()
             context.backward.expect(unit)
         unit.gathered_in = context.pass_id
         handle.wait()
@@ -208,7 +210,10 @@ class UnitHooks:
                     output = changed = new
             if torch.is_grad_enabled():
                 # The module may have stored tensors in a list or dict that it was given.
-                filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
+                filled = []
+                for given in (*args, *kwargs.values()):
+                    if isinstance(given, list | dict):
+                        filled.append(given)
                 comes_back = self._hook_outputs((output, filled) if filled else output, forward)
             leaks = self._shows_parameters(output)
             if leaks and forward.step is not None and not forward.in_backward:
@@ -221,7 +226,7 @@ class UnitHooks:
     def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
         """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
         context, in_backward = self.unit.context, forward.in_backward
-        outermost = context.is_idle
+        outermost = not context.forwards
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
             if needed.claims and needed.is_used:
@@ -318,7 +323,7 @@ class UnitHooks:
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
-            if needed.handle.has_static_buffers:
+            if context.pools:
                 context.make_room(needed)
             needed.handle.unshard(again=True)
             needed.handle.wait()
@@ -375,7 +380,7 @@ class UnitHooks:
         if done:  # before the reduction input is allocated
             self._free()
         unit.context.backward.complete(unit)
-        if done:
+        if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_after()
 
     def leave(self) -> None:
@@ -385,17 +390,17 @@ class UnitHooks:
             record.leave()
         if (record is None or record.has_left) and unit.handle.arrivals.pending == 0:
             self._free()
-            self._prefetch_after()
+            if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+                self._prefetch_after()
 
     def _free(self) -> None:
         if not self.unit.context.backward.keeps_unsharded:
             self.unit.free_if_unused()
 
     def _prefetch_after(self) -> None:
-        unit = self.unit
-        last = None if unit.record is None else unit.record.last_step
-        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and last is not None:
-            prefetch_before(last)
+        record = self.unit.record
+        if record is not None and record.last_step is not None:
+            prefetch_before(record.last_step)
 
 
 def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -242,7 +242,7 @@ class Unit:
         """
         if self.gathered_version != self.handle.version():
             return True
-        return not (self.claims and self.is_kept) and self.gathered_in not in (-1, pass_id)
+        return self.gathered_in not in (-1, pass_id) and not (self.claims and self.is_kept)
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"

@@ -59,7 +59,7 @@ class EscapeWatch(ForwardFeature):
         """Where somebody hooked an inner module, hook it too, to see what they may have caught."""
         if forward.in_backward or not torch.is_grad_enabled():
             return
-        if self.unit.is_alone(forward.claim):  # else a forward around this one has caught some
+        if self._caught and self.unit.is_alone(forward.claim):  # else a forward around this one has caught some
             self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]

@@ -68,6 +68,8 @@ class GuardedParameters(Parameters):
         return super().__iter__()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
+        if self.keys().isdisjoint(self.attributes.keys()):  # no other parameters are shown: faster
+            return super().items()
         return {name: self._look(name) for name in self}.items()
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]

@@ -42,7 +42,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradient
+from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
@@ -163,7 +163,9 @@ class ShardedParameter(nn.Parameter):
     _flatshard_info: ShardInfo
 
     def _set_grad(self, grad: torch.Tensor | None) -> None:
-        set_gradient(self, grad, self._flatshard_info)
+        plain_grad.__set__(self, grad)
+        if grad is not None and self._flatshard_info.runtime is not None:
+            mark(grad, self._flatshard_info)
 
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
