@@ -7,6 +7,7 @@ from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.forked import Forked
+from flatshard._composable.features.grad_sync import GradSync
 from flatshard._composable.features.inner_shards import InnerShards
 from flatshard._composable.features.late_ties import LateTies
 from flatshard._composable.features.layer_drop import LayerDrop
@@ -39,4 +40,5 @@ def plug_in() -> None:
         LayerDrop(),
         Replicated(),
         Forked(),
+        GradSync(),
     )

@@ -33,4 +33,4 @@ def check_clean(model: nn.Module) -> None:
         assert (unit.claims, unit.handle.arrivals.pending, unit.record) == ([], 0, None), unit
         assert not unit.context.forwards
         assert backward._reducing is None
-        assert [*backward._open, *backward._ready, *backward._tasks, *backward._records, *backward._idle] == []
+        assert [*backward._open, *backward._ready, *backward._tasks, *backward._reached, *backward._idle] == []

@@ -73,10 +73,10 @@ class Backward:
         self._ready: set[Unit] = set()  # open units that are complete
         self._tasks: list[_Task] = []  # outermost first
         self.count = 0  # backwards that have reached a unit
-        self._records: dict[Unit, BackwardRecord] = {}  # units that the current backward has reached or gathered
+        self._reached: list[Unit] = []  # by the current backward, or gathered for it: those that have a record
         self._reducing: Unit | None = None
         self._reduced: list[Unit] = []  # `.grad` is set at the end of the backward: see `_finish_reduction`
-        self._idle: dict[Unit, BackwardRecord] = {}  # reached in a graph task that has no gradients for them
+        self._idle: list[Unit] = []  # reached in a graph task that has no gradients for them
         # The current backward builds a graph (create_graph), or a graph built so is retained (retain_graph). A backward of
         # that graph runs none of flatshard's hooks, so units stay unsharded.
         self.keeps_unsharded = False
@@ -88,14 +88,15 @@ class Backward:
 
     def expect(self, unit: Unit) -> None:
         """Called in the forward of ``unit``: a backward may reach it."""
-        self._open.setdefault(unit.ref)
+        self._open.setdefault(weakref.ref(unit))
 
     def touch(self, unit: Unit) -> BackwardRecord:
         """Called when ``unit`` is unsharded in backward: it is cleaned up at the end of the backward."""
         self._enter()
         if unit.record is None:
             unit.handle.sync_thawed()
-            unit.record = self._records[unit] = BackwardRecord()
+            unit.record = BackwardRecord()
+            self._reached.append(unit)
         return unit.record
 
     def begin(self, unit: Unit) -> BackwardRecord:
@@ -104,9 +105,9 @@ class Backward:
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
         if record.task is None:
             record.task = task
-            if unit.ref not in self._open:
-                self._open[unit.ref] = None
-                self._open.move_to_end(unit.ref, last=False)
+            if (ref := weakref.ref(unit)) not in self._open:
+                self._open[ref] = None
+                self._open.move_to_end(ref, last=False)
         if task not in record.counted_tasks:
             record.counted_tasks.add(task)
             expected = self._expected(unit)
@@ -118,7 +119,7 @@ class Backward:
                 record.reduces = self._tasks[-1].brings_gradients = True
                 self._ready.discard(unit)
             elif record.task == task:
-                self._idle[unit] = record
+                self._idle.append(unit)
         return record
 
     def come_to(self, step: Step) -> None:
@@ -130,14 +131,14 @@ class Backward:
         if not self._idle:
             return
         around = (step.unit, *step.outer)
-        over = {
-            u: r for u, r in self._idle.items() if r.task == task and not u.handle.arrivals.pending and u not in around
-        }
+        idle = [u for u in self._idle if u not in around and not u.handle.arrivals.pending]
+        over = [u for u in idle if u.record is not None and u.record.task == task]
         if over:
             to_come = any(map(self._expected, self._open_units()))
             self._complete_all(over, to_come or any(t.brings_gradients for t in self._tasks))
-            for early in over.values():
-                early.finished_early = True
+            for early in over:
+                assert early.record is not None
+                early.record.finished_early = True
 
     def has_come_to(self, step: Step) -> bool:
         """Whether the current backward has reached this forward, in any of its graph tasks."""
@@ -171,7 +172,8 @@ class Backward:
     def complete(self, unit: Unit) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order."""
         assert unit.record is not None
-        self._idle.pop(unit, None)
+        if unit in self._idle:
+            self._idle.remove(unit)
         unit.handle.arrivals.pending = 0
         if unit.record.complete():
             if unit.requires_gradient_sync:
@@ -181,7 +183,7 @@ class Backward:
                 unit.handle.hold_gradients()  # the unit stays open, so that a later reduction keeps the order
                 self._holding.add(self)
         elif not unit.handle.holds_gradients:
-            self._open.pop(unit.ref, None)
+            self._open.pop(weakref.ref(unit), None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
         """Reduce the complete units whose turn it is. [Note: Every rank reduces in the same order]"""
@@ -201,7 +203,7 @@ class Backward:
             self._reduce(unit)
             self._ready.remove(unit)
             if unit.handle.replicas is None or unit.handle.reduces_replicas:  # otherwise it stays open
-                del self._open[unit.ref]
+                del self._open[weakref.ref(unit)]
 
     @staticmethod
     def _is_awaited(unit: Unit) -> bool:
@@ -283,7 +285,7 @@ class Backward:
         others = [b for b in Backward._holding if b is not self and b.is_idle]
         if not others:
             return
-        inside = dict.fromkeys(below for unit in self._records for below in units_below(unit.module))
+        inside = dict.fromkeys(below for unit in self._reached for below in units_below(unit.module))
         contexts = {below.context for below in inside if below.context.backward in others}
         for context in sorted(contexts, key=lambda context: context.runtime.number):
             context.backward.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
@@ -307,7 +309,7 @@ class Backward:
             self._holding.discard(self)
 
     def _drop_records(self) -> None:
-        units, self._records = self._records, {}
+        units, self._reached = self._reached, []
         for unit in units:
             unit.record = None
             if unit.leaks and not self._retains_graph:
@@ -322,7 +324,7 @@ class Backward:
         ``zero_grad`` needs. The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.is_stale:
-            for unit in self._records:
+            for unit in self._reached:
                 unit.show()
 
     def recover(self, drop_held: bool = False) -> None:
@@ -337,13 +339,13 @@ class Backward:
         self._idle.clear()
         self.keeps_unsharded = self._kept = False
         reduced, self._reducing, self._reduced = [*self._reduced, self._reducing], None, []
-        units = {*self._records, *self._open_units(), *(unit for unit in reduced if unit is not None)}
+        units = {*self._reached, *self._open_units(), *(unit for unit in reduced if unit is not None)}
         for unit in units:
             if unit.handle.holds_gradients and not drop_held:
                 continue
             unit.handle.discard_gradients()
             unit.handle.arrivals.pending = 0
-            self._open.pop(unit.ref, None)
+            self._open.pop(weakref.ref(unit), None)
         self._drop_records()
 
     @property

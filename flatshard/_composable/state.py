@@ -72,7 +72,7 @@ class Step:
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
 
-    __slots__ = ("counted_tasks", "finished_early", "finished_in", "has_left", "last_step", "reduces", "steps", "task")
+    __slots__ = ("counted_tasks", "finished_early", "finished_in", "last_step", "reduces", "steps", "task")
 
     def __init__(self) -> None:
         self.task: int | None = None  # the graph task from which gradients for the unit are still expected, or None
@@ -81,7 +81,6 @@ class BackwardRecord:
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
         self.steps = 0  # steps that backward has reached and not left yet; only counted if some parameters are frozen
-        self.has_left = False  # backward has left all of them
         self.last_step: Step | None = None  # the last step that backward reached
 
     def complete(self) -> bool:
@@ -95,13 +94,16 @@ class BackwardRecord:
     def come_to(self, step: Step) -> None:
         """Backward reaches ``step``."""
         self.steps += 1
-        self.has_left = False
         self.last_step = step
 
     def leave(self) -> None:
         """Backward leaves a step, through the unit's inputs."""
         self.steps = max(0, self.steps - 1)
-        self.has_left = not self.steps
+
+    @property
+    def has_left(self) -> bool:
+        """Whether backward has reached steps, and left all of them."""
+        return not self.steps and self.last_step is not None
 
 
 # The unit that owns a sharded parameter, by the parameter's id. The unit keeps the parameter alive, so the id is unique.
@@ -125,8 +127,6 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
-        # Value to restore after `no_sync`; deep copies get this one. None: not inside `no_sync`.
-        self.syncs_after: bool | None = None
         # Units to gather while this unit computes. None: according to the recorded order.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
@@ -140,7 +140,6 @@ class Unit:
         self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
 
     def _reset(self) -> None:
-        self.ref = weakref.ref(self)
         self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims: list[Claim] = []  # claims.py, [Note: Claims]
@@ -253,8 +252,6 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
-        if result.syncs_after is not None:
-            result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()
         result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)

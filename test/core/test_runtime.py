@@ -88,7 +88,7 @@ def check_settled(model: nn.Module) -> None:
         assert all(f.gradients.incoming.is_empty for f in unit.handle.flats), unit
         backward = unit.context.backward
         assert not unit.context.forwards
-        assert unit not in backward._records
+        assert unit not in backward._reached
         assert [*backward._ready, *backward._tasks, *backward._idle] == []
         assert backward._reducing is None
 

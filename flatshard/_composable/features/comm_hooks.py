@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +109,7 @@ class CommHookHandle:
     """A registered communication hook. ``remove()`` takes it away again."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._units = [unit.ref for unit in units]
+        self._units = [weakref.ref(unit) for unit in units]
 
     def remove(self) -> None:
         """Reduce the units' gradients by their collectives again. Idempotent."""
