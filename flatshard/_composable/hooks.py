@@ -131,12 +131,12 @@ class UnitHooks:
         grad = torch.is_grad_enabled()
         if len(unit.claims) > 1:
             for around in unit.claims:
-                around.check_forward(grad)
+                around.check_forward(grad and not in_backward)
         for enter in self._enter:
             enter(forward)
         if forward.gathers:
             for needed, claim in forward.claims:
-                if len(needed.claims) == 1 or not needed.shows_copies:
+                if in_backward or len(needed.claims) == 1 or not needed.shows_copies:
                     self._gather(needed, claim, grad, in_backward)
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
@@ -331,7 +331,7 @@ class UnitHooks:
                 context.make_room(needed)
             needed.handle.unshard(again=True)
             needed.handle.wait()
-            needed.show(UNSHARDED)
+            needed.handle.slots.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -194,3 +195,36 @@ def test_frozen_under_a_checkpoint_between_forward_and_backward(pool):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_thawed_between_forward_and_backward(pool, world_size):
     pool.run(thawed, world_size=world_size)
+
+
+def backward_inside_summon(ctx: Any) -> None:
+    """A checkpoint recomputes with the parameters that have gradients, whatever the user is shown."""
+    for reentrant, offload, param_dtype in itertools.product((False, True), (False, True), (None, torch.float32)):
+        for policy in (None, {nn.Linear}):
+            for strategy in STRATEGIES:
+                ctx.note(f"{reentrant=} {offload=} {param_dtype} {policy} {strategy.name}")
+                torch.manual_seed(0)
+                plain = Checkpointed(reentrant).double()
+                model = fully_shard(
+                    copy.deepcopy(plain),
+                    policy=policy,
+                    strategy=strategy,
+                    mixed_precision=flatshard.MixedPrecision(param_dtype=param_dtype),
+                    process_group=ctx.group,
+                )
+                whole, mine = batch(ctx, 0)
+                plain(whole).square().mean().backward()
+                loss = model(mine).square().mean()
+                with flatshard.summon_full_params(model, offload_to_cpu=offload):
+                    shown = dict(model.named_parameters())
+                    loss.backward()
+                    assert all(shown[name] is p for name, p in model.named_parameters())
+                tolerance = 1e-9 if param_dtype is None else 1e-5
+                with flatshard.summon_full_params(model, with_grads=True, writeback=False):
+                    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                        torch.testing.assert_close(p.grad, q.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_backward_inside_summon(pool, world_size):
+    pool.run(backward_inside_summon, world_size=world_size)
