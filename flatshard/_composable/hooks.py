@@ -349,7 +349,8 @@ class UnitHooks:
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter. Fast path: count it, and leave it there."""
-            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at:
+            # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
+            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at and param.requires_grad:
                 arrivals.pending -= 1
             else:
                 take()
