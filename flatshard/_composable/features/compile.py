@@ -8,16 +8,19 @@ are. No call of ours is wrapped for that, so nobody pays who compiles nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 from torch import nn
 
 from flatshard._composable.extensions import Extension
+from flatshard._composable.state import UnitConfig
+from flatshard._runtime import Runtime
 
 
 class Compile(Extension):
     """Has dynamo skip this package."""
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         _skip()
 
 
