@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._handle.tensors.partial import NORMS, norm_arguments, plainly, retype
+from flatshard._handle.tensors.aggregate import plainly
+from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
 
 # Even, and above 128, from which on optimizers factor their state.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
