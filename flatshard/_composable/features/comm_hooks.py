@@ -99,8 +99,8 @@ def _take(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Copy the hook's ``result`` into ``tensor``, unless it is still in the same memory."""
     if (result.shape, result.dtype, result.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise TypeError(
-            f"the communication hook replaced a gradient of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device} by "
-            f"one of shape {tuple(result.shape)}, {result.dtype} on {result.device}: a hook that compresses must cast its "
+            f"the communication hook replaced a gradient of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device} "
+            f"by one of shape {tuple(result.shape)}, {result.dtype} on {result.device}: a hook that compresses must cast its "
             "result back"
         )
     if result.data_ptr() != tensor.data_ptr():
@@ -132,8 +132,8 @@ def register_comm_hook(
     gradient is complete. All ranks call it in the same order. The signature is that of FSDP1's hooks, which work unchanged:
 
     - ``hook(state, gradient, output)`` for sharded units: write this rank's part of the average of ``gradient`` into
-      ``output``. ``gradient`` is 1-D with world_size * S elements: this rank's gradients, with padding. ``output`` is 1-D with
-      S elements, uninitialised. Rank r's part is elements r * S to (r + 1) * S.
+      ``output``. ``gradient`` is 1-D with world_size * S elements: this rank's gradients, with padding. ``output`` is 1-D
+      with S elements, uninitialised. Rank r's part is elements r * S to (r + 1) * S.
     - ``hook(state, gradient)`` for ``NO_SHARD`` units: replace ``gradient`` by its average over all ranks, in place.
 
     Both tensors have the parameters' dtype and device. The hook must divide by the number of ranks itself. It may overwrite

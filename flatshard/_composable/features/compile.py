@@ -1,8 +1,8 @@
 """Makes ``torch.compile`` compile the user's modules, but not flatshard.
 
 Dynamo would trace into flatshard's hooks. There is nothing to compile in them, and much that it cannot trace: process groups,
-storages that are resized, autograd's engine. So it is told to skip the package. It then breaks its graph at a unit's hooks and
-calls them. This needs no wrapper around the hooks, so it costs nothing without ``torch.compile``.
+storages that are resized, autograd's engine. So it is told to skip the package. It then breaks its graph at a unit's hooks
+and calls them. This needs no wrapper around the hooks, so it costs nothing without ``torch.compile``.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ def configure(
             strategy's default. An int: the size of a smaller group to reshard to, see :func:`fully_shard`; every rank of
             the world must make this call.
         gradient_sync: whether backwards reduce gradients. False is :func:`no_sync` without a context.
-        all_reduce: for hybrid strategies: whether backwards also average over the replicas. False only reduce-scatters, within
-            the shard group, and accumulates this rank's part until a backward that all-reduces. This takes the memory of one
-            more shard, not of whole gradients.
+        all_reduce: for hybrid strategies: whether backwards also average over the replicas. False only reduce-scatters,
+            within the shard group, and accumulates this rank's part until a backward that all-reduces. This takes the memory
+            of one more shard, not of whole gradients.
         divide_factor: the number by which the sum of the gradients over all ranks is divided. None: the number of ranks.
         forward_prefetch: what to gather while a unit computes forward. True: the unit that followed it in the last pass.
-            False: nothing. A list of modules, each a unit: these, in this order. A list applies to ``module``'s own unit only,
-            whatever ``recurse`` is.
+            False: nothing. A list of modules, each a unit: these, in this order. A list applies to ``module``'s own unit
+            only, whatever ``recurse`` is.
         backward_prefetch: as for :func:`fully_shard`. Or a list of modules as above, to gather while ``module`` computes
             backward, instead of the units that ran before it in forward. They are gathered at the point that
             ``backward_prefetch`` gave before, or before ``module``'s backward computes if that was None. A unit that has no

@@ -34,7 +34,7 @@ class Escapes(Extension):
 
 
 class EscapeWatch(ForwardFeature):
-    """Finds the tensors of one unit that are not in its output. ``modules``: the modules in this unit and in no unit below."""
+    """Finds the tensors of one unit that are not in its output. ``modules``: those in this unit, but in no unit below it."""
 
     def __init__(self, unit: Unit, modules: Iterable[nn.Module]) -> None:
         self.unit = unit

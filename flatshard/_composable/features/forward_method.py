@@ -17,7 +17,8 @@ from flatshard._errors import name_list
 
 
 class ForwardMethod:
-    """A method of a unit that runs with the unit's forward hooks. It is in the module's ``__dict__``, and so hides the method.
+    """A method of a unit that runs with the unit's forward hooks. It is in the module's ``__dict__``, and so hides the
+    method.
 
     For a generator function each resumption is a forward of its own, because the caller may do anything between two of them.
     """

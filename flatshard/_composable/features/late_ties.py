@@ -1,9 +1,10 @@
 """Refuses parameters that are tied after ``fully_shard``: a sharded parameter that is registered in one more module.
 
 No unit gathers the parameter for the new module, which would compute with this rank's part. If the module had a parameter of
-the unit under that name before, the unit notices the assignment itself. For a new name, only torch's global hook for parameter
-registrations tells. The hook remembers the module and the name, and the next pass checks them. It does not raise at once,
-because a later ``fully_shard`` may take the module over, and because modules outside of the model may hold the parameter.
+the unit under that name before, the unit notices the assignment itself. For a new name, only torch's global hook for
+parameter registrations tells. The hook remembers the module and the name, and the next pass checks them. It does not raise at
+once, because a later ``fully_shard`` may take the module over, and because modules outside of the model may hold the
+parameter.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _check(to_module: weakref.ref[nn.Module], name: str, unit: Unit) -> bool:
     if module in inside:
         new = plain_name(".".join(part for part in (unit.fqn, inside[module], name) if part))
         raise RuntimeError(
-            f"{new!r} was registered after fully_shard, and is the sharded parameter {info.fqn!r}: the two would not be tied, "
-            f"because no unit gathers for {new!r}. Tie parameters before fully_shard, or delete {new!r} again"
+            f"{new!r} was registered after fully_shard, and is the sharded parameter {info.fqn!r}: the two would not be "
+            f"tied, because no unit gathers for {new!r}. Tie parameters before fully_shard, or delete {new!r} again"
         )
     owner = None if param is None else owner_of(param)
     elsewhere = owner is not None and owner.module not in inside  # another model's pass will check it

@@ -3,8 +3,8 @@
 [Note: Added after sharding]
 A parameter that is registered in a sharded module later belongs to no unit. Nobody averages its gradients, so each rank would
 train it differently. No hook tells that it was added, and a search in each step would cost time. So each unit keeps a list of
-the parameters that were not sharded on purpose. Checks of optimizers and replicas then find those that are neither sharded nor
-in this list.
+the parameters that were not sharded on purpose. Checks of optimizers and replicas then find those that are neither sharded
+nor in this list.
 """
 
 from __future__ import annotations

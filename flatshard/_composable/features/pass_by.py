@@ -3,7 +3,8 @@
 [Note: Taking part without running]
 A rank that skips a unit must gather and reduce it at the same points as the other ranks. So ``pass_by`` runs the unit's hooks
 without a forward in between: they gather, prefetch, record the order, and free. The tensors that are passed through get a
-node in autograd's graph (``_Mark``), as if they were the unit's outputs. When backward reaches that node, it gathers the unit.
+node in autograd's graph (``_Mark``), as if they were the unit's outputs. When backward reaches that node, it gathers the
+unit.
 
 The graph holds an *anchor* in place of the unit's parameters: an empty leaf tensor. Autograd computes a gradient for the
 anchor at the point where it would have computed those of the parameters. The unit waits for this gradient, too. When all

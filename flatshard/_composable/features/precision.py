@@ -71,7 +71,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class MixedForward(ForwardFeature):
-    """The casts around the forwards of one unit. With ``full_precision_in_eval`` it shows full-precision parameters instead."""
+    """The casts around forwards of one unit. With ``full_precision_in_eval`` it shows full-precision parameters instead."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

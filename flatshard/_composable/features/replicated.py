@@ -2,10 +2,10 @@
 
 [Note: DistributedDataParallel around units]
 DDP would broadcast rank 0's shards to all other ranks, and overwrite theirs. If the parts have equal sizes, there would be no
-error. Tools wrap a model in DDP without being asked: accelerate's ``prepare``, transformers' ``Trainer``, Lightning's "ddp" and
-"auto"; and the module they wrap may contain the one that was given to ``fully_shard``. So flatshard acts when DDP registers
-its module. At that point DDP has a set of parameter names to ignore, and has not communicated yet. The names of sharded
-parameters are added to this set. DDP replicates the plain layers beside the units as usual.
+error. Tools wrap a model in DDP without being asked: accelerate's ``prepare``, transformers' ``Trainer``, Lightning's "ddp"
+and "auto"; and the module they wrap may contain the one that was given to ``fully_shard``. So flatshard acts when DDP
+registers its module. At that point DDP has a set of parameter names to ignore, and has not communicated yet. The names of
+sharded parameters are added to this set. DDP replicates the plain layers beside the units as usual.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
     if not left:
         raise RuntimeError(
             f"DistributedDataParallel: all trainable parameters of this {type(module).__name__} are sharded, such as "
-            f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Do not use DistributedDataParallel. If a "
-            "tool adds it, choose its single-device strategy, or do not pass the model to it"
+            f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Do not use DistributedDataParallel. If "
+            "a tool adds it, choose its single-device strategy, or do not pass the model to it"
         )
     # DDP writes the names of the root's own parameters in two ways: with and without a leading dot.
     wrapper.parameters_to_ignore |= {*sharded, *(f".{fqn}" for fqn in sharded if "." not in fqn)}

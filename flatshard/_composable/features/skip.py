@@ -29,8 +29,8 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
             else:
                 x = flatshard.skip(expert, x)
 
-    Backward reaches the unit through the returned tensors, so the loss must depend on them. Under ``torch.no_grad()`` the unit
-    is only gathered and freed. A rank that has run out of data skips the whole model: ``flatshard.skip(model,
+    Backward reaches the unit through the returned tensors, so the loss must depend on them. Under ``torch.no_grad()`` the
+    unit is only gathered and freed. A rank that has run out of data skips the whole model: ``flatshard.skip(model,
     torch.zeros(())).backward()`` in a training step, ``flatshard.skip(model)`` in evaluation and generation.
 
     The module's own forward hooks do not run, and its buffers do not change. Units inside ``module`` are skipped in the order
@@ -41,8 +41,8 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     - if the other ranks run several of them in one activation checkpoint, which gathers them in another order in backward:
       inside a checkpoint of the same kind.
 
-    A unit with a reentrant checkpoint inside cannot run in one forward and be skipped in another one of the same backward: use
-    ``use_reentrant=False``.
+    A unit with a reentrant checkpoint inside cannot run in one forward and be skipped in another one of the same backward:
+    use ``use_reentrant=False``.
 
     Args:
         module: a unit, or a module that contains units, which are then skipped one after the other.
