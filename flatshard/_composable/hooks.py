@@ -132,12 +132,12 @@ class UnitHooks:
         grad = torch.is_grad_enabled()
         if len(unit.claims) > 1:
             for around in unit.claims:
-                around.check_forward(grad)
+                around.check_forward(grad and not in_backward)
         for enter in self._enter:
             enter(forward)
         if forward.gathers:
             for needed, claim in forward.claims:
-                if len(needed.claims) == 1 or not needed.shows_copies:
+                if in_backward or len(needed.claims) == 1 or not needed.shows_copies:
                     self._gather(needed, claim, grad, in_backward)
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
@@ -327,7 +327,7 @@ class UnitHooks:
                 context.make_room(needed)
             needed.handle.unshard(again=True)
             needed.handle.wait()
-            needed.show(UNSHARDED)
+            needed.handle.slots.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
@@ -345,7 +345,8 @@ class UnitHooks:
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter. Fast path: count it, and leave it there."""
-            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at:
+            # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
+            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at and param.requires_grad:
                 arrivals.pending -= 1
             else:
                 take()

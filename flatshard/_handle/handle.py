@@ -27,8 +27,8 @@ from flatshard._handle.lifetime import GradState, Lifetime, ParamState
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.partial import plainly
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime
 
