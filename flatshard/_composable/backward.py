@@ -131,8 +131,11 @@ class Backward:
         if not self._idle:
             return
         around = (step.unit, *step.outer)
-        idle = [u for u in self._idle if u not in around and not u.handle.arrivals.pending]
-        over = [u for u in idle if u.record is not None and u.record.task == task]
+        over = []
+        for unit in self._idle:
+            awaited = unit.record is not None and unit.record.task == task
+            if awaited and not unit.handle.arrivals.pending and unit not in around:
+                over.append(unit)
         if over:
             to_come = any(map(self._expected, self._open_units()))
             self._complete_all(over, to_come or any(t.brings_gradients for t in self._tasks))
@@ -214,7 +217,8 @@ class Backward:
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def _reduce(self, unit: Unit) -> None:
-        self._finish_reduction()
+        if self._reducing is not None:
+            self._finish_reduction()
         unit.handle.reduce()
         unit.handle.accumulates = not unit.requires_gradient_sync
         self._reducing = unit

@@ -378,9 +378,10 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit = self.unit
         done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
-        if done:  # before the reduction input is allocated
-            self._free()
-        unit.context.backward.complete(unit)
+        backward = unit.context.backward
+        if done and not backward.keeps_unsharded:  # before the reduction input is allocated
+            unit.free_if_unused()
+        backward.complete(unit)
         if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_after()
 
@@ -390,13 +391,10 @@ class UnitHooks:
         if record is not None:
             record.leave()
         if (record is None or record.has_left) and unit.handle.arrivals.pending == 0:
-            self._free()
+            if not unit.context.backward.keeps_unsharded:
+                unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 self._prefetch_after()
-
-    def _free(self) -> None:
-        if not self.unit.context.backward.keeps_unsharded:
-            self.unit.free_if_unused()
 
     def _prefetch_after(self) -> None:
         record = self.unit.record

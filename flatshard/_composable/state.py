@@ -80,7 +80,8 @@ class BackwardRecord:
         self.reduces = False  # gradients were expected, so there is a reduction, even if none have come
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
-        self.steps = 0  # steps that backward has reached and not left yet; only counted if some parameters are frozen
+        # Steps that backward has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
+        self.steps = -1
         self.last_step: Step | None = None  # the last step that backward reached
 
     def complete(self) -> bool:
@@ -93,7 +94,7 @@ class BackwardRecord:
 
     def come_to(self, step: Step) -> None:
         """Backward reaches ``step``."""
-        self.steps += 1
+        self.steps = max(0, self.steps) + 1
         self.last_step = step
 
     def leave(self) -> None:
@@ -103,7 +104,7 @@ class BackwardRecord:
     @property
     def has_left(self) -> bool:
         """Whether backward has reached steps, and left all of them."""
-        return not self.steps and self.last_step is not None
+        return self.steps == 0
 
 
 # The unit that owns a sharded parameter, by the parameter's id. The unit keeps the parameter alive, so the id is unique.

@@ -53,7 +53,8 @@ class RanInside(ForwardFeature):
 
     def after(self, forward: Forward, output: Any) -> None:
         if not forward.in_backward and (output is not None or sys.exc_info()[1] is None):
-            self.units = forward.unit.context.order.since(forward.unit)
+            order = forward.unit.context.order
+            self.units = [] if order.current[-1] is forward.unit else order.since(forward.unit)
 
 
 def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
