@@ -1,4 +1,4 @@
-"""What was built: ``describe`` a sharded module, and the flat parameters themselves."""
+"""``describe``: the units of a sharded module and their flat parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class FlatDescription:
 
     fqns: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
-    dtype: torch.dtype  # of the user's parameters: the master weights
+    dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
-    grad_dtype: torch.dtype  # of the user's ``.grad``
-    reduce_dtype: torch.dtype  # of the gradients' reduction
+    grad_dtype: torch.dtype  # of ``.grad``
+    reduce_dtype: torch.dtype  # in which gradients are reduced
     trainable: bool
-    numel: int  # elements of the parameters
-    padded_numel: int  # with padding, over all ranks
-    shard_numel: int  # on this rank, padding included
+    numel: int  # elements of the whole parameters
+    padded_numel: int  # elements on all ranks, with padding
+    shard_numel: int  # elements on this rank, with padding
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
@@ -36,8 +36,8 @@ class UnitDescription:
     strategy: str
     state: str
     flats: tuple[FlatDescription, ...]
-    buffer_dtypes: tuple[torch.dtype, ...]  # of the floating-point buffers of its module and those in no unit below it
-    reshard_after_forward: bool | int | None = None  # None: as the strategy says; an int: to that many ranks
+    buffer_dtypes: tuple[torch.dtype, ...]  # of floating-point buffers in this unit and in no unit below it
+    reshard_after_forward: bool | int | None = None  # None: the strategy's default; an int: to that many ranks
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
-    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))``.
+    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))`` is a table.
 
-    ``verbose`` lists every parameter with its shape under its unit.
+    ``verbose``: the table lists every parameter with its shape, below its unit.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.

@@ -10,7 +10,7 @@ same result. Known classes are in a table; unknown ones are tried: [Note: Trials
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
-from flatshard._composable.state import all_units, owner_of
+from flatshard._composable.state import UnitConfig, all_units, owner_of
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_parts import take_loaded
 from flatshard.optim._moments import check_moment, holds_whole_ones
@@ -36,7 +37,7 @@ _watching: list[Any] = []
 class Optimizers(Extension):
     """Registers the hook that checks optimizers before they step."""
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         _looked_at.clear()  # an optimizer may have stepped before its parameters were sharded
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))

@@ -99,9 +99,7 @@ def run_built_inside(ctx) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model(X).sum().backward()
-            with refused(
-                model, r"built inside summon_full_params or unshard: it steps 'front.weight', .*model.param"
-            ):
+            with refused(model, r"built inside summon_full_params or unshard: it steps 'front.weight', .*model.param"):
                 optimizer.step()
     model = sharded(ctx)
     flatshard.unshard(model, recurse=True)

@@ -8,16 +8,19 @@ and calls them. This needs no wrapper around the hooks, so it costs nothing with
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 from torch import nn
 
 from flatshard._composable.extensions import Extension
+from flatshard._composable.state import UnitConfig
+from flatshard._runtime import Runtime
 
 
 class Compile(Extension):
     """Makes dynamo skip this package."""
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         _skip()
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from flatshard._composable.exec_order import ChosenUnits
+from flatshard._composable.features import inner_shards
 from flatshard._composable.find import unit_for, units_for
 from flatshard._composable.state import Unit, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
@@ -98,10 +99,12 @@ def configure(
             changes.append((unit, {"ahead_in_backward": chosen}))
 
     for runtime, size in split.items():
-        runtime.split(size)
+        inner_shards.split(runtime, size)
     for unit in units:
         if reshard_after_forward is not UNCHANGED:
-            unit.set_reshard_after_forward(reshard_after_forward)
+            to = as_reshard_after_forward(reshard_after_forward, unit.context.runtime.world_size)
+            unit.config = replace(unit.config, reshard_after_forward=to)
+            inner_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
             unit.set_gradient_sync(gradient_sync)
         for flat in unit.handle.flats:

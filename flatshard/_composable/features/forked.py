@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Collection
 
 from torch import nn
 
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
-from flatshard._composable.state import Unit, all_units
+from flatshard._composable.state import Unit, UnitConfig, all_units
+from flatshard._runtime import Runtime
 
 _inherited: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -26,7 +28,7 @@ class Forked(Extension):
     def __init__(self) -> None:
         self._is_watching = False
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         if not self._is_watching:
             os.register_at_fork(after_in_child=_note)
             self._is_watching = True

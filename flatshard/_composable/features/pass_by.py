@@ -14,7 +14,6 @@ marks an unused parameter].
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -42,35 +41,21 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
         ``tensors``, with a node in the graph through which backward reaches the unit.
     """
     hooks = UnitHooks.of(unit)
-    in_backward = current_graph_task() != -1
-    comes_back = False
+    marked: Tensors = ()
     try:
         hooks.pre_forward(unit.module, (), {}, sys._getframe())
         if torch.is_grad_enabled():
-            tensors = _come_by(hooks, tensors, inside, in_backward)
-            comes_back = any([t.requires_grad for t in tensors])
+            if not unit.is_done_with_gradients and not unit.handle.is_alias:
+                watched = hooks.watch_inputs(tensors, {})
+                tensors = tensors if watched is None else watched[0]
+            tensors = marked = _mark(unit, inside(tensors))
         else:
             tensors = inside(tensors)
-        if not in_backward:
+        if current_graph_task() == -1:
             unit.ran_inside = unit.context.ran_since(unit)
     finally:
         if (forward := unit.context.exit_forward(unit)) is not None:
-            hooks.end_forward(forward, comes_back, False, in_backward)
-    return tensors
-
-
-def _come_by(hooks: UnitHooks, tensors: Tensors, inside: Callable[[Tensors], Tensors], in_backward: bool) -> Tensors:
-    """Run ``inside`` between the nodes at which backward leaves and enters the unit."""
-    unit = hooks.unit
-    if not unit.is_done_with_gradients and not unit.handle.is_alias:
-        watched = hooks.watch_inputs(tensors, {})
-        tensors = tensors if watched is None else watched[0]
-    tensors = _mark(unit, inside(tensors))
-    nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
-    if nodes:
-        step = unit.context.make_step(unit, in_backward)
-        for node in nodes:
-            node.register_prehook(functools.partial(hooks.pre_backward, step))
+            hooks.end_forward(forward, hooks.come_back(marked, forward), False)
     return tensors
 
 

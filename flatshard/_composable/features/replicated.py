@@ -10,6 +10,7 @@ sharded parameters are added to this set. DDP replicates the plain layers beside
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import leave_to_others
-from flatshard._composable.state import all_units
+from flatshard._composable.state import UnitConfig, all_units
 from flatshard._errors import name_list
+from flatshard._runtime import Runtime
 
 
 class Replicated(Extension):
@@ -28,7 +30,7 @@ class Replicated(Extension):
     def __init__(self) -> None:
         self._watching: list[Any] = []
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         if not self._watching:
             self._watching.append(register_module_module_registration_hook(_registered))
 
