@@ -52,7 +52,7 @@ class Rows(_Aligned):
     multiple: int = 1
     """Cut between groups of this many rows, counted from the first."""
     max_padding: float = 0.1
-    """If more padding is needed, the flat parameter is cut as by ``Elements``, with a warning. [Note: Padding and its limit]"""
+    """With more padding the flat parameter is cut as by ``Elements``, with a warning. [Note: Padding and its limit]"""
     strict: bool = False
     """Raise an error instead of this warning."""
 

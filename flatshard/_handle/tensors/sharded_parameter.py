@@ -276,7 +276,7 @@ _SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__"
 
 
 def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False) -> None:
-    """[Note: Parts are not matrices]. ``of_vectors``: the use is of a part of a vector no more than of a matrix."""
+    """Raise if ``param`` is a 1-D part of a matrix. ``of_vectors``: also of a vector. [Note: Parts are not matrices]"""
     info = param._flatshard_info
     shape = tuple(full_shape(param))
     if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
