@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,12 +83,7 @@ class Description:
                         rows.append(("  " + fqn, "x".join(map(str, shape)) or "scalar", cut, *[""] * 7))
             if not unit.flats:
                 rows.append((*name, "-", "-", "0", "0", "0", "0"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = []
-        for row in rows:
-            cells = [c.rjust(w) if i > 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            lines.append("  ".join(cells).rstrip())
-        lines.insert(1, "  ".join("-" * w for w in widths))
+        lines = table(rows, left=6)
         flats = sum(len(u.flats) for u in self.units)
         lines.append(
             f"{len(self.units)} units, {flats} flat parameters, {self.numel:,} elements over {self.world_size} ranks on "
@@ -96,6 +92,17 @@ class Description:
         if any("/" in row[4] for row in rows):
             lines.append("dtypes: master/compute/gradient/reduce")
         return "\n".join(lines)
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """``rows`` as aligned columns, with a line below the first row. The first ``left`` columns are aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return lines
 
 
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
