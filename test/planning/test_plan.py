@@ -784,16 +784,16 @@ def refused(error: type[Exception], message: str, model: Any = None, **arguments
 def test_errors(world):
     refused(ValueError, "world_size must be a number of ranks of at least 1", world_size=0)
     refused(ValueError, "world_size must be a number of ranks", world_size=(1, 2, 3))
-    refused(ValueError, "which hybrid strategies take, but strategy is", world_size=(2, 4))
+    refused(ValueError, "is for hybrid strategies", world_size=(2, 4))
     refused(ValueError, "8 GPUs a node do not divide 12 ranks", world_size=12, strategy=ShardingStrategy.HYBRID_SHARD)
     refused(ValueError, "reshard_after_forward=3 does not divide the 8 ranks", reshard_after_forward=3)
     refused(ValueError, "microbatches must be an int of at least 1", microbatches=0)
     refused(ValueError, "activations must be bytes for each unit", activations=-1)
-    refused(ValueError, "activations has 'block', which is no unit", activations={"block": 1})
+    refused(ValueError, "activations has 'block', which is not a unit", activations={"block": 1})
     refused(ValueError, "leave out tokens and activations", tokens=1, example_inputs=torch.ones(1, 4))
     refused(TypeError, "example_inputs must be a tuple", example_inputs=1)
     refused(TypeError, "optimizer must be an optimizer on the model's parameters", optimizer="adam")
-    refused(ValueError, "not among those the plan shards", optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    refused(ValueError, "that the plan does not shard", optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     refused(TypeError, "bandwidths must be a flatshard.planning.Bandwidths", bandwidths=1)
     refused(TypeError, "fully_shard takes an nn.Module", model=3)
     refused(
@@ -805,7 +805,7 @@ def test_errors(world):
     with pytest.raises(ValueError, match="intra must be a positive number"):
         Bandwidths(intra=0)
     world(2)
-    refused(ValueError, "is sharded already. describe.. tells what was built", fully_shard(nn.Linear(4, 4)))
+    refused(ValueError, "is sharded already. describe.. shows its units", fully_shard(nn.Linear(4, 4)))
 
 
 def test_what_cannot_be_recorded():

@@ -30,7 +30,7 @@ def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute:
 
 
 class _Source(NamedTuple):
-    """The ranks that hold the parts, the order of the norms, and their device."""
+    """What a partial norm is a part of: the ranks that hold the parts, the order of the norm, and its device."""
 
     runtime: Runtime
     ord: float
