@@ -241,3 +241,9 @@ def world() -> Iterator[Callable[[int], None]]:
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_group(world: Callable[[int], None]) -> None:
+    """This process is rank 0 of two, over the fake process group."""
+    world(2)

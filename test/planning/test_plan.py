@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from counted import SMALL_WIDTH, WIDTH, Block, Net
-from counting import Wire
+from counting import Wire, storages
 from expecttest import assert_expected_inline
+from models import SMALL_WIDTH, WIDTH
+from models import NormBlock as Block
+from models import NormNet as Net
 from no_communication import NoCommunication
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,12 +50,6 @@ KEPT = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, keep_cast_shar
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def nbytes(tensors: Any) -> dict[int, int]:
-    """Bytes of the memory behind tensors, by address: each once."""
-    found = [t.untyped_storage() for t in tensors]
-    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
-
-
 class Counted(TorchDispatchMode):
     """What the units of a model, and its optimizer, hold at each operation: the most, by ``Memory.held``."""
 
@@ -66,25 +62,25 @@ class Counted(TorchDispatchMode):
         self.of: Memory | None = None
 
     def held(self, *more: Tensor) -> Memory:
-        shards = nbytes(b.shard for b, _, _ in self.flats)
-        gradients = nbytes(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
-        unsharded = nbytes(
+        shards = storages(b.shard for b, _, _ in self.flats)
+        gradients = storages(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
+        unsharded = storages(
             t
             for b, _, _ in self.flats
             for t in (b.unsharded.flat, b._cast)
             if t is not None and not (t is b.unsharded.flat and b.is_alias)
         )
         kept = [h.inner._alive for h in self.handles if h.inner is not None and h.inner._alive is not None]
-        unsharded |= nbytes(t for k in kept for t in k.shards or ())
-        unsharded |= nbytes(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
-        reductions = nbytes(
+        unsharded |= storages(t for k in kept for t in k.shards or ())
+        unsharded |= storages(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
+        reductions = storages(
             t for _, g, _ in self.flats for t in (g.incoming.input, g.reduction._output) if t is not None
         )
-        arriving = nbytes(c.grad for b, _, _ in self.flats for c in b.computes if c.grad is not None)
+        arriving = storages(c.grad for b, _, _ in self.flats for c in b.computes if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)
         known = shards | gradients | unsharded | reductions | arriving
-        arriving |= {at: n for at, n in nbytes(more).items() if at not in known}
+        arriving |= {at: n for at, n in storages(more).items() if at not in known}
         state = (
             0
             if self.optimizer is None
