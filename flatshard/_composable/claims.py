@@ -29,7 +29,7 @@ class Claim:
         self.pins = True  # the unsharded storage must stay
 
     def check_forward(self, grad: bool) -> None:
-        """Raise if the unit must not run a forward under this claim. ``grad``: grad mode is on."""
+        """Raise if the unit must not run a forward under this claim. ``grad``: it makes a graph, for a backward to come."""
 
     def check_backward(self) -> None:
         """Raise if backward must not reach the unit under this claim."""
