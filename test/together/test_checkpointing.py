@@ -31,7 +31,7 @@ def make(kind: str, place: str) -> Net:
     return Net(kind, place).double()
 
 
-def train(ctx, kind: str, place: str, options: dict[str, Any], steps: int = 3) -> dict[str, Tensor]:
+def train(ctx, kind: str, place: str, options: dict[str, Any], steps: int = 2) -> dict[str, Tensor]:
     """Train sharded and plain, and compare. Returns the sharded model's parameters."""
     options = dict(options)
     accumulates = options.pop("accumulates", False)
