@@ -129,7 +129,7 @@ class Timeline:
 
     @property
     def hidden_share(self) -> float | None:
-        """The fraction of communication that runs while something is computed. None: no communication, or no known computing."""
+        """The fraction of communication that runs during computing. None: no communication, or computing is not known."""
         if not self.communication_seconds or not self.compute_seconds:
             return None
         return max(0.0, 1 - self.exposed_seconds / self.communication_seconds)

@@ -97,7 +97,7 @@ class Ledger:
             self.samples.append((clock.now, memory))
 
 
-class _Storage:
+class _LiveStorage:
     """One storage that exists."""
 
     __slots__ = ("category", "nbytes", "on_host", "ref")
@@ -116,8 +116,8 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
-        self._storages: dict[int, _Storage] = {}  # by id
-        self._resized: dict[int, _Storage] = {}  # the storages that may be resized
+        self._storages: dict[int, _LiveStorage] = {}  # by id
+        self._resized: dict[int, _LiveStorage] = {}  # the storages that may be resized
         self._held: tuple[dict[str, int], dict[str, int]] = (
             dict.fromkeys(CATEGORIES, 0),
             dict.fromkeys(CATEGORIES, 0),
@@ -150,7 +150,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end(key)
             resized = category in _RESIZED
             ref = weakref.ref(storage, functools.partial(self._end, key))
-            entry = self._storages[key] = _Storage(ref, category, is_there, 0 if resized else storage.nbytes())
+            entry = self._storages[key] = _LiveStorage(ref, category, is_there, 0 if resized else storage.nbytes())
             self._held[is_there][category] += entry.nbytes
             if resized:
                 self._resized[key] = entry

@@ -107,7 +107,9 @@ def plan(
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
     bandwidths = Bandwidths() if bandwidths is None else bandwidths
-    step = _Step(optimizer, microbatches, no_sync, tokens, activations, example_inputs, bandwidths, device, widens)
+    step = _StepOptions(
+        optimizer, microbatches, no_sync, tokens, activations, example_inputs, bandwidths, device, widens
+    )
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     ranks = _ranks(world_size, strategy, bandwidths)
     config = unit_config(
@@ -185,7 +187,7 @@ def _check(planned: Sequence[PlannedUnit]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
+class _StepOptions:
     """The arguments of ``plan`` that describe a step.
 
     Raises:
@@ -239,7 +241,7 @@ class _Step:
 class _Run:
     """A recorded step of ``module``, sharded as ``choice`` says over ``ranks``."""
 
-    def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, step: _Step) -> None:
+    def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, step: _StepOptions) -> None:
         self.module, self.choice, self.ranks, self.step = module, choice, ranks, step
         names = [unit.fqn for unit in choice.planned]
         if isinstance(step.activations, Mapping) and (odd := [n for n in step.activations if n not in names]):
@@ -384,7 +386,7 @@ class _Run:
         return found
 
 
-def _alternatives(choice: Choice, ranks: Ranks, step: _Step) -> list[tuple[Choice, Ranks]]:
+def _alternatives(choice: Choice, ranks: Ranks, step: _StepOptions) -> list[tuple[Choice, Ranks]]:
     """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
     per_node, chosen = step.bandwidths.gpus_per_node, choice.config.strategy
     plain = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)

@@ -97,7 +97,7 @@ class Program:
         replicas = runtime("replicas", 0, ranks.replicas) if choice.config.strategy.is_hybrid else None
         with self.books:
             made = build(self.choice, context, replicas, prepare=lambda unit: None)
-            install(self.root, self.choice, made, (*extensions(), _Watch(self.books)))
+            install(self.root, self.choice, made, (*extensions(), _Observer(self.books)))
         self.units = list(made.values())
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
@@ -175,7 +175,7 @@ class Program:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-class _Watch(Extension):
+class _Observer(Extension):
     """Tells ``Books`` which unit runs, and which tensors are gradients."""
 
     def __init__(self, books: Books) -> None:
@@ -187,7 +187,7 @@ class _Watch(Extension):
             for compute in flat.computes:
                 if compute.requires_grad:
                     compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
-        return _WatchedUnit(unit, self)
+        return _ObservedUnit(unit, self)
 
     def _arrive(self, param: Tensor) -> None:
         if param.grad is not None:
@@ -195,21 +195,21 @@ class _Watch(Extension):
             self.books.look()
 
 
-class _WatchedUnit(ForwardFeature):
-    def __init__(self, unit: Unit, watch: _Watch) -> None:
+class _ObservedUnit(ForwardFeature):
+    def __init__(self, unit: Unit, observer: _Observer) -> None:
         self.unit = unit
-        self.watch = watch
-        self.clock = watch.books.clock
+        self.observer = observer
+        self.clock = observer.books.clock
 
     def _turn_to(self, *grads: Any) -> None:
         self.clock.unit = self.unit.fqn
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.watch.running.append(self.unit.fqn)
+        self.observer.running.append(self.unit.fqn)
         self._turn_to()
 
     def after(self, forward: Forward, output: Any) -> None:
-        running = self.watch.running
+        running = self.observer.running
         del running[running.index(self.unit.fqn) :]
         self.clock.unit = running[-1] if running else ""
 
@@ -221,7 +221,7 @@ class _WatchedUnit(ForwardFeature):
     def reduced(self) -> None:
         for flat in self.unit.handle.flats:
             grads = [p.grad for p in flat.params if p.grad is not None]
-            self.watch.books.track(grads, "gradients", flat.is_offloaded)
+            self.observer.books.track(grads, "gradients", flat.is_offloaded)
 
 
 class _InOrder:
