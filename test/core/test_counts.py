@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from clean import storage_nbytes
-from counted import SMALL_WIDTH, WIDTH, Block, Net
-from counting import CopiedBytes, Wire
+from counting import CopiedBytes, Wire, storages
+from models import SMALL_WIDTH, WIDTH
+from models import NormBlock as Block
+from models import NormNet as Net
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -219,12 +221,6 @@ def test_collectives_and_their_payload(world, size):
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def storages(tensors: Any) -> dict[int, int]:
-    """Bytes of the memory behind tensors, by address: each once. What is freed has no address."""
-    found = [t.untyped_storage() for t in tensors]
-    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
 
 
 def parameter_storages(model: nn.Module) -> dict[int, int]:

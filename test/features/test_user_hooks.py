@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from clean import check_clean
 from parity import adamw, full_params
 from torch import Tensor, nn
@@ -499,13 +497,6 @@ def steps_in_backward(ctx) -> None:
 
 def test_optimizer_in_backward_under_checkpoint_wrapper(pool):
     pool.run(steps_in_backward)
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_misuse(fake_group):

@@ -171,7 +171,7 @@ def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
             raise RuntimeError(
                 f"parameter {held._flatshard_info.fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard "
                 "this rank's part of it once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn "
-                "its FSDP off), and build the module anew"
+                "its FSDP off), and build the module again"
             )
         frame = None if frame is None else frame.f_back
 
