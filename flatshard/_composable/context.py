@@ -151,7 +151,7 @@ class Context:
             return
         for needed in unit.needs:
             if needed.handle.is_sharded:
-                if (self.pools and needed.handle.is_blocked) or (needed.claims and needed.shows_copies):
+                if (needed.context.pools and needed.handle.is_blocked) or (needed.claims and needed.shows_copies):
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()
@@ -169,7 +169,7 @@ class Context:
 
     def make_room(self, unit: Unit) -> None:
         """Free the memory that ``unit`` needs, if another unit is using it. pool.py, [Note: Static buffers]"""
-        if self.pools and unit.handle.is_blocked:
+        if unit.context.pools and unit.handle.is_blocked:
             self.free_unused()
             if not unit.steps:
                 unit.handle.unblock()

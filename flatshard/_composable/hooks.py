@@ -323,7 +323,7 @@ class UnitHooks:
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
-            if context.pools:
+            if needed.context.pools:
                 context.make_room(needed)
             needed.handle.unshard(again=True)
             needed.handle.wait()
