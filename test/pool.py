@@ -402,7 +402,8 @@ class Pool:
         if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
-        start.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", *self._preload])  # the last as `fully_shard` does
+        # torch._dynamo as `fully_shard` does.
+        start.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", *self._preload])
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self._size):
                 here, there = start.Pipe()

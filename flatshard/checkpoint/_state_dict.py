@@ -62,7 +62,10 @@ def full_state_dict(
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in exported:
             exported[id(value)] = export(value, device, dtype)
-    for name, value in state.items():  # stays the OrderedDict with versions that module.state_dict() is: others look for it
+    for (
+        name,
+        value,
+    ) in state.items():  # stays the OrderedDict with versions that module.state_dict() is: others look for it
         state[name] = exported.get(id(value), value)
     return state
 

@@ -4,8 +4,8 @@
 scale, data loaders, schedulers. Three attributes of *instances* are set, no class is touched:
 
 - ``model.no_sync``, which ``accelerator.accumulate`` and ``accelerator.no_sync`` look up;
-- ``accelerator.get_state_dict``, which ``save_state`` and ``save_model`` call: whole tensors on the ranks that save, ``{}`` on
-  the others. All ranks must call it;
+- ``accelerator.get_state_dict``, which ``save_state`` and ``save_model`` call: whole tensors on the ranks that save, ``{}``
+  on the others. All ranks must call it;
 - ``state_dict`` of the prepared optimizer: the same for its state.
 
 So ``save_state`` writes what one process would, and any number of processes loads it.
@@ -109,7 +109,10 @@ def _optimizer_state(accelerator: Accelerator, model: nn.Module, optimizer: Opti
 
 
 def _load(models: list[nn.Module], folder: str) -> None:
-    """Before ``accelerator.load_state`` loads ``models``, in its place: accelerate's own way compares the storages of sharded values. The files are those of ``save_accelerator_state``."""
+    """Before ``accelerator.load_state`` loads ``models``, in its place: its own way compares the storages of sharded values.
+
+    The files are those of ``save_accelerator_state``.
+    """
     for i, model in enumerate(models):
         ending = f"_{i}" if i else ""
         file = Path(folder) / f"{SAFE_MODEL_NAME}{ending}.safetensors"

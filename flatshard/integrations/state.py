@@ -43,7 +43,7 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer, *, rank0_only:
 
 
 def load_whole(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """``model.load_state_dict(state)``, where ``state`` has a tied parameter under one of its names only, as safetensors do."""
+    """``model.load_state_dict(state)``, where ``state`` has tied parameters under one name each, as safetensors do."""
     first = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     tied = {
         name: state[first[id(p)]]

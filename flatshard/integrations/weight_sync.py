@@ -15,7 +15,7 @@ import flatshard
 
 
 def iter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of what ``model.state_dict()`` has, tied parameters under their first name. All ranks must iterate.
+    """(name, whole tensor) of what ``model.state_dict()`` has, tied parameters by their first name. All ranks must iterate.
 
     What ``load_weights`` of an inference engine takes. Buffers come last, this rank's own.
 
