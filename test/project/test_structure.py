@@ -289,6 +289,7 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
     above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}
     assert above == {
         ("_composable.construct.materialize", "broadcast_now"),
+        ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
         ("_comm.monitor.order_check", "all_gather"),
         ("debug._replicas", "all_gather"),
         ("optim._owned", "exchange"),
