@@ -255,6 +255,8 @@ def copied(value: Any, device: str | None = None) -> Any:
 
 def on_meta(value: Any, scalars: bool = False) -> Any:
     """The same with tensors that have no memory; a copy of those of no dimension, unless ``scalars``."""
+    if isinstance(value, ShardedValue):
+        return value.on_meta() if value.dim() or scalars else value.detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().to("meta") if value.dim() or scalars else value.detach().clone()
     if isinstance(value, Mapping):

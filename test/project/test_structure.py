@@ -49,7 +49,10 @@ TYPE_CHECKING_IMPORTS = {
         f"_handle.{name}": {"_handle.flat_param"}
         for name in ("gradients", "incoming", "parts", "reduction", "reduction_input")
     },
-    "checkpoint": {"checkpoint._files"},  # public names that are imported when they are asked for
+    "checkpoint": {
+        "checkpoint._reader",
+        "checkpoint._writer",
+    },  # public names that are imported when they are asked for
 }
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
@@ -429,12 +432,12 @@ _handle.tensors.sharded_gradient: torch.utils._foreach_utils
 _handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
 _trace: torch.autograd._profiler_enabled
 checkpoint._container: torch._utils._rebuild_tensor_v3
-checkpoint._files: torch.distributed.checkpoint._nested_dict.flatten_state_dict
-checkpoint._files: torch.distributed.checkpoint.filesystem._StorageInfo
+checkpoint._reader: torch.distributed.checkpoint._nested_dict.flatten_state_dict
 checkpoint._sharded_value: torch.Tensor._make_wrapper_subclass
 checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
 checkpoint._sharded_value: torch.utils._pytree
 checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
+checkpoint._writer: torch.distributed.checkpoint.filesystem._StorageInfo
 planning._memory: torch.ops.aten._local_scalar_dense.default
 planning._memory: torch.utils._python_dispatch.TorchDispatchMode""",
     )
