@@ -409,6 +409,34 @@ def test_operations_per_unit(world, width, expected):
     assert operations == expected
 
 
+def calls_in_a_step(units: int) -> int:
+    """Calls of functions of this library, comprehensions included, in a step and ``zero_grad``."""
+    model = sharded(units, SMALL_WIDTH)
+    for _ in range(3):
+        step(model)
+        model.zero_grad()
+    folder, calls = str(Path(flatshard.__file__).parent), [0]
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step(model)
+        model.zero_grad()
+    finally:
+        sys.setprofile(before)
+    return calls[0]
+
+
+def test_calls_per_unit(world):
+    """Features that a unit does not use add none; those that look at each unit (escapes, transforms, ...) add one or two."""
+    world(8)
+    per_unit = (calls_in_a_step(20) - calls_in_a_step(10)) / 10
+    assert per_unit <= 195
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_parameters_are_looked_at_only_after_a_change(world, accumulates: bool):
     """Once a step is like the last, a unit's Python loops don't go over its parameters, however many they are."""

@@ -29,6 +29,7 @@ from flatshard import (
     no_sync,
     summon_full_params,
 )
+from flatshard._composable.features.user_hooks import UserHooksOfUnit
 from flatshard._composable.state import unit_of, units_below
 from flatshard.checkpoint import full_state_dict
 from flatshard.optim import register_gradients_reduced_hook
@@ -504,7 +505,7 @@ def test_misuse(fake_group):
         register_gradients_reduced_hook(model.blocks[0].linear, print)
     with pytest.raises(TypeError, match="register_gradients_reduced_hook takes a callable, got None"):
         register_gradients_reduced_hook(model, None)
-    assert not unit_of(model).reduced_callbacks
+    assert not unit_of(model).feature(UserHooksOfUnit).callbacks
     kept = model.front.weight
     del model
     assert kept.register_hook(print) is not None  # of a model that is gone

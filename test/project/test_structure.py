@@ -42,7 +42,8 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, what it imports from further up)."""
 
 TYPE_CHECKING_IMPORTS = {
-    "_composable.state": {"_composable.context"},  # a unit holds its context, and the context makes and orders units
+    # A unit holds its context and its features; the context orders units, and features take part in what they do.
+    "_composable.state": {"_composable.context", "_composable.extensions"},
     # A flat parameter has its gradients, and each of their parts reads its layout and memory.
     **{
         f"_handle.{name}": {"_handle.flat_param"}
