@@ -131,11 +131,11 @@ class FlatshardCheckpointManager(CheckpointManager):
         if first:
             for prefix, module in self._fused():
                 module._split_qkv_on_save(module, whole, prefix, {})
-            writer = HuggingFaceStorageWriter(
-                path=checkpoint_id, fqn_to_index_mapping=self.sd_adapter.fqn_to_index_mapping, save_distributed=False
-            )
-            save(self.sd_adapter.to_hf(whole), storage_writer=writer, no_dist=True)
-        dist.barrier()
+        writer = HuggingFaceStorageWriter(
+            path=checkpoint_id, fqn_to_index_mapping=self.sd_adapter.fqn_to_index_mapping, save_distributed=False
+        )
+        # On all ranks, so that none goes on before the files are there.
+        save(self.sd_adapter.to_hf(whole) if first else {}, storage_writer=writer)
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
