@@ -275,8 +275,11 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint._nested_dict",
     "torch.distributed.checkpoint.default_planner",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.storage",
 }
 
