@@ -99,13 +99,6 @@ plain_grad: Any = torch.Tensor.grad
 """The attribute of a plain parameter: a descriptor in C."""
 
 
-def set_gradient(param: nn.Parameter, grad: torch.Tensor | None, info: GradientInfo) -> None:
-    """``param.grad = grad``. If the parameter is sharded, a plain dense ``grad`` becomes a sharded gradient."""
-    plain_grad.__set__(param, grad)
-    if grad is not None and info.runtime is not None:
-        mark(grad, info)
-
-
 def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
     """``param.grad = grad`` in a loop in C. The caller has already turned ``grads`` into sharded gradients, if needed."""
     consume(map(plain_grad.__set__, params, grads))

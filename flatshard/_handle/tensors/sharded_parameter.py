@@ -42,7 +42,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradient
+from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
@@ -53,7 +53,7 @@ _TO_EMPTY = nn.Module.to_empty.__code__
 class Home(Protocol):
     """The flat parameter that a sharded parameter is a slice of."""
 
-    is_watched: bool  # one of its parameters has a post-accumulate-grad hook
+    is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
@@ -163,7 +163,9 @@ class ShardedParameter(nn.Parameter):
     _flatshard_info: ShardInfo
 
     def _set_grad(self, grad: torch.Tensor | None) -> None:
-        set_gradient(self, grad, self._flatshard_info)
+        plain_grad.__set__(self, grad)
+        if grad is not None and self._flatshard_info.runtime is not None:
+            mark(grad, self._flatshard_info)
 
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
