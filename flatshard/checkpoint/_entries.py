@@ -213,7 +213,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
 def _settled_state(module: nn.Module) -> dict[str, Any]:
     """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
     for context in {unit.context for unit in units_below(module)}:
-        if not (context.is_idle or context.is_running):
+        if context.forwards and not context.is_running:
             context.recover()
     found: dict[str, Any] = module.state_dict()
     return found

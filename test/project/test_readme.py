@@ -59,7 +59,6 @@ def run_example(ctx, code: str, directory: str) -> dict[str, Any]:
 
 def run_checkpoint(ctx, directory: str) -> None:
     assert run_example(ctx, EXAMPLES["checkpoint"], directory)["step"] == 1
-    run_example(ctx, EXAMPLES["progress"], directory)
 
 
 def test_checkpoint(pool, tmp_path):
