@@ -64,6 +64,7 @@ INNER_IMPORTS = {
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.planner"),
+    ("integrations.trainer", "flatshard.integrations.peft"),  # peft may be absent
 }
 """(module, what it imports inside a function)."""
 
