@@ -6,6 +6,7 @@ from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.escapes import Escapes
+from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
 from flatshard._composable.features.late_ties import LateTies
 from flatshard._composable.features.layer_drop import LayerDrop
@@ -30,6 +31,7 @@ def plug_in() -> None:
         Escapes(),
         UserHooks(),
         StateDicts(),
+        FilledLater(),
         LeftAlone(),
         LateTies(),
         LayerDrop(),
