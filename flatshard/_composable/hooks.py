@@ -54,7 +54,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit, features: Sequence[ForwardFeature]) -> None:
         self.unit = unit
-        self.features = features
+        unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
         self._passes = _overridden(features, ForwardFeature.passes)
         self._passed = _overridden(features, ForwardFeature.passed)
@@ -83,7 +83,8 @@ class UnitHooks:
         )
 
     def _install_gradient_hooks(self) -> None:
-        self.unit.handle.on_reduced = functools.partial(_call_all, _overridden(self.features, ForwardFeature.reduced))
+        reduced = _overridden(self.unit.features, ForwardFeature.reduced)
+        self.unit.handle.on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.dtype.is_floating_point or flat.dtype.is_complex:
                 for index, compute in enumerate(flat.computes):
@@ -98,7 +99,7 @@ class UnitHooks:
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)
-        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.features])
+        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.unit.features])
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -121,27 +122,27 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
-        left_alone = False
+        is_hooked = True
         for passes in self._passes:
-            left_alone |= passes()
+            is_hooked &= not passes()
         forward = context.enter_forward(unit, in_backward, frame)
-        if left_alone:
+        if not is_hooked:
             forward.is_hooked = False
             return None
         grad = torch.is_grad_enabled()
         if len(unit.claims) > 1:
             for around in unit.claims:
-                around.check_forward(grad)
+                around.check_forward(grad and not in_backward)
         for enter in self._enter:
             enter(forward)
         if forward.gathers:
             for needed, claim in forward.claims:
-                if len(needed.claims) == 1 or not needed.shows_copies:
+                if in_backward or len(needed.claims) == 1 or not needed.shows_copies:
                     self._gather(needed, claim, grad, in_backward)
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
         if not in_backward:
-            following = context.next_forward(unit)
+            following = context.order.advance(unit)
             if not forward.gathers:
                 pass
             elif unit.forward_prefetch is not None:
@@ -175,7 +176,7 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.is_sharded:
-            if handle.has_static_buffers:
+            if context.pools:
                 context.make_room(unit)
             handle.unshard(in_backward)
             unit.note_gathered()
@@ -183,7 +184,8 @@ class UnitHooks:
             handle.sync_requires_grad()
             unit.gathered_version = handle.version()
         if alone and grad and handle.any_trainable:
-            handle.follow_stream()
+            if context.runtime.streams is not None:
+                handle.follow_stream()
             context.backward.expect(unit)
         unit.gathered_in = context.pass_id
         handle.wait()
@@ -196,7 +198,6 @@ class UnitHooks:
         forward = unit.context.exit_forward(unit)
         if forward is None:
             return None
-        in_backward = current_graph_task() != -1
         comes_back = leaks = False
         changed = None
         try:
@@ -207,25 +208,25 @@ class UnitHooks:
             for after in self._after:
                 if (new := after(forward, output)) is not None:
                     output = changed = new
-            has_raised = output is None and sys.exc_info()[1] is not None
-            if not (in_backward or has_raised):
-                unit.ran_inside = unit.context.ran_since(unit)
             if torch.is_grad_enabled():
                 # The module may have stored tensors in a list or dict that it was given.
-                filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
-                comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
+                filled = []
+                for given in (*args, *kwargs.values()):
+                    if isinstance(given, list | dict):
+                        filled.append(given)
+                comes_back = self._hook_outputs((output, filled) if filled else output, forward)
             leaks = self._shows_parameters(output)
-            if leaks and comes_back and (step := unit.context.last_step) is not None and step.unit is unit:
+            if leaks and forward.step is not None and not forward.in_backward:
                 unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
-                unit.leaks.add(step)
+                unit.leaks.add(forward.step)
         finally:
-            self.end_forward(forward, comes_back, leaks, in_backward)
+            self.end_forward(forward, comes_back, leaks)
         return changed
 
-    def end_forward(self, forward: Forward, comes_back: bool, leaks: bool, in_backward: bool) -> None:
+    def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
         """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
-        context = self.unit.context
-        outermost = context.is_idle
+        context, in_backward = self.unit.context, forward.in_backward
+        outermost = not context.forwards
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
             if needed.claims and needed.is_used:
@@ -237,27 +238,22 @@ class UnitHooks:
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if not (stays or leaks or in_backward or (needed.claims and needed.is_pinned)):
-                if needed.handle.inner is not None and comes_back and not (needed.claims and needed.is_kept):
-                    self._keep_inner_shards(needed)
-                needed.free_unless_kept()
+                needed.free_unless_kept(forward.step)
                 if not comes_back:
                     needed.handle.forget_cast()
         if outermost and not in_backward:
             context.end_pass()
 
-    def _keep_inner_shards(self, needed: Unit) -> None:
-        """Keep inner shards for backward, in the step of the forward that ends now."""
-        step = self.unit.context.last_step
-        if step is not None and step.unit is self.unit:  # otherwise no node of this forward was found
-            step.kept = [*(step.kept or ()), needed.handle.keep_inner_shards()]
-
-    def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
-        """Make backward call ``pre_backward`` when it reaches an output. Returns whether it may reach one."""
-        unit = self.unit
-        nodes = set()
+    def _hook_outputs(self, output: Any, forward: Forward) -> bool:
+        """Look for the tensors through which backward may come back to this forward. Returns whether there may be some."""
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
         for leaving in self._leaving:
             outputs += leaving(outputs)
+        return self.come_back(outputs, forward) or self._may_hide_tensors(output)
+
+    def come_back(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
+        """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Returns whether it may."""
+        nodes = set()
         for tensor in outputs:
             if tensor.requires_grad:
                 # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
@@ -267,8 +263,8 @@ class UnitHooks:
                 if (node := source.grad_fn or tensor.grad_fn) is not None:
                     nodes.add(node)
         if not nodes:
-            return self._may_hide_tensors(output)
-        hook = functools.partial(self.pre_backward, unit.context.make_step(unit, in_backward))
+            return False
+        hook = functools.partial(self.pre_backward, self.unit.context.make_step(forward))
         for node in nodes:
             node.register_prehook(hook)
         return True
@@ -327,11 +323,11 @@ class UnitHooks:
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
-            if needed.handle.has_static_buffers:
+            if needed.context.pools:
                 context.make_room(needed)
             needed.handle.unshard(again=True)
             needed.handle.wait()
-            needed.show(UNSHARDED)
+            needed.handle.slots.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
@@ -349,7 +345,8 @@ class UnitHooks:
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter. Fast path: count it, and leave it there."""
-            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at:
+            # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
+            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at and param.requires_grad:
                 arrivals.pending -= 1
             else:
                 take()
@@ -381,10 +378,11 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit = self.unit
         done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
-        if done:  # before the reduction input is allocated
-            self._free()
-        unit.context.backward.complete(unit)
-        if done:
+        backward = unit.context.backward
+        if done and not backward.keeps_unsharded:  # before the reduction input is allocated
+            unit.free_if_unused()
+        backward.complete(unit)
+        if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_after()
 
     def leave(self) -> None:
@@ -393,18 +391,15 @@ class UnitHooks:
         if record is not None:
             record.leave()
         if (record is None or record.has_left) and unit.handle.arrivals.pending == 0:
-            self._free()
-            self._prefetch_after()
-
-    def _free(self) -> None:
-        if not self.unit.context.backward.keeps_unsharded:
-            self.unit.free_if_unused()
+            if not unit.context.backward.keeps_unsharded:
+                unit.free_if_unused()
+            if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+                self._prefetch_after()
 
     def _prefetch_after(self) -> None:
-        unit = self.unit
-        last = None if unit.record is None else unit.record.last_step
-        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and last is not None:
-            prefetch_before(last)
+        record = self.unit.record
+        if record is not None and record.last_step is not None:
+            prefetch_before(record.last_step)
 
 
 def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:

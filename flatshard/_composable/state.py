@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -18,14 +16,16 @@ from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.progress import Flats
 from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_reshard_after_forward
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.slots import SHARDED, Shown
 from flatshard.layouts import LayoutChoice
 
 if TYPE_CHECKING:
     from flatshard._composable.context import Context
+    from flatshard._composable.extensions import ForwardFeature
+
+T = TypeVar("T")
 
 _KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
@@ -40,7 +40,7 @@ class UnitConfig:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     collectives: CollectivesFactory | None = None  # None: the backend's own
-    # None: as the strategy says, but the outermost unit keeps its parameters. An int k: reshard to k ranks, 1 < k < all.
+    # None: as the strategy says, but the outermost unit keeps its parameters. An int: as True, and a feature reads it.
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
@@ -59,21 +59,20 @@ class Step:
     ``previous`` links the steps of one pass, so that backward knows what to prefetch. A list of steps could leak instead.
     """
 
-    __slots__ = ("__weakref__", "kept", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
 
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.previous = previous
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         self.version = unit.gathered_version  # of the parameters in this forward
-        self.kept: list[Kept | None] | None = None  # inner shards for this backward: [Note: The life of an inner shard]
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
 
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
 
-    __slots__ = ("counted_tasks", "finished_early", "finished_in", "has_left", "last_step", "reduces", "steps", "task")
+    __slots__ = ("counted_tasks", "finished_early", "finished_in", "last_step", "reduces", "steps", "task")
 
     def __init__(self) -> None:
         self.task: int | None = None  # the graph task from which gradients for the unit are still expected, or None
@@ -81,8 +80,8 @@ class BackwardRecord:
         self.reduces = False  # gradients were expected, so there is a reduction, even if none have come
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
-        self.steps = 0  # steps that backward has reached and not left yet; only counted if some parameters are frozen
-        self.has_left = False  # backward has left all of them
+        # Steps that backward has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
+        self.steps = -1
         self.last_step: Step | None = None  # the last step that backward reached
 
     def complete(self) -> bool:
@@ -95,14 +94,17 @@ class BackwardRecord:
 
     def come_to(self, step: Step) -> None:
         """Backward reaches ``step``."""
-        self.steps += 1
-        self.has_left = False
+        self.steps = max(0, self.steps) + 1
         self.last_step = step
 
     def leave(self) -> None:
         """Backward leaves a step, through the unit's inputs."""
         self.steps = max(0, self.steps - 1)
-        self.has_left = not self.steps
+
+    @property
+    def has_left(self) -> bool:
+        """Whether backward has reached steps, and left all of them."""
+        return self.steps == 0
 
 
 # The unit that owns a sharded parameter, by the parameter's id. The unit keeps the parameter alive, so the id is unique.
@@ -124,11 +126,8 @@ class Unit:
         # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
         # unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
-        self.left_alone: list[tuple[nn.Module, str]] = []  # registrations of ignored parameters, without units below
         self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
-        # Value to restore after `no_sync`; deep copies get this one. None: not inside `no_sync`.
-        self.syncs_after: bool | None = None
         # Units to gather while this unit computes. None: according to the recorded order.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
@@ -142,9 +141,7 @@ class Unit:
         self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
 
     def _reset(self) -> None:
-        self.ref = weakref.ref(self)
-        # Called with the module each time gradients have been set in `.grad`. Not copied, like the hooks of a parameter.
-        self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
+        self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims: list[Claim] = []  # claims.py, [Note: Claims]
         self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
@@ -153,14 +150,15 @@ class Unit:
         self.leaks: weakref.WeakSet[Step] | None = None
         self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user called `unshard`
         self.gathered_version = -1  # `handle.version()` at that time
-        # Used instead of the parameters in a forward that skips the unit. [Note: Taking part without running]
-        self.anchor: torch.Tensor | None = None
-        self.anchor_node: Node | None = None
-        # The units that its last forward ran, in order. None: no forward has ended without an error yet.
-        self.ran_inside: list[Unit] | None = None
         # Backward.
+        # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
+        self.stand_ins: list[Node] = []
         self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
+
+    def feature(self, kind: type[T]) -> T | None:
+        """Its feature of this class, or None."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def set_gradient_sync(self, value: bool) -> None:
         """Set whether backwards reduce the gradients from now on."""
@@ -204,18 +202,13 @@ class Unit:
         self.show()
         self.free_unless_kept()
 
-    def free_unless_kept(self) -> None:
-        """Free the unsharded parameters, unless a claim or a live graph needs them."""
-        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
-            self.handle.reshard()
+    def free_unless_kept(self, until: Step | None = None) -> None:
+        """Free the unsharded parameters, unless a claim or a live graph needs them.
 
-    def set_reshard_after_forward(self, value: bool | int | None) -> None:
-        """Takes effect in the next forward. For an int, call ``Runtime.split`` first."""
-        value = as_reshard_after_forward(value, self.context.runtime.world_size)
-        self.config = replace(self.config, reshard_after_forward=value)
-        self.handle.inner = None
-        if value is not None and not isinstance(value, bool):
-            self.handle.inner = InnerShards(self.context.runtime.within(value, self.config.collectives))
+        ``until``: the step whose backward will gather them again.
+        """
+        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
+            self.handle.reshard(until)
 
     def rename(self, fqn: str) -> None:
         """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there."""
@@ -249,7 +242,7 @@ class Unit:
         """
         if self.gathered_version != self.handle.version():
             return True
-        return not (self.claims and self.is_kept) and self.gathered_in not in (-1, pass_id)
+        return self.gathered_in not in (-1, pass_id) and not (self.claims and self.is_kept)
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"
@@ -260,15 +253,12 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
-        if result.syncs_after is not None:
-            result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()
         result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
-        result.left_alone = [(copy.deepcopy(module, memo), name) for module, name in self.left_alone]
         result._own_parameters()
         return result
 

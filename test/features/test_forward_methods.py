@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from parity import adamw, check_parity, full_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -390,13 +388,6 @@ def test_deepcopy(pool):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
 def test_what_it_looks_like(fake_group):
     model = shard(Model(), None)
     assert model.loss.__name__ == "loss"
@@ -415,8 +406,8 @@ def test_what_it_looks_like(fake_group):
     [
         ("generat", ValueError, "Model has no method 'generat'; it has "),
         ("embed", ValueError, "Model has no method 'embed'"),
-        ("forward", ValueError, "Model.forward: calls of the module are forwards already"),
-        ("__call__", ValueError, "Model.__call__: calls of the module are forwards already"),
+        ("forward", ValueError, "Model.forward: calls of the module gather already"),
+        ("__call__", ValueError, "Model.__call__: calls of the module gather already"),
         ("width", ValueError, "Model.width is not a method"),
         ("later", NotImplementedError, "Model.later is async"),
         (["encode", "nothing"], ValueError, "Model has no method 'nothing'"),

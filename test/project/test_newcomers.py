@@ -167,7 +167,7 @@ def test_sharded_twice(world):
         shown,
         """\
 ValueError: this Net is sharded already: fully_shard was called on it, or a policy chose
-    it. Call fully_shard once a module, inner modules first""",
+    it. Call fully_shard once per module, and on inner modules first""",
     )
 
 
@@ -178,9 +178,9 @@ def test_inside_after_outside(world):
     assert_expected_inline(
         shown,
         """\
-ValueError: 'weight' in this Linear is sharded already, as 'head.weight' of a unit
-    around it, a Net: shard inner modules before outer ones, or choose them by the
-    policy of one call on the outermost""",
+ValueError: 'weight' in this Linear is sharded already, as 'head.weight' of the unit
+    around it, a Net: shard inner modules before outer ones, or call fully_shard once,
+    on the outermost module, with a policy that chooses them""",
     )
 
 
@@ -328,10 +328,10 @@ def test_an_optimizer_of_whole_matrices(world):
         shown,
         """\
 RuntimeError: Adafactor looks at whole parameters, but ranks have parts of
-    'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight': stepping each
-    part alone would train something else. Use
-    flatshard.optim.WholeParameterOptimizer(params, Adafactor, ...), which works in any
-    layout, or shard with layout=flatshard.layouts.Whole()""",
+    'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight': on parts it would
+    compute wrong updates. Use flatshard.optim.WholeParameterOptimizer(params,
+    Adafactor, ...), which works in any layout, or shard with
+    layout=flatshard.layouts.Whole()""",
     )
 
 

@@ -1,13 +1,8 @@
-"""Numbers that each rank computes for its own part, and that are reduced to one number for all: norms, sums, overflow flags.
+"""What torch's own functions get for a sharded gradient: a norm or a flag that is reduced over the ranks when it is used.
 
-``reduce_norms`` and ``reduce_sums`` do the whole reduction. torch's own functions get a :class:`PartialNorm` or a
-:class:`PartialFlag` for a sharded gradient instead of a norm or a flag. These are reduced when their value is needed.
-
-[Note: Different questions]
-Each reduction carries a fingerprint of what it computes. Ranks may take norms of different gradients: if ``.grad`` is None on
-one rank only, it skips a norm that others take. Their all-reduces would match nevertheless, and silently give wrong numbers.
-So different fingerprints raise an error. On an accelerator, where the host does not wait for results, they make the result
-NaN.
+``torch._foreach_norm`` and ``GradScaler`` are called for many gradients, one after the other. An all-reduce for each would be
+slow. So they get a :class:`PartialNorm` or a :class:`PartialFlag`, which hold this rank's number. Their first use that needs
+the value combines the numbers of all ranks, as ``aggregate.py`` does it.
 """
 
 from __future__ import annotations
@@ -16,77 +11,13 @@ import collections
 import itertools
 import math
 import operator
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from flatshard._handle.tensors.aggregate import Aggregate, in_order, plainly, total_norm
 from flatshard._runtime import Runtime
-
-plainly = torch._C.DisableTorchFunctionSubclass
-"""``with plainly():`` functions treat tensors of every subclass as plain ones, and return plain ones."""
-
-
-def reduce_norms(norms: torch.Tensor, ord: float, runtime: Runtime, question: str) -> torch.Tensor:
-    """Norms of whole tensors, from the norms of the ranks' parts: one all-reduce.
-
-    Args:
-        norms: float, any shape; the ``ord``-norms of this rank's parts. For an empty part: ``norm_of_nothing(ord)``.
-        ord: any order of a vector norm; 0 counts nonzero elements.
-        runtime: of the ranks that hold the parts.
-        question: a description, the same text on all ranks. [Note: Different questions]
-
-    Returns:
-        float64, in the shape and on the device of ``norms``, equal on all ranks. NaN if any rank has NaN.
-    """
-    flat = norms.detach().reshape(-1).to(runtime.device, torch.float64)  # powers may overflow float32
-    if math.isinf(ord):
-        signed = flat if ord > 0 else -flat
-        # Not every backend's maximum propagates NaN.
-        is_nan = signed.isnan()
-        both = torch.cat([torch.where(is_nan, -math.inf, signed), is_nan.double()])
-        most, any_nan = _all_reduce(both, "max", runtime, question).chunk(2)
-        flat = torch.where(any_nan > 0, math.nan, most if ord > 0 else -most)
-    elif ord == 0:
-        flat = _all_reduce(flat, "sum", runtime, question)
-    else:
-        flat = _all_reduce(flat.pow(ord), "sum", runtime, question).pow(1 / ord)
-    return flat.reshape(norms.shape).to(norms.device)
-
-
-def reduce_sums(values: torch.Tensor, runtime: Runtime, question: str) -> torch.Tensor:
-    """The sum of ``values`` (1-D, float64, on the runtime's device) over the ranks: one all-reduce."""
-    return _all_reduce(values, "sum", runtime, question)
-
-
-def norm_of_nothing(ord: float) -> float:
-    """The norm of an empty part: the neutral element."""
-    return math.inf if ord < 0 else 0.0
-
-
-def _all_reduce(values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtime, question: str) -> torch.Tensor:
-    tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: the sum of its square is exact for up to 2^13 ranks
-    wire = values.new_empty(values.numel() + 2)
-    wire[:-2] = values
-    wire[-2].fill_(tag)
-    wire[-1].fill_(tag * tag if op == "sum" else -tag)
-    runtime.all_reduce_now(wire, op)
-    ranks = runtime.world_size if op == "sum" else 1
-    same = (wire[-2] == ranks * tag) & (wire[-1] == ranks * (tag * tag if op == "sum" else -tag))
-    if runtime.device.type != "cpu":
-        return torch.where(same, wire[:-2], math.nan)
-    if not same:
-        raise RuntimeError(
-            f"rank {runtime.rank} asked for {question}, but another rank asked for something else at the same time. All "
-            "ranks must take norms of gradients in the same order, also of gradients that are None on some ranks. For the "
-            "norm of all call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for "
-            "one norm per parameter flatshard.optim.gradient_statistics(model)"
-        )
-    return wire[:-2]
-
-
-# -- what torch's own functions get ------------------------------------------------------------------------------------
 
 consume = collections.deque[Any](maxlen=0).extend
 """Exhaust an iterator, in C."""
@@ -98,8 +29,8 @@ def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute:
     consume(map(setattr, tensors, itertools.repeat(attribute), values))
 
 
-class _Source(NamedTuple):
-    """The ranks that hold the parts, the order of the norms, and their device."""
+class _Origin(NamedTuple):
+    """What a partial norm is a part of: the ranks that hold the parts, the order of the norm, and its device."""
 
     runtime: Runtime
     ord: float
@@ -113,12 +44,12 @@ class PartialNorm(torch.Tensor):
     ranks must do it.
     """
 
-    _source: _Source
+    _origin: _Origin
 
     @classmethod
     def mark(cls, norms: Sequence[torch.Tensor], runtime: Runtime, ord: float, device: torch.device) -> None:
         """Turn 0-dim plain ``norms`` on ``device`` into partial norms, in place. ``runtime``: its ranks hold the parts."""
-        retype(norms, cls, "_source", itertools.repeat(_Source(runtime, ord, device)))
+        retype(norms, cls, "_origin", itertools.repeat(_Origin(runtime, ord, device)))
 
     @classmethod
     def __torch_function__(
@@ -131,18 +62,18 @@ class PartialNorm(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, because torch.nn.utils calls it for each of many norms
         """As ``torch.Tensor.to``. The result is partial, too."""
-        source = self._source
-        if args == (source.device,) and not kwargs:
+        origin = self._origin
+        if args == (origin.device,) and not kwargs:
             return self
         with plainly():
             result = super().to(*args, **kwargs)
             device = result.device
         if result is not self:
-            self.mark([result], source.runtime, source.ord, device)
+            self.mark([result], origin.runtime, origin.ord, device)
         return result
 
 
-_source = operator.attrgetter("_source")
+_origin = operator.attrgetter("_origin")
 
 
 class PartialNorms(torch.Tensor):
@@ -179,25 +110,21 @@ class PartialNorms(torch.Tensor):
     def _total(self, ord: float) -> torch.Tensor | None:
         """The total norm of order ``ord``. None if it cannot be computed from the ranks' own totals."""
         with plainly():
-            by_source = self._by_source()
-            if ord == 0 or any(source is not None and source.ord != ord for source in by_source):
+            by_origin = self._by_origin()
+            if ord == 0 or any(origin is not None and origin.ord != ord for origin in by_origin):
                 return None
-            totals: list[torch.Tensor] = []
-            for source in sorted(by_source, key=lambda source: -1 if source is None else source.runtime.number):
-                total = torch.linalg.vector_norm(by_source[source], ord)
-                if source is not None:
-                    total = reduce_norms(total, ord, source.runtime, f"the total norm of order {ord}").to(total.dtype)
-                totals.append(total)
-            return torch.linalg.vector_norm(torch.stack(totals), ord) if len(totals) > 1 else totals[0]
+            norms = {origin: torch.linalg.vector_norm(values, ord) for origin, values in by_origin.items()}
+            sharded = {origin.runtime: norm for origin, norm in norms.items() if origin is not None}
+            return total_norm(sharded, norms.get(None), ord, f"the total norm of order {ord}")
 
-    def _by_source(self) -> dict[_Source | None, torch.Tensor]:
-        """The norms by source. None: norms that are whole."""
-        if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_source, self._norms))) == 1:  # the usual case
-            return {_source(self._norms[0]): self}
-        found: dict[_Source | None, list[torch.Tensor]] = {}
+    def _by_origin(self) -> dict[_Origin | None, torch.Tensor]:
+        """The norms by origin. None: norms of whole gradients."""
+        if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_origin, self._norms))) == 1:  # the usual case
+            return {_origin(self._norms[0]): self}
+        found: dict[_Origin | None, list[torch.Tensor]] = {}
         for norm in self._norms:
-            found.setdefault(norm._source if isinstance(norm, PartialNorm) else None, []).append(norm)
-        return {source: torch.stack(norms) for source, norms in found.items()}
+            found.setdefault(norm._origin if isinstance(norm, PartialNorm) else None, []).append(norm)
+        return {origin: torch.stack(norms) for origin, norms in found.items()}
 
     def _make_whole(self) -> None:
         make_whole(self._norms)
@@ -233,10 +160,9 @@ class PartialFlag(torch.Tensor):
 
     def _make_whole(self) -> None:
         with plainly():
-            for runtime in sorted(self._runtimes, key=lambda r: r.number):
-                found = self.detach().reshape(-1).to(runtime.device, torch.float64)
-                found = _all_reduce(found, "max", runtime, "whether a gradient is infinite or NaN")
-                self.copy_(found.reshape(self.shape))
+            for runtime in in_order(self._runtimes):
+                question = "whether a gradient is infinite or NaN"
+                self.copy_(Aggregate("max").over_ranks(self, runtime, question))
         del self._runtimes
         self.__class__ = torch.Tensor  # type: ignore[assignment]
 
@@ -251,20 +177,21 @@ def _call_when_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 def make_whole(*arguments: Any) -> None:
     """Reduce all partial numbers in ``arguments``, which may be nested, to plain tensors with the whole values. In place."""
-    norms: dict[_Source, dict[int, PartialNorm]] = {}
+    norms: dict[_Origin, dict[int, PartialNorm]] = {}
     for found in _partial_in(arguments):
         if isinstance(found, PartialNorm):
-            norms.setdefault(found._source, {})[id(found)] = found
+            norms.setdefault(found._origin, {})[id(found)] = found
         else:
             found._make_whole()
-    for source in sorted(norms, key=lambda source: source.runtime.number):
-        parts: list[Any] = list(norms[source].values())
+    for origin in sorted(norms, key=lambda origin: origin.runtime.number):
+        parts: list[Any] = list(norms[origin].values())
         with plainly():
             values = torch.stack(parts)
-            whole = reduce_norms(values, source.ord, source.runtime, f"{len(parts)} norms of order {source.ord}")
+            question = f"{len(parts)} norms of order {origin.ord}"
+            whole = Aggregate("norm", origin.ord).over_ranks(values, origin.runtime, question)
             for part, value in zip(parts, whole.unbind(), strict=True):
                 part.copy_(value)
-                del part._source
+                del part._origin
                 part.__class__ = torch.Tensor
 
 

@@ -1,0 +1,56 @@
+"""Tests with real client libraries: ``pytestmark = pytest.mark.clients("accelerate", ...)`` names those that a file needs.
+
+Where one of them is absent its tests skip. So a file of tests imports them inside its bodies only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pool import Pool
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("clients"):
+        absent = [name for name in marker.args if importlib.util.find_spec(name) is None]
+        if absent:
+            pytest.skip(f"not installed: {', '.join(absent)}; pip install -e '.[clients]' installs all clients")
+
+
+# Before any pool starts, as ranks have the environment that their libraries were imported in.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+
+TIMEOUT = 240.0  # seconds from a body's last note: the first one imports its libraries, on a busy machine slowly
+PRELOAD = (
+    "accelerate",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+
+
+class PatientPool(Pool):
+    """Waits longer."""
+
+    def run(self, fn: Any, *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[Any]:
+        return super().run(fn, *args, timeout=timeout, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pool]:
+    """Two ranks whose default group has these two: the clients train on the default group."""
+    p = PatientPool(2, preload=PRELOAD)
+    yield p
+    p.close()
+
+
+@pytest.fixture(scope="session")
+def single() -> Iterator[Pool]:
+    """One process without a process group: what two ranks are compared with."""
+    p = PatientPool(1, backend=None, preload=PRELOAD)
+    yield p
+    p.close()
