@@ -49,6 +49,7 @@ TYPE_CHECKING_IMPORTS = {
         f"_handle.{name}": {"_handle.flat_param"}
         for name in ("gradients", "incoming", "parts", "reduction", "reduction_input")
     },
+    "_handle.unfilled": {"_handle.flat_param", "_handle.handle"},  # which it fills
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
@@ -429,6 +430,7 @@ _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
 _composable.hooks: torch.utils._pytree.tree_flatten
 _composable.hooks: torch.utils._pytree.tree_unflatten
+_handle.flat_param: torch._C._swap_tensor_impl
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
