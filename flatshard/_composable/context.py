@@ -166,10 +166,7 @@ class Context:
                     continue
                 if self._forwards:
                     needed.handle.check_parameters()
-                needed.handle.unshard(again=not self._forwards)
-                if self._forwards or (needed.claims and needed.is_kept):  # in backward the version is not needed
-                    needed.note_gathered()
-                needed.gathered_in = self.pass_id
+                needed.handle.unshard(self.pass_id, again=not self._forwards)
                 self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:

@@ -21,6 +21,7 @@ from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_reshard_after_forward
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.inner_shards import InnerShards, Kept
+from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, Shown
 from flatshard.layouts import LayoutChoice
 
@@ -65,7 +66,9 @@ class Step:
         self.unit = unit
         self.previous = previous
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
-        self.version = unit.gathered_version  # of the parameters in this forward
+        gathered = unit.handle.gathered
+        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
+        self.version = gathered.version  # of the parameters in this forward
         self.kept: list[Kept | None] | None = None  # inner shards for this backward: [Note: The life of an inner shard]
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
@@ -151,8 +154,6 @@ class Unit:
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
-        self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user called `unshard`
-        self.gathered_version = -1  # `handle.version()` at that time
         # Used instead of the parameters in a forward that skips the unit. [Note: Taking part without running]
         self.anchor: torch.Tensor | None = None
         self.anchor_node: Node | None = None
@@ -237,19 +238,16 @@ class Unit:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial
 
-    def note_gathered(self) -> None:
-        """Record that the unsharded parameters have the current values of the shards."""
-        self.gathered_version = self.handle.version()
-
     def is_outdated(self, pass_id: int) -> bool:
-        """Whether the shards have changed, or may have, since the parameters were unsharded.
+        """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
+        handle = self.handle
+        return not (handle.is_current(pass_id) or (self.is_kept and handle.is_current()))
 
-        Values from an earlier pass count as outdated, because C++ code may change parameters without changing their version.
-        Values that the user unsharded do not.
-        """
-        if self.gathered_version != self.handle.version():
-            return True
-        return not (self.claims and self.is_kept) and self.gathered_in not in (-1, pass_id)
+    @property
+    def is_unsharded_by_user(self) -> bool:
+        """Whether the user called ``unshard``, and no forward has used the parameters since."""
+        gathered = self.handle.gathered
+        return gathered is not None and gathered.by == BY_USER
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"

@@ -93,6 +93,7 @@ class FlatParam:
         self._host = None if runtime is None else runtime.host
         self.device = self._host if options.offload and self._host else self._compute_device  # of the shard
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
+        self._cast_version = -1  # `FlatParamHandle.version` of its values
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
         self.is_whole = layout.world_size == 1  # the shard is all of the flat parameter
         self._follow_kind()
@@ -325,13 +326,15 @@ class FlatParam:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, runtime: Runtime, again: bool) -> Pending:
-        """Fill the unsharded buffer from all ranks' shards. ``again``: with the values of the last gather."""
+    def gather(self, runtime: Runtime, version: int, again: bool) -> Pending:
+        """Fill the unsharded buffer from all ranks' shards. ``again``: these have not changed since the last gather, unless
+        their ``version`` has.
+        """
         shard = self.shard
         if self.options.keep_cast:
-            if self._cast is None or not again:
+            if self._cast is None or not again or version != self._cast_version:
                 self._cast = None  # frees the old one before the new one is allocated
-                self._cast = self._on_compute_device(runtime).to(self.compute_dtype)
+                self._cast, self._cast_version = self._on_compute_device(runtime).to(self.compute_dtype), version
             shard = self._cast
         elif self.options.offload:
             shard = self._on_compute_device(runtime)

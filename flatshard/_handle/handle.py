@@ -24,7 +24,7 @@ from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.inner_shards import InnerShards, Kept
-from flatshard._handle.lifetime import GradState, Lifetime, ParamState
+from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
@@ -79,7 +79,7 @@ class FlatParamHandle:
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self._checked_at = self._synced_at = -1  # `changes.count` at the last `check_parameters`, `sync_requires_grad`
         self._gathers: list[Pending] = []
-        self.is_exact = True  # whether the last all-gather delivered the shards bit for bit
+        self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.on_reduced: Callable[[], None] = _nothing  # called after reduced gradients were set in or added to `.grad`
         self.inner: InnerShards | None = None  # if the unit reshards to a smaller group after forward
         self._is_whole = replicas is runtime or runtime.world_size == 1
@@ -154,16 +154,18 @@ class FlatParamHandle:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self, again: bool = False, exactly: bool = False) -> None:
+    def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
         """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
-        ``again``: for a backward, which needs the values of its forward. ``exactly``: gather the shards bit for bit, even if
-        the user's collectives approximate.
+        ``by``: see ``Gathered``. ``again``: for a backward, which needs the values of its forward. ``exactly``: gather the
+        shards bit for bit, even if the user's collectives approximate.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._gathers:  # left by an interrupted unshard
             self._settle_gathers()
+        runtime, version = self.runtime.exact if exactly else self.runtime, self.version()
+        exact = runtime is runtime.exact  # also of kept shards, which are those of an earlier gather over this runtime
         if self._gathered:
             if self._pooled and self.is_blocked:
                 raise RuntimeError(
@@ -171,26 +173,26 @@ class FlatParamHandle:
                     "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
                     "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
                 )
-            runtime, kept = self.runtime.exact if exactly else self.runtime, None
+            kept = None
             if self.inner is not None and (kept := self.inner.take(again)) is not None:
                 runtime = self.inner.runtime
             if _trace.sinks:
                 what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
                 _trace.event("cast" if self._is_whole else what, self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(runtime, again, kept)
+                self._start_gathers(runtime, version, again, kept)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(runtime, again, kept)
+                    self._start_gathers(runtime, version, again, kept)
+        self.gathered = Gathered(version, by, exact)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, again: bool, kept: list[torch.Tensor] | None) -> None:
+    def _start_gathers(self, runtime: Runtime, version: int, again: bool, kept: list[torch.Tensor] | None) -> None:
         try:
             if kept is None:
-                self.is_exact = runtime is runtime.exact
                 for flat in self._gathered:
-                    self._gathers.append(flat.gather(runtime, again))
-            else:  # `is_exact` stays: the kept shards are as exact as the gather that they were kept from
+                    self._gathers.append(flat.gather(runtime, version, again))
+            else:
                 for flat, part in zip(self._gathered, kept, strict=True):
                     self._gathers.append(Holding(flat.gather_inner(runtime, part), [part]))
         except BaseException as e:
@@ -219,7 +221,7 @@ class FlatParamHandle:
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
-        if not self.is_exact:
+        if self.gathered is not None and not self.gathered.exact:
             for flat in self._gathered:
                 flat.keep_gathered()
 
@@ -255,6 +257,31 @@ class FlatParamHandle:
             for flat in self._gathered:
                 flat.free()
         self.lifetime.move_params("reshard")
+        self.gathered = None
+
+    def is_current(self, pass_id: int | None = None) -> bool:
+        """Whether the unsharded parameters have the values of the shards.
+
+        ``pass_id``: of the pass that asks. Then values from an earlier pass are not current, unless the user unsharded them:
+        C++ code may have changed the shards without changing their version.
+        """
+        gathered = self.gathered
+        if gathered is None or gathered.version != self.version():
+            return False
+        return pass_id is None or gathered.by in (BY_USER, pass_id)
+
+    def take_over(self, by: int) -> None:
+        """The unsharded parameters are for ``by`` from now on: see ``Gathered``."""
+        gathered = self.gathered
+        if gathered is not None and gathered.by != by:
+            self.gathered = Gathered(gathered.version, by, gathered.exact)
+
+    def gather_again(self) -> None:
+        """Gather the values that the shards have now, if the parameters are unsharded."""
+        if (before := self.gathered) is not None:
+            self.reshard()
+            self.unshard(before.by, exactly=before.exact)
+            self.wait()
 
     def keep_inner_shards(self) -> Kept | None:
         """The inner shards that the backward will gather from, or None. Call this before ``reshard``."""
@@ -315,6 +342,12 @@ class FlatParamHandle:
     def increment_version(self) -> None:
         """Record that the shards were written directly, not through the parameters. All ranks call it alike."""
         increment_version(self._params)
+
+    def note_written_back(self) -> None:
+        """Record that the shards were changed to what is unsharded. All ranks call it alike."""
+        self.increment_version()
+        if self.gathered is not None:
+            self.gathered = self.gathered._replace(version=self.version())
 
     def sync_requires_grad(self) -> None:
         """Adopt parameters that the user froze or unfroze."""
@@ -545,7 +578,7 @@ class FlatParamHandle:
         result.label = self._make_label(self.fqn, self.label.identity)
         result.lifetime, result.arrivals, result.slots = Lifetime(result.label), Arrivals(), Slots()
         result.inner = self.inner and self.inner.copy()
-        result.flats, result._gathers = [], []
+        result.flats, result._gathers, result.gathered = [], [], None
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, result.label)

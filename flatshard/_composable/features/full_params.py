@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatshard._composable.claims import Claim
 from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit, settle, units_below
+from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.whole_parameters import WholeParameters, copy_whole
@@ -160,10 +161,8 @@ class _Summoned(Claim):
             copies = {key: copy_whole(shown, torch.device("cpu")) for key, shown in around[-1].items()}
         else:
             if not mixed or not alone:
-                handle.unshard(exactly=True)
+                handle.unshard(unit.context.pass_id, exactly=True)
                 handle.wait()
-                unit.gathered_in = unit.context.pass_id
-                unit.gathered_version = handle.version()
             if offload_to_cpu or mixed:
                 copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
                 for flat in handle.flats:
@@ -246,8 +245,7 @@ class _Summoned(Claim):
         elif self.before is not None:
             whole.restore_unsharded(self.before)
         if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
-            handle.increment_version()
-            unit.gathered_version = handle.version()  # what is gathered now shows the change
+            handle.note_written_back()
         if writeback:  # for good, whatever becomes of those further out
             for outer in _summons(unit):
                 if outer.before is not None:
@@ -271,9 +269,7 @@ class _Summoned(Claim):
             for key, outer in around[-1].items():
                 outer.data.copy_(copies[key].data)
         if unit.is_pinned:  # the unsharded parameters are in use: refill them
-            handle.reshard()
-            handle.unshard(exactly=handle.is_exact)
-            handle.wait()
+            handle.gather_again()
 
     def _release(self) -> None:
         unit = self.unit
@@ -318,7 +314,7 @@ class UnshardHandle:
         """Have the parameters registered whole, ready for what the caller does next. Idempotent."""
         units, self._units = self._units, []
         for unit in units:
-            if unit.gathered_in == -1 and not unit.handle.is_sharded:  # else it was used and freed in the meantime
+            if unit.is_unsharded_by_user:  # else it was used and freed in the meantime
                 unit.handle.wait()
                 unit.show(UNSHARDED)
                 unit.context.runtime.wait_for_host_reads()
@@ -347,11 +343,9 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
             unit.context.make_room(unit)
-            unit.handle.unshard()
-            unit.gathered_in = -1
-            unit.gathered_version = unit.handle.version()
+            unit.handle.unshard(BY_USER)
         elif not unit.is_used:  # left by a forward for its backward: shown as well
-            unit.gathered_in = -1
+            unit.handle.take_over(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
         return handle
