@@ -98,12 +98,12 @@ class FlatParam:
         self.is_whole = layout.world_size == 1  # the shard is all of the flat parameter
         self._follow_kind()
         self.slices = layout.shard_slices(rank)
+        self.wrappings = tuple(map(wrapping_of, originals))  # None for a plain parameter
         self.shard = self._new_shard()
         self._fill_shard(originals)
-        self.unsharded = UnshardedBuffer(layout, rank, originals, pool)
+        self.unsharded = UnshardedBuffer(layout, rank, originals, self.wrappings, pool)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
-        self._beside = next((t for t in map(wrapping_of, originals) if isinstance(t, TensorParallel)), None)
         self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
@@ -130,9 +130,8 @@ class FlatParam:
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
-        for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
+        for info, part, param, wrapping in zip(self.layout.params, self.slices, originals, self.wrappings, strict=True):
             if part.numel:
-                wrapping = wrapping_of(param)
                 plain = param.detach() if wrapping is None else wrapping.unwrap(param)
                 whole = in_memory_order(plain, info.stride)
                 self.shard[part.start : part.stop].copy_(whole[part.offset : part.offset + part.numel])
@@ -157,11 +156,12 @@ class FlatParam:
         grad, param.grad = param.grad, None
         param.data = self._part_view(index)
         end = part.offset + part.numel
-        wrapping, runtime = wrapping_of(param), self._runtime
+        wrapping, runtime = self.wrappings[index], self._runtime
         if wrapping is not None:
             runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
-        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, self._beside)
+        beside = next((w for w in self.wrappings if isinstance(w, TensorParallel)), None)
+        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
         holders = self.layout.holders(index)
         owner = None if len(holders) > 1 else holders[0] if holders else 0
         shard_info = ShardInfo(
@@ -187,7 +187,7 @@ class FlatParam:
         result = copy.copy(self)
         result.label = label
         result.shard = self._new_shard().copy_(self.shard)
-        result.unsharded = UnshardedBuffer(self.layout, self.rank, params, self.pool)
+        result.unsharded = UnshardedBuffer(self.layout, self.rank, params, self.wrappings, self.pool)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
         result.is_watched = False
@@ -368,7 +368,7 @@ class FlatParam:
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
         """The unsharded values in the parameters' own dtype, in a new buffer."""
-        full = UnshardedBuffer(self.layout, self.rank, self.params)
+        full = UnshardedBuffer(self.layout, self.rank, self.params, self.wrappings)
         full.place(self.dtype, self._compute_device, None)
         self._gather_into(full, self._on_compute_device(runtime), runtime.exact).wait()
         return full

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.incoming import incoming_of
 from flatshard._handle.parts import Parts, info_of_all
 from flatshard._handle.reduction import Reduction
@@ -243,7 +242,7 @@ class FlatGradients:
             if grad is None:
                 param.grad = None
                 continue
-            wrapping = wrapping_of(flat.computes[index])
+            wrapping = flat.wrappings[index]
             plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
             dense = in_memory_order(plain, info.stride)
             mine = flat.shaped(index, dense[part.offset : part.offset + part.numel])

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool, Slot
 
@@ -30,22 +31,28 @@ class UnshardedBuffer:
     """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
     def __init__(
-        self, layout: FlatLayout, rank: int, originals: Sequence[nn.Parameter], pool: BufferPool | None = None
+        self,
+        layout: FlatLayout,
+        rank: int,
+        originals: Sequence[nn.Parameter],
+        wrappings: Sequence[Wrapping | None],
+        pool: BufferPool | None = None,
     ) -> None:
         """Call ``place`` next.
 
-        ``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
-        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers]
+        ``originals``: the user's parameters; the compute parameters share their attributes. ``wrappings``: of each of them.
+        ``pool``: provides the memory; None: the buffer has its own storage, which is resized. pool.py, [Note: Static
+        buffers]
         """
         self.layout = layout
         self.rank = rank
         self._pool = pool
         self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
-        self.computes = tuple(map(self._make_compute, originals))
+        self._wrappings = tuple(wrappings)
+        self.computes = tuple(map(self._make_compute, originals, wrappings))
 
     @staticmethod
-    def _make_compute(param: nn.Parameter) -> nn.Parameter:
-        wrapping = wrapping_of(param)
+    def _make_compute(param: nn.Parameter, wrapping: Wrapping | None) -> nn.Parameter:
         empty = torch.empty(0, dtype=param.dtype, device=param.device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
@@ -65,9 +72,9 @@ class UnshardedBuffer:
         """Make ``flat`` the buffer, and all tensors views of it."""
         self.flat, layout = flat, self.layout
         dtype, device = flat.dtype, flat.device
-        for info, compute in zip(layout.params, self.computes, strict=True):
+        for info, compute, wrapping in zip(layout.params, self.computes, self._wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if (wrapping := wrapping_of(compute)) is not None:
+            if wrapping is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
                 plain.data = view  # a tensor of its own: compiled graphs save the tensors inside a subclass
                 wrapping.point(compute, plain)
@@ -82,7 +89,9 @@ class UnshardedBuffer:
         )
         self._storage = self.flat.untyped_storage()
         self._plain = [
-            c for c, info in zip(self.computes, layout.params, strict=True) if info.numel and wrapping_of(c) is None
+            c
+            for c, info, wrapping in zip(self.computes, layout.params, self._wrappings, strict=True)
+            if info.numel and wrapping is None
         ]
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
             self.flat.storage_offset() * self.flat.itemsize
@@ -138,9 +147,9 @@ class UnshardedBuffer:
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
         moved = False
-        for info, compute in zip(self.layout.params, self.computes, strict=True):
+        for info, compute, wrapping in zip(self.layout.params, self.computes, self._wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if wrapping_of(compute) is None and compute.data_ptr() != view.data_ptr():
+            if wrapping is None and compute.data_ptr() != view.data_ptr():
                 if compute.shape != view.shape:
                     raise RuntimeError(
                         f"parameter {info.fqn!r} was replaced in its unit's forward by a tensor of shape "

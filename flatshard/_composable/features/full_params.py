@@ -15,7 +15,7 @@ from flatshard._composable.state import Unit, settle, units_below
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.whole_parameters import WholeParameters, copy_whole
+from flatshard._handle.whole_parameters import WholeParameters
 
 summoned_units: list[list[Unit]] = []
 """Of each ``summon_full_params`` under way."""
@@ -158,7 +158,7 @@ class _Summoned(Claim):
         if around and not offload_to_cpu:
             copies, self.shares_copies = around[-1], True
         elif around:
-            copies = {key: copy_whole(shown, torch.device("cpu")) for key, shown in around[-1].items()}
+            copies = whole.copy_copies(around[-1], torch.device("cpu"))
         else:
             if not mixed or not alone:
                 handle.unshard(unit.context.pass_id, exactly=True)
