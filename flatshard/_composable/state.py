@@ -228,12 +228,6 @@ class Unit:
         return self.handle.label.unit
 
     @property
-    def is_rank0(self) -> bool:
-        """Whether this rank is the first of all ranks that have the unit."""
-        replicas = self.handle.replicas
-        return self.context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
-
-    @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial

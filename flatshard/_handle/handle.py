@@ -25,6 +25,7 @@ from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
+from flatshard._handle.placement import Placement
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
@@ -44,32 +45,30 @@ class FlatParamHandle:
         fqn: str,
         flats: Sequence[PlannedFlat],
         runtime: Runtime,
-        replicas: Runtime | None = None,
+        placement: Placement,
         pool: BufferPool | None = None,
     ) -> None:
         """Flatten and shard the parameters of ``flats`` in place.
 
         Args:
             fqn: the unit's FQN, for errors and traces.
-            flats: the unit's parameters, laid out over the ranks of ``runtime``, or over one rank under ``NO_SHARD``.
-            runtime: the runtime of the group to shard over.
-            replicas: the runtime of the group of ranks that hold the same shard, or None. It is ``runtime`` itself if every
-                rank keeps whole parameters (``NO_SHARD``).
+            flats: the unit's parameters, laid out over ``placement.shards``.
+            runtime: issues the collectives over the ranks to shard over, or under ``NO_SHARD`` over the replicas.
+            placement: which ranks hold what.
             pool: allocates the memory that collectives read and write. pool.py, [Note: Static buffers]
         """
         self.runtime = runtime
         self.arrivals = Arrivals()
         self.slots = Slots()
-        self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.placement = placement
         params = [p for flat in flats for p in flat.params]
         starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
         self.label = self._make_label(fqn, digest([*((p.fqn, tuple(p.param.shape)) for p in params), starts]))
         self.lifetime = Lifetime(self.label)
-        rank = 0 if replicas is runtime else runtime.rank
         self.flats: list[FlatParam] = []
         for planned in flats:
             originals = [p.param for p in planned.params]
-            flat = FlatParam(planned.layout, originals, rank, planned.options, runtime, self.replicas, pool, self.label)
+            flat = FlatParam(planned.layout, originals, planned.options, runtime, placement, pool, self.label)
             self.flats.append(flat)
             for owned, compute in zip(planned.params, flat.computes, strict=True):
                 for module, name in owned.slots:
@@ -82,7 +81,6 @@ class FlatParamHandle:
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.on_reduced: Callable[[], None] = _nothing  # called after reduced gradients were set in or added to `.grad`
         self.inner: InnerShards | None = None  # if the unit reshards to a smaller group after forward
-        self._is_whole = replicas is runtime or runtime.world_size == 1
         self.gradient_nodes: list[Node] = []
         self._nodes_stream: Any = None  # the stream that all of them accumulate on; None on CPU
         self._index()
@@ -109,7 +107,8 @@ class FlatParamHandle:
         return self.label.unit
 
     def _make_label(self, fqn: str, identity: str) -> Label:
-        progress = self.runtime.progress or (self.replicas and self.replicas.progress)
+        replicas = self.placement.replicas
+        progress = self.runtime.progress or (replicas and replicas.progress)
         return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
 
     def rename(self, old: str, new: str) -> None:
@@ -178,7 +177,7 @@ class FlatParamHandle:
                 runtime = self.inner.runtime
             if _trace.sinks:
                 what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
-                _trace.event("cast" if self._is_whole else what, self.fqn)
+                _trace.event("cast" if self.placement.shards is None else what, self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
                 self._start_gathers(runtime, version, again, kept)
             else:
@@ -428,7 +427,7 @@ class FlatParamHandle:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
+            _trace.event("all-reduce" if self.placement.shards is None else "reduce-scatter", self.fqn)
         self.arrivals.task = -1
         try:
             for flat in self.flats:
@@ -453,7 +452,7 @@ class FlatParamHandle:
 
     def advance_reduce(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute. Without replicas: nothing."""
-        if self.replicas is not None:
+        if self.placement.replicas is not None:
             for grads in self._gradients:
                 grads.reduction.advance(self.runtime)
 

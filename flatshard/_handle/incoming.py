@@ -297,7 +297,7 @@ class Collected:
         flat, reduction = self._flat, self._reduction
         if self._waiting or (self._filled is None and self._waits_for_all):
             widens = getattr(runtime.collectives, "widens", False)
-            narrow = widens and not (accumulates or flat.is_whole)
+            narrow = widens and not (accumulates or flat.placement.shards is None)
             self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
         filled = self._ensure_input(reduction.reduce_dtype)
         no_gradient: list[int] = []
@@ -317,7 +317,7 @@ class Collected:
 
     def free_reduced(self) -> None:
         """See :class:`Incoming`."""
-        if not self._flat.is_whole:  # otherwise the input is the result
+        if self._flat.placement.shards is not None:  # otherwise the input is the result
             self._input.free()
 
     def end(self) -> tuple[torch.Tensor | None, list[bool]]:

@@ -33,7 +33,7 @@ class Owned:
         self.is_cut = len(holders) > 1
         self.owner = self._choose(holders, work, loads)
         loads[self.owner] += work
-        self.is_mine = flat.is_whole or self.owner == flat.rank
+        self.is_mine = flat.is_whole or self.owner == flat.placement.rank
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
         self._whole: torch.Tensor | None = None  # of a cut parameter, while it is stepped here
         self._grad: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class Owned:
 
     def gather(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
         """Begin: what this rank is to send and to receive is added."""
-        info, rank = self.flat.layout.params[self.index], self.flat.rank
+        info, rank = self.flat.layout.params[self.index], self.flat.placement.rank
         known = shard_info(self.param)
         assert known is not None
         grad = self.param.grad
@@ -98,7 +98,7 @@ class Owned:
             self._grad = None
             for holder, part in self._parts:
                 piece = self._whole[part.offset : part.offset + part.numel]
-                if holder == self.flat.rank:
+                if holder == self.flat.placement.rank:
                     self._own().copy_(piece)
                 else:
                     sent.append((piece, holder))

@@ -62,7 +62,7 @@ def summon_full_params(
     try:
         for unit in units:
             shown.append(_Summoned(unit, with_grads, offload_to_cpu, rank0_only))
-            if rank0_only and not unit.is_rank0:
+            if rank0_only and not unit.handle.placement.is_rank0:
                 shown[-1].hide()
         for context in {unit.context for unit in units}:
             context.runtime.wait_for_host_reads()
