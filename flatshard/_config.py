@@ -53,9 +53,11 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     """Of the unsharded floating-point parameters, in forward and backward. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """Of the gradients' reduction, and of accumulation under ``no_sync``. None: ``param_dtype``.
+    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: ``param_dtype``.
 
-    Over gloo gradients of a narrower ``param_dtype`` are sent in that, and added in this one: the same bits, half the bytes.
+    This is how to send gradients in 16 bits: ``reduce_dtype=torch.bfloat16``. With ``param_dtype=torch.bfloat16,
+    reduce_dtype=torch.float32`` the sum is exact; over gloo gradients are sent in bfloat16 even then, and added in float32.
+    ``flatshard.comm`` says what the other ways are for.
     """
     buffer_dtype: torch.dtype | None = None
     """Floating-point buffers are cast to it once, by ``fully_shard``. None: left alone."""

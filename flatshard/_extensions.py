@@ -7,6 +7,7 @@ from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.forked import Forked
+from flatshard._composable.features.inner_shards import InnerShards
 from flatshard._composable.features.late_ties import LateTies
 from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.left_alone import LeftAlone
@@ -26,6 +27,7 @@ def plug_in() -> None:
         Compile(),
         Optimizers(),
         Transforms(),  # before what must not run inside a transform
+        InnerShards(),
         Precision(),
         Escapes(),
         UserHooks(),

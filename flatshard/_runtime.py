@@ -44,7 +44,6 @@ from flatshard._comm.backends import (
     BuiltinCollectives,
     FakeCollectives,
     builtin_collectives,
-    subgroup,
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, make_collectives, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Issued, Label, Progress, describe_place, here
@@ -284,7 +283,6 @@ class Runtime:
         self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
         self._made: dict[CollectivesFactory, Collectives] = {}  # each custom factory is called once
-        self._inner: dict[int, Runtime] = {}  # by size: see `split`
         self._exact: Runtime | None = None  # with the built-in collectives, if `self.collectives` are not exact
         self.streams = streams
         self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
@@ -330,25 +328,6 @@ class Runtime:
         result.collectives = collectives
         result._exact = None if collectives.exact else self.exact
         return result
-
-    def split(self, size: int) -> None:
-        """Create the subgroup for ``within(size)``. All ranks of the world must call it together: see ``subgroup``."""
-        self.add_inner(Runtime.of(subgroup(self.group, size, self.device), self.device))
-
-    def add_inner(self, inner: Runtime) -> None:
-        """Register the runtime of a subgroup of consecutive ranks that contains this rank, for ``within``."""
-        if inner.world_size not in self._inner:
-            self._inner[inner.world_size] = inner = copy.copy(inner)
-            inner.streams = self.streams
-
-    def within(self, size: int, factory: CollectivesFactory | None) -> Runtime:
-        """The runtime of the ``size`` consecutive ranks that contain this rank, on the same streams. Needs ``split(size)``.
-
-        It gathers values again that were gathered before, so it uses exact collectives. Exception: collectives with
-        ``everywhere``, which also apply here (``benchmarks/no_communication.py`` leaves out all communication).
-        """
-        made = self._inner[size].using(factory)
-        return made if getattr(made.collectives, "everywhere", False) else made.exact
 
     @property
     def group(self) -> dist.ProcessGroup:

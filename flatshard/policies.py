@@ -1,4 +1,4 @@
-"""Which submodules become units: what ``fully_shard(policy=...)`` takes besides a class or a set of classes.
+"""Policies: they choose the submodules that become units. ``fully_shard(policy=...)`` also takes a class or a set of classes.
 
 >>> flatshard.fully_shard(model, policy=flatshard.policies.size_based_auto_wrap_policy)
 """

@@ -1,4 +1,4 @@
-"""What the parameters of a sharded module and their gradients are between steps.
+"""The types of a sharded module's parameters and gradients between steps, and what they say about this rank's part.
 
 >>> flatshard.tensors.shard_info(model.head.weight).shape
 """

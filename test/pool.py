@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORLD_SIZE = 4
-START_TIMEOUT = 60.0
+START_TIMEOUT = 120.0
 RENEW_TIMEOUT = 20.0
 GRACE = 5.0
 """Seconds that the other ranks get to answer once one rank has failed."""

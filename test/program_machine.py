@@ -663,11 +663,18 @@ class Machine:
         for twin in self._alive:
             for p in twin.plain.parameters():
                 p.grad = None
-        sum(loss.plain for loss in losses).backward(retain_graph=retain)
         brought = False
-        for twin, old in zip(self._alive, before, strict=True):
+        found: list[dict[str, Tensor | None]] = []
+        try:
+            sum(loss.plain for loss in losses).backward(retain_graph=retain)
+        finally:
+            for twin, old in zip(self._alive, before, strict=True):
+                found.append({name: p.grad for name, p in twin.plain.named_parameters()})
+                for name, p in twin.plain.named_parameters():
+                    p.grad = old[name]
+        for twin, of_twin in zip(self._alive, found, strict=True):
             for name, p in twin.plain.named_parameters():
-                new, p.grad = p.grad, old[name]
+                new = of_twin[name]
                 if new is None:
                     continue
                 brought = True

@@ -99,9 +99,11 @@ class Context:
             return None
         return self._forwards.pop()
 
-    def make_step(self, unit: Unit, in_backward: bool) -> Step:
-        """Create the step of the forward of ``unit`` that has just ended, for backward to reach."""
-        step = Step(unit, None if in_backward else self.last_step, [forward.unit for forward in self._forwards])
+    def make_step(self, forward: Forward) -> Step:
+        """Create the step of a forward that has just ended, for backward to reach."""
+        unit, in_backward = forward.unit, forward.in_backward
+        step = Step(unit, None if in_backward else self.last_step, [outer.unit for outer in self._forwards])
+        forward.step = step
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
                 needed.steps = weakref.WeakSet() if needed.steps is None else needed.steps

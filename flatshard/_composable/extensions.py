@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from flatshard._composable.forward import Forward
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, UnitConfig
+from flatshard._runtime import Runtime
 
 
 class ForwardFeature:
@@ -83,8 +84,11 @@ class Link(Generic[F]):
 class Extension:
     """What one feature does in a call of ``fully_shard``. A subclass overrides the methods that it needs."""
 
-    def prepare(self, module: nn.Module) -> None:
-        """Called before anything is changed."""
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
+        """Called when the units of ``module`` and their ``configs`` are known, before anything is changed.
+
+        ``runtime``: of the ranks to shard over. All of them call it.
+        """
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature | None:
         """Called for each new unit. ``modules``: its module and the submodules that belong to no other unit."""

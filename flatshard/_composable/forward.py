@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import FrameType
 
 from flatshard._composable.claims import Claim
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Step, Unit
 
 
 class Forward:
     """One running forward of a unit."""
 
-    __slots__ = ("claims", "frame", "gathers", "in_backward", "is_hooked", "unit")
+    __slots__ = ("claims", "frame", "gathers", "in_backward", "is_hooked", "step", "unit")
 
     def __init__(self, unit: Unit, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
@@ -19,6 +19,7 @@ class Forward:
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.is_hooked = True  # False: a feature asked the hooks to do nothing
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
+        self.step: Step | None = None  # set at its end, if backward may reach it
         self.claims = [(needed, Claim()) for needed in unit.needs]
         for needed, claim in self.claims:
             needed.claims.append(claim)

@@ -141,8 +141,6 @@ def fully_shard(
     )
     _check_limit_all_gathers(limit_all_gathers)
     validate.check_module(module)
-    for extension in extensions():
-        extension.prepare(module)
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     world_size = dist.get_world_size(group)
     choice = choose(module, policy, config, ignored_states, world_size)
@@ -160,8 +158,8 @@ def fully_shard(
         context.follow(replicas)
     for unit in planned:  # raises if a factory's result is not usable
         context.runtime.using(choice.config_of(unit).collectives)
-    for size in choice.inner_sizes(world_size):
-        context.runtime.split(size)
+    for extension in extensions():
+        extension.prepare(module, choice.all_configs, context.runtime)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     # Checked here, because the owner of a shared parameter initialises modules of other units that it is registered in.
     was_meta = {unit.module for unit in planned if materialize.is_on_meta(unit, ignored_params)}
@@ -204,13 +202,8 @@ class Choice:
     def config_of(self, unit: PlannedUnit) -> UnitConfig:
         return self.configs.get(unit.module, self.config)
 
-    def inner_sizes(self, world_size: int) -> list[int]:
-        """The numbers of ranks that units reshard to after forward, if neither 1 nor all. Ascending."""
-        values = (as_reshard_after_forward(c.reshard_after_forward, world_size) for c in self._all_configs)
-        return sorted({v for v in values if v is not None and not isinstance(v, bool)})
-
     @property
-    def _all_configs(self) -> list[UnitConfig]:
+    def all_configs(self) -> list[UnitConfig]:
         return [self.config, *self.configs.values()]
 
     def check_layouts(self, world_size: int) -> list[str]:
@@ -241,12 +234,17 @@ def choose(
     validate.check_tree(module, ignored)
     overrides = choose_units(module, policy, ignored, ignored_params)
     validate.check_chosen(module, overrides)
-    configs = {m: _override(config, given, m) for m, given in overrides.items()}
+    configs = {m: _over(world_size, _override(config, given, m)) for m, given in overrides.items()}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
-    choice = Choice(planned, config, configs, ignored, ignored_params)
-    choice.inner_sizes(world_size)  # raises if a reshard_after_forward is wrong
+    choice = Choice(planned, _over(world_size, config), configs, ignored, ignored_params)
     validate.check_order(module, planned)
     return choice
+
+
+def _over(world_size: int, config: UnitConfig) -> UnitConfig:
+    """``config`` over that many ranks."""
+    value = as_reshard_after_forward(config.reshard_after_forward, world_size)
+    return dataclasses.replace(config, reshard_after_forward=value)
 
 
 def build(
@@ -386,7 +384,6 @@ def _make_unit(
     pool = context.pool_of(runtime, config.static_buffers)
     handle = FlatParamHandle(planned.fqn, flats, runtime, placement, pool)
     unit = Unit(planned.module, handle, context, config)
-    unit.set_reshard_after_forward(config.reshard_after_forward)
     set_unit(planned.module, unit)
     return unit
 

@@ -195,7 +195,6 @@ class UnitHooks:
         forward = unit.context.exit_forward(unit)
         if forward is None:
             return None
-        in_backward = current_graph_task() != -1
         comes_back = leaks = False
         changed = None
         try:
@@ -207,23 +206,23 @@ class UnitHooks:
                 if (new := after(forward, output)) is not None:
                     output = changed = new
             has_raised = output is None and sys.exc_info()[1] is not None
-            if not (in_backward or has_raised):
+            if not (forward.in_backward or has_raised):
                 unit.ran_inside = unit.context.ran_since(unit)
             if torch.is_grad_enabled():
                 # The module may have stored tensors in a list or dict that it was given.
                 filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
-                comes_back = self._hook_outputs((output, filled) if filled else output, in_backward)
+                comes_back = self._hook_outputs((output, filled) if filled else output, forward)
             leaks = self._shows_parameters(output)
-            if leaks and comes_back and (step := unit.context.last_step) is not None and step.unit is unit:
+            if leaks and forward.step is not None and not forward.in_backward:
                 unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
-                unit.leaks.add(step)
+                unit.leaks.add(forward.step)
         finally:
-            self.end_forward(forward, comes_back, leaks, in_backward)
+            self.end_forward(forward, comes_back, leaks)
         return changed
 
-    def end_forward(self, forward: Forward, comes_back: bool, leaks: bool, in_backward: bool) -> None:
+    def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
         """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
-        context = self.unit.context
+        context, in_backward = self.unit.context, forward.in_backward
         outermost = context.is_idle
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
@@ -236,27 +235,22 @@ class UnitHooks:
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if not (stays or leaks or in_backward or (needed.claims and needed.is_pinned)):
-                if needed.handle.inner is not None and comes_back and not (needed.claims and needed.is_kept):
-                    self._keep_inner_shards(needed)
-                needed.free_unless_kept()
+                needed.free_unless_kept(forward.step)
                 if not comes_back:
                     needed.handle.forget_cast()
         if outermost and not in_backward:
             context.end_pass()
 
-    def _keep_inner_shards(self, needed: Unit) -> None:
-        """Keep inner shards for backward, in the step of the forward that ends now."""
-        step = self.unit.context.last_step
-        if step is not None and step.unit is self.unit:  # otherwise no node of this forward was found
-            step.kept = [*(step.kept or ()), needed.handle.keep_inner_shards()]
-
-    def _hook_outputs(self, output: Any, in_backward: bool) -> bool:
-        """Make backward call ``pre_backward`` when it reaches an output. Returns whether it may reach one."""
-        unit = self.unit
-        nodes = set()
+    def _hook_outputs(self, output: Any, forward: Forward) -> bool:
+        """Look for the tensors through which backward may come back to this forward. Returns whether there may be some."""
         outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
         for leaving in self._leaving:
             outputs += leaving(outputs)
+        return self.come_back(outputs, forward) or self._may_hide_tensors(output)
+
+    def come_back(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
+        """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Returns whether it may."""
+        nodes = set()
         for tensor in outputs:
             if tensor.requires_grad:
                 # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
@@ -266,8 +260,8 @@ class UnitHooks:
                 if (node := source.grad_fn or tensor.grad_fn) is not None:
                     nodes.add(node)
         if not nodes:
-            return self._may_hide_tensors(output)
-        hook = functools.partial(self.pre_backward, unit.context.make_step(unit, in_backward))
+            return False
+        hook = functools.partial(self.pre_backward, self.unit.context.make_step(forward))
         for node in nodes:
             node.register_prehook(hook)
         return True
@@ -348,7 +342,8 @@ class UnitHooks:
 
         def on_gradient(param: torch.Tensor) -> None:
             """Autograd has accumulated the gradient of one compute parameter. Fast path: count it, and leave it there."""
-            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at:
+            # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
+            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at and param.requires_grad:
                 arrivals.pending -= 1
             else:
                 take()

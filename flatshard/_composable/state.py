@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,9 +18,8 @@ from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.progress import Flats
 from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_reshard_after_forward
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, Shown
 from flatshard.layouts import LayoutChoice
@@ -41,7 +40,7 @@ class UnitConfig:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     collectives: CollectivesFactory | None = None  # None: the backend's own
-    # None: as the strategy says, but the outermost unit keeps its parameters. An int k: reshard to k ranks, 1 < k < all.
+    # None: as the strategy says, but the outermost unit keeps its parameters. An int: as True, and a feature reads it.
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
@@ -60,7 +59,7 @@ class Step:
     ``previous`` links the steps of one pass, so that backward knows what to prefetch. A list of steps could leak instead.
     """
 
-    __slots__ = ("__weakref__", "kept", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
 
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
@@ -69,7 +68,6 @@ class Step:
         gathered = unit.handle.gathered
         assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
         self.version = gathered.version  # of the parameters in this forward
-        self.kept: list[Kept | None] | None = None  # inner shards for this backward: [Note: The life of an inner shard]
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
 
@@ -205,18 +203,13 @@ class Unit:
         self.show()
         self.free_unless_kept()
 
-    def free_unless_kept(self) -> None:
-        """Free the unsharded parameters, unless a claim or a live graph needs them."""
-        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
-            self.handle.reshard()
+    def free_unless_kept(self, until: Step | None = None) -> None:
+        """Free the unsharded parameters, unless a claim or a live graph needs them.
 
-    def set_reshard_after_forward(self, value: bool | int | None) -> None:
-        """Takes effect in the next forward. For an int, call ``Runtime.split`` first."""
-        value = as_reshard_after_forward(value, self.context.runtime.world_size)
-        self.config = replace(self.config, reshard_after_forward=value)
-        self.handle.inner = None
-        if value is not None and not isinstance(value, bool):
-            self.handle.inner = InnerShards(self.context.runtime.within(value, self.config.collectives))
+        ``until``: the step whose backward will gather them again.
+        """
+        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
+            self.handle.reshard(until)
 
     def rename(self, fqn: str) -> None:
         """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there."""

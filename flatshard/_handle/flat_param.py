@@ -342,11 +342,6 @@ class FlatParam:
             shard = self._on_compute_device(runtime)
         return self._gather_into(self.unsharded, shard, runtime, again)
 
-    def gather_inner(self, runtime: Runtime, part: torch.Tensor) -> Pending:
-        """Fill the unsharded buffer from the inner shards of a smaller group. ``part``: this rank's inner shard."""
-        own = self.unsharded.allocate_inner(part, runtime.world_size, runtime.rank)
-        return runtime.all_gather(self.unsharded.wire, own, self.label, again=True)
-
     def _on_compute_device(self, runtime: Runtime) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""
         if self.device == self._compute_device and not self.is_offloaded:

@@ -41,7 +41,7 @@ from flatshard._handle.incoming import incoming_of
 from flatshard._handle.parts import Parts, info_of_all
 from flatshard._handle.reduction import Reduction
 from flatshard._handle.reduction_input import views_of
-from flatshard._handle.tensors.partial import plainly
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, in_memory_order
 from flatshard._runtime import Runtime

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,18 +23,29 @@ from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.inner_shards import InnerShards, Kept
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.partial import plainly
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._runtime import Holding, Runtime
+from flatshard._runtime import Runtime
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
+
+
+class Source(Protocol):
+    """Where a feature has a unit gathered from, instead of the shards of all ranks. A deep copy is for the copied unit."""
+
+    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterable[Pending] | None:
+        """Called before each all-gather of ``flats``. Returns None, or what to do instead: an iterator that starts the
+        all-gather of each. ``again``: see ``FlatParamHandle.unshard``.
+        """
+
+    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
+        """Called before the gathered ``flats`` are freed. As long as ``until`` lives, ``gathers`` may be called ``again``."""
 
 
 class FlatParamHandle:
@@ -80,7 +91,7 @@ class FlatParamHandle:
         self._gathers: list[Pending] = []
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.on_reduced: Callable[[], None] = _nothing  # called after reduced gradients were set in or added to `.grad`
-        self.inner: InnerShards | None = None  # if the unit reshards to a smaller group after forward
+        self.source: Source | None = None  # set by a feature
         self.gradient_nodes: list[Node] = []
         self._nodes_stream: Any = None  # the stream that all of them accumulate on; None on CPU
         self._index()
@@ -164,7 +175,7 @@ class FlatParamHandle:
         if self._gathers:  # left by an interrupted unshard
             self._settle_gathers()
         runtime, version = self.runtime.exact if exactly else self.runtime, self.version()
-        exact = runtime is runtime.exact  # also of kept shards, which are those of an earlier gather over this runtime
+        exact = runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
         if self._gathered:
             if self._pooled and self.is_blocked:
                 raise RuntimeError(
@@ -172,28 +183,25 @@ class FlatParamHandle:
                     "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
                     "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
                 )
-            kept = None
-            if self.inner is not None and (kept := self.inner.take(again)) is not None:
-                runtime = self.inner.runtime
-            if _trace.sinks:
-                what = "all-gather" if kept is None else f"all-gather over {runtime.world_size}"
-                _trace.event("cast" if self.placement.shards is None else what, self.fqn)
+            instead = None if self.source is None else self.source.gathers(self._gathered, again)
+            if _trace.sinks and instead is None:
+                _trace.event("cast" if self.placement.shards is None else "all-gather", self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(runtime, version, again, kept)
+                self._start_gathers(runtime, version, again, instead)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(runtime, version, again, kept)
+                    self._start_gathers(runtime, version, again, instead)
         self.gathered = Gathered(version, by, exact)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, version: int, again: bool, kept: list[torch.Tensor] | None) -> None:
+    def _start_gathers(self, runtime: Runtime, version: int, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
-            if kept is None:
+            if instead is None:
                 for flat in self._gathered:
                     self._gathers.append(flat.gather(runtime, version, again))
             else:
-                for flat, part in zip(self._gathered, kept, strict=True):
-                    self._gathers.append(Holding(flat.gather_inner(runtime, part), [part]))
+                for started in instead:
+                    self._gathers.append(started)  # at once: a later one may raise
         except BaseException as e:
             self._settle_gathers()
             for flat in self._gathered:
@@ -224,8 +232,11 @@ class FlatParamHandle:
             for flat in self._gathered:
                 flat.keep_gathered()
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters, after an all-gather in flight has ended."""
+    def reshard(self, until: object = None) -> None:
+        """Free the unsharded parameters, after an all-gather in flight has ended.
+
+        ``until``: if a backward may gather them ``again``, an object that lives as long as that backward is possible.
+        """
         state = self.lifetime.params
         if state is ParamState.SHARDED:
             return
@@ -237,6 +248,8 @@ class FlatParamHandle:
             except CollectiveError as e:  # the gathered values are not needed
                 _trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
+        if until is not None and self.source is not None:
+            self.source.keep(self._gathered, until)
         self._free()
 
     def _settle_gathers(self, out_of_step: bool = False) -> None:
@@ -281,12 +294,6 @@ class FlatParamHandle:
             self.reshard()
             self.unshard(before.by, exactly=before.exact)
             self.wait()
-
-    def keep_inner_shards(self) -> Kept | None:
-        """The inner shards that the backward will gather from, or None. Call this before ``reshard``."""
-        if self.inner is None or self.lifetime.params is not ParamState.UNSHARDED:
-            return None
-        return self.inner.keep(self._gathered)
 
     def forget_cast(self) -> None:
         """Free the cast shards: no backward will need the values of a forward. See ``FlatOptions.keep_cast``."""
@@ -576,7 +583,7 @@ class FlatParamHandle:
         memo[id(self)] = result
         result.label = self._make_label(self.fqn, self.label.identity)
         result.lifetime, result.arrivals, result.slots = Lifetime(result.label), Arrivals(), Slots()
-        result.inner = self.inner and self.inner.copy()
+        result.source = copy.deepcopy(self.source, memo)
         result.flats, result._gathers, result.gathered = [], [], None
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]

@@ -160,15 +160,6 @@ class UnshardedBuffer:
                 moved = True
         return moved
 
-    def inner_wire(self, size: int, rank: int) -> torch.Tensor:
-        """Part ``rank`` of ``size`` equal parts of the buffer, in the dtype that is sent."""
-        return self.wire.view(size, -1)[rank]
-
-    def allocate_inner(self, part: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-        """Allocate the storage, and copy ``part`` to its place among ``size`` equal parts. Returns that place."""
-        self._take_memory()
-        return self.inner_wire(size, rank).copy_(part)
-
     def free(self) -> None:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
         if self._slot is not None:

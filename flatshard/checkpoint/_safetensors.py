@@ -82,7 +82,9 @@ def export_safetensors(
     described = {name: (tuple(full_shape(value)), _dtype(value, dtype)) for name, value in tensors.values()}
     files = _cut(described, max_file_bytes)
     _, shared = max(flats, key=lambda flat: flat[1].layout.world_size)
-    mine = files[shared.placement.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
+    mine = (
+        files[shared.placement.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
+    )
     folder = Path(directory)
     written = {name: file for each in mine for file in [_File(folder / each[0], each[1])] for name in each[1]}
     own = list(dict.fromkeys(written.values()))

@@ -1,4 +1,4 @@
-"""What optimizers and training loops need of gradients and parameters in parts: norms, statistics, whole matrices."""
+"""For optimizers and training loops on sharded parameters: norms, clipping, statistics, optimizers of whole matrices."""
 
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.optim._flat_parameters import flat_parameters

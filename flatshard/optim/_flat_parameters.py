@@ -1,4 +1,4 @@
-"""The flat parameters themselves, for an optimizer."""
+"""``flat_parameters``: the flat parameters, for an optimizer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from flatshard._composable.state import units_below
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """One parameter per unit and dtype, for the optimizer in place of ``module.parameters()``: the fewest operations.
+    """One parameter per unit and dtype, to pass to an optimizer instead of ``module.parameters()``.
 
-    Each is this rank's whole shard: 1-D, ``(shard_numel,)``, with attribute ``fqns``, the names it holds. From this call
-    on it alone receives gradients; ``.grad`` of the single parameters stays None. A parameter that no rank used gets a
-    zero gradient instead of none. What FSDP1 called ``use_orig_params=False``.
+    An optimizer then runs the fewest operations. Each is this rank's whole shard: 1-D, of shape ``(shard_numel,)``. Its
+    attribute ``fqns`` has the names of the parameters in it. From this call on only the flat parameters receive gradients;
+    ``.grad`` of the single parameters stays None. A parameter that no rank used gets a gradient of zero instead of None.
+    FSDP1 calls this ``use_orig_params=False``.
 
     >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
 
     Raises:
-        ValueError: a flat parameter holds trainable and frozen parameters (one was frozen after sharding), whom an
-            optimizer could not tell apart; or nothing in ``module`` is sharded.
+        ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding; an
+            optimizer cannot treat them differently. Or nothing in ``module`` is sharded.
     """
     units = units_below(module)
     if not units:
@@ -29,7 +30,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
             frozen = [i.fqn for p, i in zip(flat.params, flat.layout.params, strict=True) if not p.requires_grad]
             raise ValueError(
                 f"{frozen} were frozen after fully_shard and share a flat parameter with trainable ones, so an optimizer on "
-                "flat parameters would move them (weight decay). Freeze before fully_shard, or use module.parameters()"
+                "flat parameters would change them (weight decay). Freeze before fully_shard, or use module.parameters()"
             )
     result = []
     for flat in flats:

@@ -1,16 +1,16 @@
-"""What is looked at before an optimizer of sharded parameters steps.
+"""Checks an optimizer of sharded parameters before it steps.
 
 [Note: Optimizers that look at shapes]
-Muon on some rows of a matrix, or Adafactor on a slice, runs without any error, and trains something else. So optimizers of
-known classes are looked at before their first step, and again when they have more parameters or more is sharded, on all
-ranks alike; those of unknown classes are tried. [Note: Trials of optimizers] Others can ask for it:
+Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
+checked before their first step, and again when they got more parameters or more modules were sharded. All ranks come to the
+same result. Known classes are in a table; unknown ones are tried: [Note: Trials of optimizers]. Other code can call
 ``check_whole_parameters``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
-from flatshard._composable.state import all_units, owner_of
+from flatshard._composable.state import UnitConfig, all_units, owner_of
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_parts import take_loaded
 from flatshard.optim._moments import check_moment, holds_whole_ones
@@ -34,10 +35,10 @@ _watching: list[Any] = []
 
 
 class Optimizers(Extension):
-    """Notices optimizers of sharded parameters as they step."""
+    """Registers the hook that checks optimizers before they step."""
 
-    def prepare(self, module: nn.Module) -> None:
-        _looked_at.clear()  # the parameters of one that has stepped may be sharded now
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
+        _looked_at.clear()  # an optimizer may have stepped before its parameters were sharded
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -60,9 +61,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
-    """[Note: Added after sharding]. ``plain``: the ids of its trainable parameters that are not sharded."""
+    """Raise if the optimizer steps parameters that were registered after ``fully_shard``: [Note: Added after sharding].
+
+    ``plain``: the ids of its trainable parameters that are not sharded.
+    """
     found: dict[int, str] = {}
-    for unit in sorted(all_units(), key=lambda unit: len(unit.fqn)):  # so that names are those of the outermost
+    for unit in sorted(all_units(), key=lambda unit: len(unit.fqn)):  # outermost first, so that FQNs are complete
         if max(unit.context.runtime.world_size, getattr(unit.handle.placement.replicas, "world_size", 1)) > 1:
             for _, fqn, param in added_later(unit.module):
                 if id(param) in plain:
@@ -70,13 +74,13 @@ def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
     if found:
         raise RuntimeError(
             f"{type(optimizer).__name__} steps {name_list(found.values(), 3)}, registered in a sharded module after "
-            "fully_shard: nobody averages their gradients, so every rank would train its own. Add modules and parameters "
+            "fully_shard: nobody averages their gradients, so they would differ between ranks. Add modules and parameters "
             "(adapters, heads) before fully_shard, or call fully_shard on each new module and then build the optimizer. To "
-            "average by yourself, add them before and pass them as ignored_states"
+            "average them yourself, add them before fully_shard and pass them as ignored_states"
         )
 
 
-# By class name, as most come from packages of their own: whether each can step parameters of which it has no element.
+# Optimizers that look at shapes, by class name, because most are in other packages. True: it can step empty parameters.
 _SHAPE_AWARE = {
     **dict.fromkeys(("muon", "shampoo", "distributedshampoo", "soap", "lamb", "nvlamb", "fusedlamb", "lars"), True),
     **dict.fromkeys(("adafactor", "came", "sm3", "kron", "galoreadamw", "apolloadamw"), False),
@@ -84,38 +88,38 @@ _SHAPE_AWARE = {
 
 
 def steps_empty_parts(optimizer: Optimizer) -> bool | None:
-    """Of one that looks at shapes, whether it can step parameters of which it has no element; None: it looks at none."""
+    """For an optimizer that looks at shapes: whether it can step parameters without elements. None: it does not."""
     if getattr(optimizer, "works_on_shards", False):
         return None
     return _SHAPE_AWARE.get(type(optimizer).__name__.lower())
 
 
-# Those that treat every element alone, whatever their options.
+# Optimizers that treat every element alone, with any options.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ELEMENTWISE_TYPES = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), torch.optim.SparseAdam}
 
 
 def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """[Note: Optimizers that look at shapes]"""
+    """Raise if the optimizer cannot step parts of parameters. [Note: Optimizers that look at shapes]"""
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
         check_whole_parameters(params, name)
         scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
         if not steps_empty and scattered:
             raise RuntimeError(
-                f"{name} cannot step parameters of which a rank has no element, such as {scattered[0].fqn!r} on some ranks: "
-                f"use flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
+                f"{name} cannot step parameters without elements, such as {scattered[0].fqn!r} on some ranks: use "
+                f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
             )
     elif kind not in _ELEMENTWISE_TYPES and not (
         getattr(optimizer, "works_on_shards", False)
         or getattr(optimizer, "steps_whole_parameters", False)
-        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # which is looked at as it steps
+        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # that one is checked when it steps
     ):
         _try_it(optimizer)
 
 
 def _try_it(optimizer: Optimizer) -> None:
-    """[Note: Trials of optimizers]: of each group of options with each way in which its parameters are cut."""
+    """Try each param group with each way in which its parameters are cut. [Note: Trials of optimizers]"""
     name = type(optimizer).__name__
     allow = "If that is meant, set `works_on_shards = True` on the optimizer"
     tried = set()
@@ -138,29 +142,30 @@ def _try_it(optimizer: Optimizer) -> None:
                 looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
             except Impossible as e:
                 warnings.warn(
-                    f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, as trying it "
-                    f"on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If it treats every element "
-                    "alone, set `works_on_shards = True` on the optimizer. If not, use "
+                    f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, because a "
+                    f"trial on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If {name} treats every "
+                    "element alone, set `works_on_shards = True` on the optimizer. If not, use "
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
                     stacklevel=5,
                 )
                 return
             if couples:
                 raise RuntimeError(
-                    f"{name} steps a parameter in another way where it has others: it looks at all parameters together, and "
-                    f"this rank has parts of them, such as {info.fqn!r}. Each rank would train something else. Use an "
-                    f"optimizer that treats parameters one by one. {allow}"
+                    f"{name} steps a parameter differently if it has other parameters: it computes something over all "
+                    f"parameters, and this rank has only parts of them, such as {info.fqn!r}. Use an optimizer that treats "
+                    f"parameters one by one. {allow}"
                 )
             if looks:
                 raise RuntimeError(
-                    f"{name} looks at more than single elements: a matrix stepped whole and one stepped in parts, as ranks "
-                    f"have them of {info.fqn!r}, come out different. Use flatshard.optim.WholeParameterOptimizer(params, "
-                    f"{name}, ...), which works in any layout, or shard with layout=flatshard.layouts.Whole(). {allow}"
+                    f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
+                    f"its parts, and ranks have parts of {info.fqn!r}. Use "
+                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, or shard with "
+                    f"layout=flatshard.layouts.Whole(). {allow}"
                 )
 
 
 def _block_of(param: torch.Tensor) -> int:
-    """The number of elements of a sharded parameter that no cut separates."""
+    """A sharded parameter is cut between blocks of so many elements."""
     owner = owner_of(param)  # type: ignore[arg-type]
     for flat in () if owner is None else owner.handle.flats:
         for info, own in zip(flat.layout.params, flat.params, strict=True):
@@ -170,7 +175,7 @@ def _block_of(param: torch.Tensor) -> int:
 
 
 def _warn_of_lost_rule(optimizer: Optimizer) -> None:
-    """A rule like ``p.ndim <= 1`` has found nothing but vectors, as parts of matrices are 1-D."""
+    """Warn if it looks as if a rule like ``p.ndim <= 1`` took matrices for vectors, because their parts are 1-D."""
     settings = optimizer.param_groups
     filled = [each for each in settings if each["params"]]
     default = optimizer.defaults.get("weight_decay")
@@ -180,39 +185,40 @@ def _warn_of_lost_rule(optimizer: Optimizer) -> None:
     if cut and len(cut) < len(filled[0]["params"]):
         decay, names = filled[0].get("weight_decay"), name_list((p._flatshard_info.fqn for p in cut), 3)
         warnings.warn(
-            f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices like "
-            f"{names} beside vectors. A rule on p.ndim or p.shape sees this rank's parts, which are 1-D. Write "
-            "len(flatshard.full_shape(p)) in it, make the groups before fully_shard, or shard with "
+            f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices such "
+            f"as {names}, and vectors. If a rule on p.ndim or p.shape made the groups: it sees this rank's parts, which are "
+            "1-D. Use len(flatshard.full_shape(p)) in the rule, make the groups before fully_shard, or shard with "
             "layout=flatshard.layouts.Rows()",
             stacklevel=4,
         )
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
-    """Raise unless each of ``params`` lies on one rank as a whole: for an optimizer that looks at more than single elements.
+    """Raise if a parameter is cut between ranks. For optimizers that look at more than single elements.
 
-    The same on all ranks, without communication. flatshard calls it before the first step of optimizers named Muon, Shampoo,
-    SOAP, LAMB, LARS, Adafactor and the like, unless they have an attribute ``works_on_shards = True``. Those of other
-    classes than torch's own it tries on a small matrix.
+    All ranks come to the same result, without communication. flatshard calls it before the first step of optimizers named
+    Muon, Shampoo, SOAP, LAMB, LARS, Adafactor and similar, unless they have an attribute ``works_on_shards = True``.
+    Optimizers of classes that it does not know it tries on a small matrix.
 
     Args:
         params: sharded and plain parameters.
-        optimizer: its name, for the message.
+        optimizer: the optimizer's name, for the message.
 
     Raises:
-        RuntimeError: some are cut between ranks, or are 1-D here although whole, or are sharded by tensor parallelism.
+        RuntimeError: a parameter is cut between ranks, or is a 1-D part although the whole has more dimensions, or is sharded
+            by tensor parallelism.
     """
     infos = [i for p in params if (i := shard_info(p)) is not None]
     parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
     if parallel:
         raise RuntimeError(
-            f"{optimizer} looks at whole parameters, and no rank has all of {name_list(parallel, 3)}, which are sharded by "
-            "tensor parallelism: step them by an optimizer of single elements, such as AdamW"
+            f"{optimizer} looks at whole parameters, and no rank has the whole of {name_list(parallel, 3)}, which are "
+            "sharded by tensor parallelism: use an optimizer that treats every element alone, such as AdamW"
         )
     cut = [i.fqn for i in infos if i.shard_world_size > 1 and (i.owner is None or not (i.by_rows or len(i.shape) < 2))]
     if cut:
         raise RuntimeError(
-            f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: stepping each part alone "
-            f"would train something else. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works "
-            "in any layout, or shard with layout=flatshard.layouts.Whole()"
+            f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
+            f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any "
+            "layout, or shard with layout=flatshard.layouts.Whole()"
         )

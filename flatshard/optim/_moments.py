@@ -1,10 +1,10 @@
-"""Steps of an optimizer that would change nothing: at the wrong moment, or of parameters that are not the user's own.
+"""Refuses optimizer steps that would have no effect.
 
 [Note: Steps that change nothing]
-Inside ``no_sync`` the gradients wait on each rank and ``.grad`` has none of them; what is stepped inside
-``summon_full_params`` is overwritten by the whole parameters at its end; and an optimizer that was built there holds these,
-which nobody looks at any more. In each case ``step()`` would return, and nothing would be trained. Blocks under way are
-few, and are noted where they begin, so a step outside of them pays for a look at two empty lists.
+Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync`` gradients are accumulated,
+but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the exit overwrites them by the
+unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which nobody reads afterwards.
+Active contexts are kept in two lists, so a step outside of them only checks that the lists are empty.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flatshard._handle.slots import UNSHARDED
 
 
 def check_moment(optimizer: Optimizer) -> None:
-    """[Note: Steps that change nothing]
+    """Check that a step now has an effect. [Note: Steps that change nothing]
 
     Raises:
-        RuntimeError: it is a step inside ``no_sync`` or ``summon_full_params``.
+        RuntimeError: the step is inside ``no_sync`` or ``summon_full_params``.
     """
     if not held_back_units and not summoned_units:
         return
@@ -34,20 +34,20 @@ def check_moment(optimizer: Optimizer) -> None:
     held = [u for units in held_back_units for u in units if u.handle.holds_gradients]
     if units := _owners(held, params):
         raise RuntimeError(
-            f"{name}.step inside no_sync: units {name_list(units, 3)} hold gradients that no rank has reduced, and .grad has "
-            "none of them. Run the last backward outside of no_sync, or call flatshard.reduce_gradients(module) after it; "
+            f"{name}.step inside no_sync: units {name_list(units, 3)} hold gradients that no rank has reduced, and that are "
+            "not in .grad. Run the last backward outside of no_sync, or call flatshard.reduce_gradients(module) after it; "
             "then step"
         )
     shown = [u for units in summoned_units for u in units]
     if units := _owners(shown, params):
         raise RuntimeError(
-            f"{name}.step inside summon_full_params: it shows whole parameters of units {name_list(units, 3)}, which would "
-            "not follow, and would overwrite the step at its end. Step after the `with` block"
+            f"{name}.step inside summon_full_params of units {name_list(units, 3)}: the step would change the sharded "
+            "parameters, and the end of the `with` block would overwrite them. Step after the block"
         )
 
 
 def _owners(units: Iterable[Unit], params: set[int]) -> list[str]:
-    """The FQNs of those that own some of ``params`` (ids)."""
+    """The FQNs of the ``units`` that own some of ``params``, which are ids."""
     return list(dict.fromkeys(unit.fqn for unit in units if not params.isdisjoint(_own(unit))))
 
 
@@ -57,13 +57,13 @@ def _own(unit: Unit) -> set[int]:
 
 
 def holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
-    """Whether some of ``params`` are whole parameters that flatshard shows now: then they are to be looked at again.
+    """Whether some of ``params`` are unsharded parameters that modules have now. Then the next step must check again.
 
     Raises:
-        RuntimeError: it shows them no more. [Note: Steps that change nothing]
+        RuntimeError: they are unsharded parameters of before. [Note: Steps that change nothing]
     """
     wanted = {id(p) for p in params}
-    found: dict[int, tuple[str, bool]] = {}  # by id: the FQN, and whether modules show it now
+    found: dict[int, tuple[str, bool]] = {}  # by id: the FQN, and whether a module has it now
     for unit in all_units():
         shows = unit.handle.slots.shows
         copies = shows.values() if isinstance(shows, dict) else ()
@@ -76,7 +76,7 @@ def holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
     found = {id(p): (name, False) for p, name in copy_names.items() if id(p) in wanted} | found
     if gone := [fqn for fqn, is_shown in found.values() if not is_shown]:
         raise RuntimeError(
-            f"{optimizer} steps {name_list(gone, 3)}, but as whole parameters that summon_full_params or unshard showed "
-            "for a time: no gradient comes to them, and nobody reads them. Build it outside, from model.parameters()"
+            f"{optimizer} was built inside summon_full_params or unshard: it steps {name_list(gone, 3)} as unsharded "
+            "parameters, which get no gradients and which nobody reads any more. Build it outside, from model.parameters()"
         )
     return bool(found)

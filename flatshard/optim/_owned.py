@@ -1,10 +1,11 @@
-"""Whole parameters on the rank that steps them: of a cut parameter, how its parts come there and go back.
+"""Moves the parts of a parameter to the rank that steps the whole parameter, and back.
 
 [Note: Owners]
-A parameter that lies on one rank is stepped there, in place. One that is cut is given to one of its holders, or to the rank
-with the least work if all of them have too much. For its step that rank gathers the gradient's and the parameter's parts,
-into memory that is freed after, and sends the new parts back. Nothing goes to a rank that does not step it: all ranks
-together send three times the cut parameters' sizes at most, where gathering gradients on every rank would send N - 1 times.
+Each parameter has an owner, the rank that steps it. A parameter that lies on one rank is stepped there, in place. A parameter
+that is cut is owned by one of the ranks that hold a part; if all of them have too much work already, by the rank with the
+least work. For a step the owner gathers the parts of the gradient and of the parameter, steps, sends the new parts back, and
+frees the memory. All ranks together send at most three times the size of the cut parameters. To gather the gradients on every
+rank would send N - 1 times their size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Owned:
     """One sharded parameter, and the rank that steps it."""
 
     def __init__(self, handle: FlatParamHandle, flat: FlatParam, index: int, work: int, loads: list[int]) -> None:
-        """``loads``: of each rank of the shard group, the work so far; ``work`` is added to the owner's."""
+        """``loads``: the work that each rank of the shard group has so far. ``work`` is added to the owner's entry."""
         self.handle, self.flat, self.index = handle, flat, index
         self.param: nn.Parameter = flat.params[index]
         layout = flat.layout
@@ -35,12 +36,12 @@ class Owned:
         loads[self.owner] += work
         self.is_mine = flat.is_whole or self.owner == flat.placement.rank
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
-        self._whole: torch.Tensor | None = None  # of a cut parameter, while it is stepped here
+        self._whole: torch.Tensor | None = None  # the whole values of a cut parameter, while this rank steps it
         self._grad: torch.Tensor | None = None
 
     @staticmethod
     def _choose(holders: range, work: int, loads: list[int]) -> int:
-        """[Note: Owners]"""
+        """The owner. [Note: Owners]"""
         if len(holders) == 1:
             return holders[0]
         best = min(holders, key=lambda r: loads[r], default=0)
@@ -49,12 +50,12 @@ class Owned:
 
     @property
     def nbytes(self) -> int:
-        """Of what is gathered for a step."""
+        """Bytes that are gathered for a step."""
         grad = 0 if self.param.grad is None else self.param.grad.element_size()
         return self.flat.layout.params[self.index].numel * (self.param.element_size() + grad) if self.is_cut else 0
 
     def gather(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
-        """Begin: what this rank is to send and to receive is added."""
+        """Add what this rank must send and receive, so that the owner gets the whole gradient and parameter."""
         info, rank = self.flat.layout.params[self.index], self.flat.placement.rank
         known = shard_info(self.param)
         assert known is not None
@@ -77,7 +78,7 @@ class Owned:
                     received.append((piece, holder))
 
     def show(self, proxy: nn.Parameter) -> None:
-        """Let ``proxy`` be the whole parameter with its gradient, in its shape, for an optimizer to step."""
+        """Make ``proxy`` the whole parameter with its gradient, in the original shape, for an optimizer to step."""
         info, grad = self.flat.layout.params[self.index], self.param.grad
         assert grad is not None
         if self.is_cut:
@@ -92,7 +93,7 @@ class Owned:
         proxy.grad = grad if grad.shape == info.shape else grad.as_strided(info.shape, info.stride)
 
     def scatter(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
-        """Send the new values to the holders; ``finish`` when they have come."""
+        """Add what this rank must send and receive, so that all holders get their new parts. Afterwards call ``finish``."""
         if self.is_cut and self.is_mine:
             assert self._whole is not None
             self._grad = None
@@ -106,12 +107,12 @@ class Owned:
             received.append((self._own(), self.owner))
 
     def finish(self) -> None:
-        """The step is over. The part has changed, or is empty: versions grow on all ranks alike."""
+        """End the step. The version grows on all ranks, also where the part is empty."""
         self.drop()
         increment_version(self.param)
 
     def drop(self) -> None:
-        """Free what was gathered."""
+        """Free the gathered parameter and gradient."""
         self._whole = self._grad = None
 
     def _own(self) -> torch.Tensor:
@@ -120,12 +121,12 @@ class Owned:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient as a plain tensor, which knows of no other rank."""
+    """A gradient as a plain tensor, whose norm does not communicate."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 
 def move(owned: Sequence[Owned], back: bool = False) -> Pending:
-    """Start gathering cut parameters to their owners, or (``back``) sending them back: one batch of messages."""
+    """Start to gather cut parameters to their owners, or to send them ``back``, in one batch of messages."""
     sent: list[tuple[torch.Tensor, int]] = []
     received: list[tuple[torch.Tensor, int]] = []
     if not owned:

@@ -1,12 +1,12 @@
-"""Whether an optimizer that nobody knows may step parts: found out by a trial.
+"""Finds out by a trial whether an optimizer of an unknown class may step parts of parameters.
 
 [Note: Trials of optimizers]
-An optimizer that looks at norms, rows or other parameters steps this rank's parts without any error, and trains something
-else. A list of names never ends. So one of an unknown class is tried before its first step: an instance of its own, with the
-same options, steps a small matrix whole, and others step the two parts that two ranks would have. Elements come out the
-same, unless it looks at more than single elements. The losses are sums over elements, so gradients say nothing of others.
-A trial sees no user's hook, leaves every random generator as it was, and touches nothing of the real optimizer. It takes
-milliseconds, and comes out the same on all ranks.
+An optimizer that uses norms, rows or other parameters steps this rank's parts without an error, but computes wrong updates. A
+list of class names would never be complete. So an optimizer of an unknown class is tried before its first step. One new
+instance of the class, with the same options, steps a small matrix as a whole. Two others step the two parts that two ranks
+would have. If the optimizer treats every element alone, the results are the same. The gradients used make sure of this: each
+element's gradient depends on that element only. A trial runs no hooks of the user, restores all random generators, and
+does not touch the real optimizer. It takes milliseconds, and has the same result on all ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._handle.tensors.partial import NORMS, norm_arguments, plainly, retype
+from flatshard._handle.tensors.aggregate import plainly
+from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
 
-# Even, and above 128, from which on optimizers factor their state.
+# Even, and above 128, because some optimizers factor their state from that size on.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
 _STEPS = 4
-_TOLERANCE = 1e-6  # of the largest update
+_TOLERANCE = 1e-6  # relative to the largest update
 
 
 class Impossible(Exception):
-    """The optimizer cannot be tried: its class takes other arguments, say. ``__cause__`` tells."""
+    """The optimizer cannot be tried, for example because its class takes other arguments. ``__cause__`` says why."""
 
 
 def couples_parameters(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> bool:
-    """Whether it steps a parameter in another way where there is a second one.
+    """Whether the optimizer steps a parameter differently if it has a second parameter.
 
     Raises:
         Impossible: it cannot be tried.
@@ -46,9 +47,9 @@ def couples_parameters(optimizer: Optimizer, settings: Mapping[str, Any], ndim: 
 
 
 def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool, block: int) -> bool:
-    """Whether it steps a parameter of ``ndim`` dimensions in another way than two parts of it, 1-D or ``by_rows``.
+    """Whether the optimizer steps a parameter of ``ndim`` dimensions differently from two parts of it.
 
-    ``block``: of 1-D parts, the number of elements that no cut separates.
+    The parts are 1-D, or have whole rows (``by_rows``). ``block``: 1-D parts are cut between blocks of so many elements.
 
     Raises:
         Impossible: it cannot be tried.
@@ -73,7 +74,8 @@ def _differ(
             def same(other: torch.Tensor) -> bool:
                 return torch.allclose(once, other, rtol=0, atol=allowed, equal_nan=True)
 
-            # If it differs from itself, it draws random numbers, and nothing can be told.
+            # With another seed the result must be the same. Else the optimizer uses random numbers, and the trial says
+            # nothing.
             parts = _stepped(optimizer, settings, ranks, 0, are_parts=len(whole) == 1)
             return not same(parts) and same(_stepped(optimizer, settings, [whole], 1))
         except Exception as e:
@@ -81,14 +83,14 @@ def _differ(
 
 
 def _start(ndim: int) -> torch.Tensor:
-    """Values of which no two rows, and no two halves, are alike."""
+    """Initial values. All rows differ, and so do the two halves."""
     shape = _SHAPES.get(ndim, (132, 130, 2, 2) + (1,) * (ndim - 4))
     each = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
     return (torch.sin(1.7 * each) * (1 + 6 * each / len(each))).reshape(shape)
 
 
 class _Gradient(torch.Tensor):
-    """Of a part: as sharded gradients do, it gives norms of the ``whole`` one."""
+    """The gradient of a part. Its norm is that of the ``whole`` gradient, as for a sharded gradient."""
 
     whole: torch.Tensor
 
@@ -112,8 +114,10 @@ def _stepped(
     seed: int,
     are_parts: bool = False,
 ) -> torch.Tensor:
-    """All elements after some steps, of an instance for each rank that has what is of this rank only: ``are_parts`` of one
-    parameter, or parameters."""
+    """Step one instance of the optimizer for each entry of ``starts``, and return all elements in the end.
+
+    An entry has the tensors of one rank. ``are_parts``: they are parts of one parameter.
+    """
     ranks = [[nn.Parameter(start.clone()) for start in of_rank] for of_rank in starts]
     tried = [_like(optimizer, settings, params) for params in ranks]
     step = type(optimizer).step
@@ -124,7 +128,7 @@ def _stepped(
     for number in range(_STEPS):
         now = torch.cat([param.detach().flatten() for params in ranks for param in params])
         whole = (now - start.cos()) * start.square()
-        if number % 2:  # at right angles to the values, by pairs: some look at that
+        if number % 2:  # orthogonal to the values, because some optimizers project the gradient
             whole = (now.reshape(-1, 2).flip(1) * torch.tensor([-1.0, 1.0], dtype=now.dtype)).flatten()
         grads = iter(whole.split(sizes))  # type: ignore[no-untyped-call]
         for params, instance in zip(ranks, tried, strict=True):
@@ -140,11 +144,11 @@ def _stepped(
 
 
 def _like(optimizer: Optimizer, settings: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
-    """One of the same class with the options of a group, ``settings``."""
+    """An optimizer of the same class, with the options of the group ``settings``."""
     kind: Any = type(optimizer)
     options = {key: copy.deepcopy(value) for key, value in settings.items() if key not in ("params", "param_names")}
     if "lr" in options:
-        options["lr"] = 0.01  # not the 0 with which a warm-up begins
+        options["lr"] = 0.01  # it may be 0 at the beginning of a warm-up
     options |= {key: False for key in ("capturable", "fused") if key in options}
     known = inspect.signature(kind).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -156,7 +160,7 @@ def _like(optimizer: Optimizer, settings: Mapping[str, Any], params: list[nn.Par
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Random generators and the default dtype are as before, afterwards. Only the CPU's are used."""
+    """Restore random generators and the default dtype afterwards. Inside, tensors are created on the CPU."""
     python, own, dtype = random.getstate(), torch.get_rng_state(), torch.get_default_dtype()
     try:
         with torch.device("cpu"):

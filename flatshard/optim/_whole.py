@@ -1,4 +1,4 @@
-"""Any optimizer of whole matrices on sharded parameters: each matrix is stepped by one rank."""
+"""``WholeParameterOptimizer``: runs an optimizer of whole matrices on sharded parameters. One rank steps each matrix."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LIMIT_BYTES = 2**28
 class WholeParameterOptimizer(Optimizer):
     """Steps whole parameters by an ``optimizer_class`` that looks at more than single elements: Muon, Shampoo, Adafactor.
 
-    Each parameter is stepped by one rank, with the result of one process, bit for bit, given the same gradients. A parameter
-    that lies on one rank (``layout=flatshard.layouts.Whole()``, or by chance) is stepped there in place, without
-    communication. Of one that is cut, the parts of gradient and parameter go to one rank, which steps it and sends them
-    back: in batches of messages while others are stepped. Work is balanced over the ranks, and an
-    optimizer's state is on the owner only.
+    One rank steps each parameter. With the same gradients the result is the same as in one process, bit for bit. A parameter
+    that lies on one rank (by ``layout=flatshard.layouts.Whole()``, or because it is small) is stepped there in place, without
+    communication. If a parameter is cut, its parts and those of its gradient are sent to one rank, which steps it and sends
+    the new parts back. This runs in batches, while other parameters are stepped. The work is balanced over the ranks. The
+    optimizer's state exists only on the rank that steps the parameter.
 
     Example::
 
@@ -39,25 +39,23 @@ class WholeParameterOptimizer(Optimizer):
             torch.optim.AdamW(rest),
         ]
 
-    Every rank must make it with the same parameters in the same order, and call ``step`` together. ``zero_grad``, learning
-    rate schedulers, ``flatshard.clip_grad_norm_``, ``flatshard.checkpoint.optim_state_dict`` and
-    ``load_optim_state_dict`` work as with any other. A parameter without gradient is skipped, as by the class itself; as
-    flatshard's own, a gradient is None on all ranks or on none. Under ``NO_SHARD``, and in each
-    replica of the hybrid strategies, every rank steps what it would alone.
+    Every rank must create it with the same parameters in the same order, and all ranks must call ``step`` together.
+    ``zero_grad``, learning rate schedulers, ``flatshard.clip_grad_norm_``, ``flatshard.checkpoint.optim_state_dict`` and
+    ``load_optim_state_dict`` work as with other optimizers. Parameters without a gradient are skipped; a gradient must be
+    None on all ranks or on none. With ``NO_SHARD`` every rank steps all parameters; with a hybrid strategy each replica does.
 
     Args:
-        params: as of any optimizer: parameters of sharded modules, plain ones besides, or groups.
-        optimizer_class: makes the optimizer. It must treat parameters one by one: one that couples them (LBFGS, Prodigy)
-            would see those of this rank only.
-        limit_bytes: of the whole gradients and parameters that a batch may hold on a rank, where that is more than one
-            parameter. Up to three batches are held at a time: one on its way here, one that is stepped, and one on its
-            way back, without gradients.
-        **defaults: passed on.
+        params: as for other optimizers: parameters of sharded modules, plain parameters, or param groups.
+        optimizer_class: creates the optimizer. It must treat parameters one by one. One that combines them (LBFGS, Prodigy)
+            would only see the parameters of this rank.
+        limit_bytes: the size of a batch: bytes of whole gradients and parameters on one rank. A batch has at least one
+            parameter. Up to three batches are in memory: one is gathered, one is stepped, and one is sent back, the last
+            without gradients.
+        **defaults: passed to ``optimizer_class``.
 
     Raises:
-        ValueError: a parameter is a ``flat_parameters()`` one, or is shown whole at the moment; or what ``optimizer_class``
-            raises.
-        NotImplementedError: a parameter is sharded by tensor parallelism too: no rank could have all of it.
+        ValueError: a parameter is one of ``flat_parameters()``, or is unsharded now; or ``optimizer_class`` raises it.
+        NotImplementedError: a parameter is sharded by tensor parallelism as well, so that no rank could have the whole.
     """
 
     steps_whole_parameters = True  # `checkpoint/_optim_state_dict.py`
@@ -109,13 +107,14 @@ class WholeParameterOptimizer(Optimizer):
             copy_options(self._inner.param_groups[-1:], [made])
 
     def owner(self, param: nn.Parameter) -> int | None:
-        """The rank, of those that ``param`` is sharded over, that steps it; None: every rank does."""
+        """The rank of the shard group that steps ``param``. None: every rank steps it."""
         owned = self._owned[param]
         return None if owned is None or owned.flat.is_whole else owned.owner
 
     def first_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """What a first step would make of ``param`` where it is stepped, ``{}`` elsewhere. Nothing is changed, and no
-        communication: for ``optim_state_dict(for_load=True)``.
+        """The state that a first step would create for ``param``, on the rank that steps it; ``{}`` on other ranks.
+
+        Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
         inner, owned, proxy = self._inner, self._owned[param], self._proxies[param]
         if inner is None or not (owned is None or owned.is_mine):
@@ -125,10 +124,10 @@ class WholeParameterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As in torch. All ranks together.
+        """As in torch. All ranks must call it together.
 
         Raises:
-            CollectiveError: an exchange failed. Some parameters have been stepped, others not.
+            CollectiveError: sending parts failed. Some parameters have been stepped, and others have not.
         """
         loss = None
         if closure is not None:
@@ -163,20 +162,20 @@ class WholeParameterOptimizer(Optimizer):
     def _step_batches(
         self, inner: Optimizer, before: SavedOptions, uncut: list[nn.Parameter], batches: list[list[Owned]]
     ) -> None:
-        """Each batch's exchange runs while the one before is stepped: the first, while the uncut parameters are."""
+        """Step everything. Each batch is gathered while the batch before is stepped, and the first one with ``uncut``."""
         with _UnderWay() as under_way:
             under_way.gather(batches[:1])
-            self._step_some(inner, before, uncut)  # also if there are none: options may count steps
+            self._step_some(inner, before, uncut)  # also if there are none, because options may count steps
             for number, batch in enumerate(batches):
                 under_way.wait_for_gathers()
                 under_way.gather(batches[number + 1 : number + 2])
                 if mine := [o.param for o in batch if o.is_mine]:
                     self._step_some(inner, before, mine)
-                under_way.wait_for_sends()  # of the batch before: its memory goes
+                under_way.wait_for_sends()  # frees the memory of the batch before
                 under_way.send(batch)
 
     def _step_some(self, inner: Optimizer, before: SavedOptions, params: Sequence[nn.Parameter]) -> None:
-        before.restore()  # an option that counts steps counts this as the same one
+        before.restore()  # so that an option that counts steps counts all batches as one step
         for param in params:
             if (owned := self._owned[param]) is not None:
                 owned.show(self._proxies[param])
@@ -185,7 +184,7 @@ class WholeParameterOptimizer(Optimizer):
         finally:
             for param in params:
                 proxy, owned = self._proxies[param], self._owned[param]
-                proxy.grad = None  # a plain parameter's own, too: later batches are not to step it again
+                proxy.grad = None  # also of plain parameters, so that later batches do not step them again
                 if owned is not None:
                     proxy.data = _placeholder(param)
                     if not owned.is_cut:
@@ -196,7 +195,7 @@ class WholeParameterOptimizer(Optimizer):
 
 
 class _UnderWay:
-    """Exchanges that have been started. Whatever happens, they end before the block does, and nothing is held after it."""
+    """The messages in progress. The `with` block ends when all are complete, and frees their memory, also on errors."""
 
     def __init__(self) -> None:
         self._gathers: list[tuple[list[Owned], Pending]] = []
@@ -210,7 +209,7 @@ class _UnderWay:
             self.wait_for_sends()
             return
         for batch, pending in [*self._gathers, *self._sends]:
-            with contextlib.suppress(Exception):  # the error is on its way
+            with contextlib.suppress(Exception):  # only to free memory, while another error propagates
                 pending.wait()
             for each in batch:
                 each.drop()
@@ -236,7 +235,7 @@ class _UnderWay:
 
 
 def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]]) -> dict[nn.Parameter, Owned | None]:
-    """Who steps each. Those that lie on one rank first: the work on the others is balanced around them."""
+    """Choose the owner of each parameter. Parameters on one rank come first; the others are then balanced over the ranks."""
     found: dict[nn.Parameter, Owned | None] = dict.fromkeys(params)
     places = []
     for param in params:
@@ -251,13 +250,14 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
         )
         if not places_of or not isinstance(param, ShardedParameter):
             raise ValueError(
-                f"WholeParameterOptimizer cannot step {info.fqn!r}: give it parameters of a sharded module, outside of its "
-                "forward, unshard() and summon_full_params, and not those of flat_parameters()"
+                f"WholeParameterOptimizer cannot step {info.fqn!r}: pass model.parameters(), outside of a forward, unshard() "
+                "and summon_full_params, and not flat_parameters()"
             )
         if info.parallel is not None and any(p.is_shard() for p in info.parallel.placements):
             raise NotImplementedError(
                 f"WholeParameterOptimizer cannot step {info.fqn!r}, which is sharded over a tensor-parallel mesh as well "
-                f"({info.parallel.placements}): no rank could have all of it"
+                f"({info.parallel.placements}): no rank could have the whole. Use an optimizer that treats every element "
+                "alone, such as AdamW"
             )
         places.append((info.owner is None, param, places_of[0]))
     for _, param, (handle, flat, index) in sorted(places, key=lambda each: each[0]):
@@ -267,7 +267,7 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
 
 
 def _proxy(param: nn.Parameter, owned: Owned | None) -> nn.Parameter:
-    """What the inner optimizer holds in place of ``param``: of the whole's shape, without memory between steps."""
+    """The parameter that the inner optimizer gets instead of ``param``: of the whole shape, without memory between steps."""
     if owned is None:
         return param
     return nn.Parameter(_placeholder(param), param.requires_grad)
@@ -278,7 +278,7 @@ def _placeholder(param: nn.Parameter) -> torch.Tensor:
 
 
 def _batches(cut: list[Owned], limit: int) -> list[list[Owned]]:
-    """Of one process group each: in each from every owner as many as fit its memory, but at least one."""
+    """Divide parameters into batches of one process group each. Each has from every owner what fits the limit, or one."""
     batches: list[list[Owned]] = []
     by_runtime: dict[Runtime, dict[int, list[Owned]]] = {}
     for each in cut:

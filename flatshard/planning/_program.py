@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
+from flatshard._composable.features import inner_shards
 from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.flat_plan import plan_flats
 from flatshard._composable.forward import Forward
@@ -91,8 +92,8 @@ class Program:
             return Runtime(collectives, META, Streams(self.clock, META), host=META)
 
         context = Context.of(runtime("shards", rank, ranks.shards))
-        for size in self.choice.inner_sizes(ranks.shards):
-            context.runtime.add_inner(runtime("inner", rank % size, size))
+        for size in inner_shards.sizes(self.choice.all_configs):
+            inner_shards.add_subgroup(context.runtime, runtime("inner", rank % size, size))
         replicas = runtime("replicas", 0, ranks.replicas) if choice.config.strategy.is_hybrid else None
         with self.books:
             made = build(self.choice, context, replicas, prepare=lambda unit: None)

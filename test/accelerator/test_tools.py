@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from no_communication import NoCommunication
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from accelerator.harness import WIDTH, Block, Cases, Env, Net, check, mean_square, numbers, sgd
 from flatshard import MixedPrecision, register_forward_method
 from flatshard import ShardingStrategy as S
+from flatshard.checkpoint import ShardedValue
 from flatshard.comm import DefaultCollectives
 
 cases = Cases()
@@ -397,6 +400,66 @@ def checkpoint(env: Env, wait: bool) -> Any:
         flatshard.load_checkpoint(f"{where[0]}/job", {"model": model, "optimizer": optimizer}, process_group=env.group)
         return trained, numbers(model), env.train(model, optimizer=lambda _: optimizer)
     finally:
+        if env.rank == 0:
+            shutil.rmtree(where[0])
+
+
+@cases.add({"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "replicated": {"strategy": S.NO_SHARD}}, **BF16)
+def torchs_helpers(env: Env, dtype: Any = None, **options: Any) -> Any:
+    model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    results = []
+    for step in range(2):
+        optimizer.zero_grad()
+        _step(env, model, step)
+        optimizer.step()
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=step == 0)
+        results.append({n: t.clone() for n, t in get_model_state_dict(model, options=whole).items()})
+        results.append(
+            get_optimizer_state_dict(model, optimizer, options=whole).get("state")
+        )  # of rank 0 only, if on CPU
+        for value in model.state_dict().values():
+            results.append(value.full_tensor() if isinstance(value, ShardedValue) else value.clone())
+    return results, numbers(model)
+
+
+@cases.add({"fp32": {}, "bf16": {"dtype": torch.bfloat16}}, **BF16)
+def changed_params(env: Env, dtype: Any = None) -> Any:
+    """What is sent is what the step before has made, though the next step begins at once."""
+    model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32))
+    optimizer = sgd(model.parameters())
+    since = flatshard.checkpoint.SentParams(model)
+    server = {n: t.clone() for n, t in flatshard.checkpoint.iter_full_params(model, dtype=dtype)}
+    results = []
+    for step in range(3):
+        optimizer.zero_grad()
+        _step(env, model, step)
+        optimizer.step()
+        changes = list(flatshard.checkpoint.iter_changed_params(since))
+        optimizer.zero_grad()
+        _step(env, model, step)
+        optimizer.step()
+        for changed in changes:
+            flatshard.checkpoint.apply_changed_params(server, since.plan, changed)
+        results.append({n: t.clone() for n, t in server.items()})
+    return results, numbers(model)
+
+
+@cases.add(fake=False)
+def exported(env: Env) -> Any:
+    model = env.shard(env.make())
+    optimizer = sgd(model.parameters())
+    _step(env, model)
+    optimizer.step()
+    where: list[Any] = [tempfile.mkdtemp() if env.rank == 0 else None]
+    dist.broadcast_object_list(where, src=0, group=env.group, device=torch.device("cpu"))
+    try:
+        flatshard.checkpoint.export_safetensors(model, where[0], max_file_bytes=2000)
+        files = sorted(Path(where[0]).iterdir())
+        written = [torch.frombuffer(bytearray(f.read_bytes()), dtype=torch.uint8) for f in files]
+        return written, env.train(model, optimizer=lambda _: optimizer)
+    finally:
+        dist.barrier(group=env.group)
         if env.rank == 0:
             shutil.rmtree(where[0])
 

@@ -34,7 +34,7 @@ def gathers_over_2(events: list[str]) -> list[str]:
 
 
 def kept(model: nn.Module) -> int:
-    return sum(u.handle.inner.nbytes for u in units_below(model) if u.handle.inner is not None)
+    return sum(s.nbytes for u in units_below(model) if u.handle.source is not None for s in u.handle.source.kept)
 
 
 def order(ctx) -> list[list[str]]:
@@ -311,7 +311,7 @@ def collectives(ctx) -> None:
     assert torch.equal(seen[0], seen[-1])
     with pytest.warns(RuntimeWarning, match="are left out"):
         model = fully_shard(Net(), policy={Block}, reshard_after_forward=2, collectives=NoCommunication())
-    assert type(units_below(model)[0].handle.inner.runtime.collectives).__name__ == "_NoCommunication"
+    assert type(units_below(model)[0].handle.source.runtime.collectives).__name__ == "_NoCommunication"
     train(model)
 
 
@@ -335,8 +335,8 @@ def groups(ctx) -> None:
         two = sharded(ctx, Net(), reshard_after_forward=2)
         configure(sharded(ctx, Net()), reshard_after_forward=2)
         assert len(made) == before
-        assert units_below(one)[0].handle.inner.runtime.group is units_below(two)[0].handle.inner.runtime.group
-        assert units_below(one)[0].handle.inner.runtime.rank == ctx.rank % 2
+        assert units_below(one)[0].handle.source.runtime.group is units_below(two)[0].handle.source.runtime.group
+        assert units_below(one)[0].handle.source.runtime.rank == ctx.rank % 2
         mesh = init_device_mesh("cpu", (2, 2))
         for _ in range(2):  # each rank knows the ranks of its own group only
             before = len(made)
@@ -407,6 +407,6 @@ def test_fake_group():
         with record_events() as events:
             model(torch.ones(2, 4)).sum().backward()
         assert sum(e.startswith("all-gather over 4 ") for e in events) == 4
-        assert units_below(model)[0].handle.inner.runtime.rank == 1
+        assert units_below(model)[0].handle.source.runtime.rank == 1
     finally:
         dist.destroy_process_group()

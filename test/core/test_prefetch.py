@@ -262,7 +262,7 @@ def test_misuse(fake_group, name):
             ValueError,
             r"this ModuleList is not a unit, but contains units: 'blocks\.0', 'blocks\.1'",
         ),
-        (model, [model.blocks[1], model], ValueError, "unit '<root>' cannot be gathered ahead of itself"),
+        (model, [model.blocks[1], model], ValueError, "unit '<root>' cannot be prefetched for itself"),
         (model, model.blocks[0], TypeError, "takes a list of modules, got a Block"),
         (model, ["blocks.1"], TypeError, "takes an nn.Module, got a str"),
     ):

@@ -210,7 +210,7 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
             register_comm_hook(model, None, "sum")
         for hook in (one_argument, replicated_only):
             with pytest.raises(
-                TypeError, match=r"FULL_SHARD and calls hook\(state, gradient, output\), but .* cannot be"
+                TypeError, match=r"FULL_SHARD and calls hook\(state, gradient, output\), but .* does not take"
             ):
                 register_comm_hook(model, None, hook)
         with pytest.raises(TypeError, match=r"NO_SHARD and calls hook\(state, gradient\), but .*'output'"):
@@ -240,7 +240,7 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
     with (
         fake_world(1),
         pytest.raises(
-            ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*leave it out"
+            ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*do not register"
         ),
     ):
         register_comm_hook(built(None), None, average)
@@ -262,9 +262,9 @@ def wrong_hooks(ctx) -> None:
     for hook, message in (
         (
             forgets_to_cast_back,
-            r"TypeError: the communication hook left a gradient of shape .* torch.float16 on cpu in place of",
+            r"TypeError: the communication hook replaced a gradient of shape .* by one of shape .* torch.float16 on cpu",
         ),
-        (changes_shape, "TypeError: the communication hook left a gradient of shape"),
+        (changes_shape, "TypeError: the communication hook replaced a gradient of shape"),
         (returns_a_tensor, r"TypeError: the communication hook returned a Tensor: .* something with a wait\(\)"),
         (breaks, "ZeroDivisionError: of the hook"),
     ):

@@ -415,8 +415,8 @@ def test_what_it_looks_like(fake_group):
     [
         ("generat", ValueError, "Model has no method 'generat'; it has "),
         ("embed", ValueError, "Model has no method 'embed'"),
-        ("forward", ValueError, "Model.forward: calls of the module are forwards already"),
-        ("__call__", ValueError, "Model.__call__: calls of the module are forwards already"),
+        ("forward", ValueError, "Model.forward: calls of the module gather already"),
+        ("__call__", ValueError, "Model.__call__: calls of the module gather already"),
         ("width", ValueError, "Model.width is not a method"),
         ("later", NotImplementedError, "Model.later is async"),
         (["encode", "nothing"], ValueError, "Model has no method 'nothing'"),

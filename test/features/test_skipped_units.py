@@ -417,9 +417,9 @@ def pass_by_in_many_ways(ctx) -> None:
     with torch.no_grad():
         assert not skip(expert, x).requires_grad
         assert skip(expert) == ()
-    with pytest.raises(ValueError, match=r"backward must come by unit 'experts\.0', so pass a floating-point tensor"):
+    with pytest.raises(ValueError, match=r"backward must reach unit 'experts\.0', so pass a floating-point tensor"):
         skip(expert, torch.tensor([3]))
-    with pytest.raises(TypeError, match="what passes by must be tensors, got a list"):
+    with pytest.raises(TypeError, match="skip takes tensors after the module, got a list"):
         skip(expert, [x])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
         skip(nn.Linear(1, 1), x)

@@ -228,3 +228,39 @@ def backward_inside_summon(ctx: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_backward_inside_summon(pool, world_size):
     pool.run(backward_inside_summon, world_size=world_size)
+
+
+def frozen_and_followed(ctx: Any) -> None:
+    """The gradient of what was frozen since its forward is not counted: the unit is complete with the last of the others."""
+    for strategy in STRATEGIES:
+        ctx.note(strategy.name)
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+        model = fully_shard(copy.deepcopy(plain), strategy=strategy, process_group=ctx.group)
+        loss = model(batch(ctx, 0)[1]).square().mean()
+        for m in (plain, model):
+            m[4].weight.requires_grad_(False)
+        with torch.no_grad():
+            model(batch(ctx, 1)[1])  # has the unit follow
+
+        def fail(module: nn.Module) -> None:
+            raise ValueError("in a hook")
+
+        hook = flatshard.optim.register_gradients_reduced_hook(model, fail)
+        with pytest.raises(ValueError, match="in a hook"):
+            loss.backward()
+        hook.remove()
+        assert all(c.grad is None for unit in units_below(model) for flat in unit.handle.flats for c in flat.computes)
+        model.zero_grad()
+        for m, x in zip((plain, model), batch(ctx, 2), strict=True):
+            m(x).square().mean().backward()
+        with flatshard.summon_full_params(model, with_grads=True, writeback=False):
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                if q.grad is not None:
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_frozen_and_followed_between_forward_and_backward(pool, world_size):
+    pool.run(frozen_and_followed, world_size=world_size)

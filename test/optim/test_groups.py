@@ -65,7 +65,7 @@ def run_groups(ctx) -> None:
         told = [str(w.message) for w in caught if "full_shape" in str(w.message)]
         assert len(told) == warns, told
         if warns:
-            assert "in one group, with weight_decay=0.0: matrices like 'front.weight', " in told[0]
+            assert "in one group, with weight_decay=0.0: matrices such as 'front.weight', " in told[0]
             assert caught[0].filename == __file__
 
 

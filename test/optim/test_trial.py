@@ -99,7 +99,7 @@ class Permitted(NormedByParameter):
 
 
 ELEMENTS = r"{} looks at more than single elements: .*'(front|blocks).*'.*WholeParameterOptimizer.*works_on_shards"
-TOGETHER = r"{} steps a parameter in another way where it has others: .*one by one"
+TOGETHER = r"{} steps a parameter differently if it has other parameters: .*one by one"
 
 
 def cases() -> list[tuple[type[Optimizer], dict[str, Any], Any, str | None]]:

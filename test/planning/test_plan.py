@@ -125,8 +125,8 @@ def put_on_wire(model: nn.Module, accelerator: bool = False) -> Wire:
         for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.placement.replicas):
             if runtime is not None:
                 runtime.collectives = wire
-        if unit.handle.inner is not None:
-            unit.handle.inner.runtime.collectives = wire
+        if unit.handle.source is not None:
+            unit.handle.source.runtime.collectives = wire
     return wire
 
 

@@ -1,4 +1,4 @@
-"""Two lanes: the outcome of a run is that of one lane, whatever happens in either."""
+"""Two lanes: the outcome of a run is that of one lane, whatever happens in either. And how long a run takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lanes
+from conftest import TimeLeft
 
 COUNT = lanes.ENOUGH // 2
 TOTAL = 2 * COUNT + 4
@@ -124,3 +127,51 @@ def test_a_small_run_takes_one_lane(tmp_path):
         assert status == 0, text
         assert len({pid for pid, _, _ in ran(tmp_path)}) == 1
         (tmp_path / "ran").unlink()
+
+
+class Reporter:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def ensure_newline(self) -> None:
+        pass
+
+    def write_line(self, line: str) -> None:
+        self.lines.append(line)
+
+
+class Cache(dict[str, Any]):
+    def set(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+def lines_of_a_run(cache: Cache | None, factor: float = 1.0) -> list[str]:
+    """What 100 tests say that take 6 s each, and the last 50 of them 0.6 s; all ``factor`` times as long."""
+    now = [0.0]
+    reporter = Reporter()
+    left = TimeLeft(reporter, cache, lambda: now[0])
+    names = [f"test_{i}" for i in range(100)]
+    left.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid=name) for name in names]))
+    for i, name in enumerate(names):
+        seconds = factor * (6.0 if i < 50 else 0.6)
+        now[0] += seconds
+        for phase in (0.25, 0.5, 0.25):
+            left.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=phase * seconds))
+        left.pytest_runtest_logfinish(name)
+    left.pytest_sessionfinish()
+    return reporter.lines
+
+
+def test_a_run_says_how_long_it_takes_where_tests_have_run_before(request):
+    cache = Cache()
+    first = lines_of_a_run(cache)
+    assert first == [f"{10 * minute} of 100 tests in {minute} min" for minute in range(1, 6)]
+    assert cache[TimeLeft.KEY]["test_0"] == 6.0
+    again = lines_of_a_run(cache, factor=2.0)  # a busier machine: 11 minutes in all
+    assert again[0] == "5 of 100 tests in 1 min, about 10 min left"
+    assert again[-1] == "50 of 100 tests in 10 min, about 1 min left"
+    for name in list(cache[TimeLeft.KEY])[:20]:
+        del cache[TimeLeft.KEY][name]
+    assert lines_of_a_run(cache) == first  # too many are new
+    assert lines_of_a_run(None) == first
+    assert request.config.pluginmanager.get_plugin("time-left") is not None

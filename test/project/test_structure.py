@@ -30,6 +30,7 @@ PACKAGES = [
     ["planning"],
     ["_extensions"],
     [""],
+    ["integrations"],  # on the public names
 ]
 """From the bottom up: a module imports from its own row and those before it. A module that is not named itself belongs to
 the longest package that its name begins with; "" is the top one."""
@@ -185,8 +186,18 @@ def test_nothing_imports_the_fsdp_of_torch():
 
 
 def test_nothing_imports_beyond_torch_and_the_standard_library():
-    found = {module.partition(".")[0] for tree in TREES.values() for _, module, _ in imports(tree)}
+    ours = {n: tree for n, tree in TREES.items() if package_of(n) != "integrations"}
+    found = {module.partition(".")[0] for tree in ours.values() for _, module, _ in imports(tree)}
     assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions"}
+
+
+def test_integrations_use_public_names():
+    for name in [n for n in TREES if package_of(n) == "integrations"]:
+        for statement, module, names in imports(TREES[name]):
+            public = [part for n in names or [""] for part in f"{module}.{n}".split(".")]
+            assert module.partition(".")[0] != "flatshard" or not any(p.startswith("_") for p in public), show(
+                name, statement
+            )
 
 
 # -- one writer per fact -----------------------------------------------------------------------------------------------
@@ -278,6 +289,7 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
     above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}
     assert above == {
         ("_composable.construct.materialize", "broadcast_now"),
+        ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
         ("_comm.monitor.order_check", "all_gather"),
         ("debug._replicas", "all_gather"),
         ("optim._owned", "exchange"),

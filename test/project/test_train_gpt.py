@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import train_gpt
-from conftest import TimeLeft
 from corpus import load_corpus
 from expecttest import assert_expected_inline
 from progress import Progress, clock, loss_curve
@@ -175,30 +174,3 @@ def test_a_loss_curve():
     assert lines[0] == ["56.0,40.0", "380.0,198.0", "704.0,356.0"]
     texts = [e.text for e in root if e.tag.endswith("text")]
     assert {"a & b", "step 5", "step 7"} <= set(texts)
-
-
-class Reporter:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def ensure_newline(self) -> None:
-        pass
-
-    def write_line(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def test_the_tests_say_how_long_they_take(request):
-    now = [0.0]
-    reporter = Reporter()
-    left = TimeLeft(reporter, lambda: now[0])
-    left.pytest_collection_finish(type("Session", (), {"items": [None] * 100}))
-    for _ in range(100):
-        now[0] += 3.0
-        left.pytest_runtest_logfinish()
-    assert reporter.lines[:2] == [
-        "20 of 100 tests in 1 min, about 4 min left",
-        "40 of 100 tests in 2 min, about 3 min left",
-    ]
-    assert len(reporter.lines) == 4
-    assert request.config.pluginmanager.get_plugin("time-left") is not None

@@ -1,4 +1,4 @@
-"""Communication hooks: what a user puts in the place of a gradient's reduction, and two ready-made ones."""
+"""Communication hooks: functions of the user that average gradients, instead of a reduce-scatter or all-reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from flatshard._runtime import Runtime
 
 
 class CommHookState:
-    """The ``state`` of a communication hook that was registered with ``state=None``: what it takes the place of."""
+    """The ``state`` that a communication hook gets if it was registered with ``state=None``.
+
+    It has the process group, and the reductions that would run without the hook.
+    """
 
     __slots__ = ("_runtime",)
 
@@ -44,20 +47,20 @@ class CommHookState:
         return self._runtime.world_size
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """The unit's own reduction: ``output`` (S elements) becomes this rank's part of the average of ``input``
-        (world_size * S elements, the same dtype), once the result has been waited for. ``input`` may be overwritten.
+        """The unit's own reduction. ``output`` (S elements) gets this rank's part of the average of ``input`` (world_size * S
+        elements, of the same dtype). It is valid after ``wait()`` of the returned object. ``input`` may be overwritten.
         """
         return self._runtime.reduce_scatter(output, input, here.label)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """The same for a unit under ``NO_SHARD``: ``tensor`` becomes its average, once the result has been waited for."""
+        """The same for a ``NO_SHARD`` unit: replaces ``tensor`` by its average over the ranks."""
         return self._runtime.all_reduce(tensor, here.label)
 
 
 class _Hooked:
-    """The collectives of one unit, with a user's hook in the place of the reductions.
+    """The collectives of one unit. All-gathers are as before, and reductions call the user's hook.
 
-    It never ``widens``: a hook gets gradients in the dtype of its output.
+    ``widens`` is False, because a hook gets gradients in the dtype of its output.
     """
 
     def __init__(self, runtime: Runtime, state: object, hook: Callable[..., Any]) -> None:
@@ -70,7 +73,7 @@ class _Hooked:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._inner.all_gather(output, shard)
 
-    # The hook may point the .data of its arguments elsewhere: it gets other tensors in the same memory.
+    # The hook may assign to the .data of its arguments, so it gets new tensors that share the memory.
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         result = output.detach()
@@ -93,25 +96,25 @@ def _pending(returned: Any) -> Pending:
 
 
 def _take(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Make ``tensor`` what a hook made of ``result``, the same memory before."""
+    """Copy the hook's ``result`` into ``tensor``, unless it is still in the same memory."""
     if (result.shape, result.dtype, result.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise TypeError(
-            f"the communication hook left a gradient of shape {tuple(result.shape)}, {result.dtype} on {result.device} in "
-            f"place of one of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}: a hook that compresses must "
-            "cast back"
+            f"the communication hook replaced a gradient of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device} "
+            f"by one of shape {tuple(result.shape)}, {result.dtype} on {result.device}: a hook that compresses must cast its "
+            "result back"
         )
     if result.data_ptr() != tensor.data_ptr():
         tensor.copy_(result)
 
 
 class CommHookHandle:
-    """A registered communication hook. ``remove()`` takes it away again."""
+    """Returned by :func:`register_comm_hook`, to remove the hook."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = [unit.ref for unit in units]
 
     def remove(self) -> None:
-        """Reduce the units' gradients by their collectives again. Idempotent."""
+        """Remove the hook: from now on the units' own collectives reduce their gradients. Idempotent."""
         units, self._units = self._units, []
         for ref in units:
             if (unit := ref()) is not None and isinstance(hooked := unit.handle.runtime.collectives, _Hooked):
@@ -121,47 +124,50 @@ class CommHookHandle:
 def register_comm_hook(
     module: nn.Module, state: object, hook: Callable[..., Any], recurse: bool = True
 ) -> CommHookHandle:
-    """Have ``hook`` average the gradients of ``module``'s units in the place of their reduce-scatter or all-reduce.
+    """Average the gradients of ``module``'s units by calling ``hook``, instead of a reduce-scatter or all-reduce.
 
-    The hook runs in backward, once for each flat parameter (a unit's trainable parameters of one dtype), as soon as its
-    gradient is complete; on all ranks in the same order. Its signature is that of FSDP1's hooks, which work unchanged:
+    To send gradients in 16 bits you need no hook: pass ``MixedPrecision(reduce_dtype=torch.bfloat16)``.
 
-    - ``hook(state, gradient, output)`` for FULL_SHARD and SHARD_GRAD_OP: put this rank's part of the average of ``gradient``
-      into ``output``. ``gradient``: 1-D, world_size * S elements, the local gradients as laid out, with padding;
-      ``output``: 1-D, S elements, uninitialised; rank r's part is elements r * S to (r + 1) * S.
-    - ``hook(state, gradient)`` for NO_SHARD: make ``gradient`` its average over all ranks, in place.
+    The hook runs in backward, once for each flat parameter (a unit's trainable parameters of one dtype), as soon as the
+    gradient is complete. All ranks call it in the same order. The signature is that of FSDP1's hooks, which work unchanged:
 
-    Both have the parameters' dtype and device. The hook must divide by the number of ranks itself, may overwrite
-    ``gradient`` and may point the ``.data`` of its arguments elsewhere on the way, but must leave the result in the dtype
-    and shape it found. It must clone what it keeps: ``gradient``'s memory is freed. It returns None, or something with
-    ``wait()`` that finishes the job (a ``Work``, a :class:`Pending`), so that backward goes on meanwhile. On an
-    accelerator it runs with a side stream current, where its collectives and kernels belong.
+    - ``hook(state, gradient, output)`` for sharded units: write this rank's part of the average of ``gradient`` into
+      ``output``. ``gradient`` is 1-D with world_size * S elements: this rank's gradients, with padding. ``output`` is 1-D
+      with S elements, uninitialised. Rank r's part is elements r * S to (r + 1) * S.
+    - ``hook(state, gradient)`` for ``NO_SHARD`` units: replace ``gradient`` by its average over all ranks, in place.
 
-    ``-0.0`` marks the elements of parameters that a rank did not use. A hook whose averages of ``-0.0`` alone are not
-    ``-0.0`` (a sum that starts from ``+0.0``; rounding to integers) gives a parameter that no rank used a gradient of zero in
-    place of None, and an optimizer will then decay it. Sums and casts keep it.
+    Both tensors have the parameters' dtype and device. The hook must divide by the number of ranks itself. It may overwrite
+    ``gradient``, and may assign to the ``.data`` of its arguments, but the result must have the dtype and shape that the
+    argument had. ``gradient``'s memory is freed afterwards, so the hook must clone what it wants to keep. It returns None, or
+    an object whose ``wait()`` completes the reduction (a ``Work`` or a :class:`Pending`), so that backward can continue
+    meanwhile. On an accelerator the hook runs on a side stream, and should leave its collectives and kernels there.
 
-    Under a hybrid strategy it takes the place of the reduction within the shard group; the average over the replicas is as
-    ever. A ``copy.deepcopy`` of the module has the hook too, with the same state.
+    ``-0.0`` marks the elements of parameters that a rank did not use. Sums and casts of ``-0.0`` keep it. A hook that turns
+    ``-0.0`` into ``+0.0`` (a sum that starts from ``+0.0``, or rounding to integers) gives a parameter that no rank used a
+    gradient of zero instead of None. An optimizer with weight decay will then change it.
+
+    Under a hybrid strategy the hook replaces the reduction within the shard group. The average over the replicas stays as it
+    is. A ``copy.deepcopy`` of the module has the hook as well, with the same state.
 
     Example::
 
         flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
 
     Args:
-        module: a sharded module, or one that holds sharded ones.
-        state: passed to the hook as it is. None: a :class:`CommHookState`, which knows the process group and reduces.
+        module: a sharded module, or one that contains sharded modules.
+        state: passed to the hook. None: the hook gets a :class:`CommHookState`, which has the process group and the unit's
+            own reductions.
         hook: see above.
         recurse: also the units below ``module``; False: only ``module``'s own unit.
 
     Returns:
-        a handle whose ``remove()`` unregisters the hook.
+        A handle whose ``remove()`` unregisters the hook.
 
     Raises:
         ValueError: nothing in ``module`` is sharded; a unit has a hook already; or no unit has anything to reduce (a single
             rank, or no floating-point parameters), so that the hook would never run.
-        TypeError: the hook cannot be called as above. Nothing has been changed. (At the first backward it comes as a
-            :class:`CollectiveError` if the hook leaves another dtype or shape, or returns something else.)
+        TypeError: the hook does not take these arguments. Nothing has been changed.
+        CollectiveError: raised in backward, if the hook returns something else, or leaves another dtype or shape.
     """
     units = units_below(module, recurse)
     if not units:
@@ -172,8 +178,8 @@ def register_comm_hook(
     found = [unit.fqn for unit in units if isinstance(unit.handle.runtime.collectives, _Hooked)]
     if found:
         raise ValueError(
-            f"register_comm_hook: units {name_list(found)} have a communication hook already. Call remove() on what its "
-            "registration returned first"
+            f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
+            "handle that register_comm_hook returned for it"
         )
     reduced = [unit for unit in units if unit.handle.is_reduced and not _is_only_replicated(unit)]
     if not reduced:
@@ -181,7 +187,7 @@ def register_comm_hook(
         why = "they are sharded over a single rank" if world_size == 1 else "they have no floating-point parameters"
         raise ValueError(
             f"register_comm_hook: units {name_list(unit.fqn for unit in units)} have no gradients to reduce ({why}), so the "
-            "hook would never run: leave it out here"
+            "hook would never run: do not register it here"
         )
     for unit in reduced:
         _check_hook(hook, state, unit)
@@ -192,7 +198,7 @@ def register_comm_hook(
 
 
 def _is_only_replicated(unit: Unit) -> bool:
-    """Whether a hybrid strategy leaves the unit whole, so that there is no reduction within its shard group."""
+    """Whether the unit is hybrid with a shard group of one rank, so that it has no reduction within that group."""
     return unit.config.strategy.is_hybrid and unit.context.runtime.world_size == 1
 
 
@@ -208,9 +214,9 @@ def _check_hook(hook: Any, state: object, unit: Unit) -> None:
     except TypeError as e:
         raise TypeError(
             f"register_comm_hook: unit {unit.fqn or '<root>'!r} is {unit.config.strategy.name} and calls {wanted}, but "
-            f"{hook!r} cannot be called so: {e}"
+            f"{hook!r} does not take these arguments: {e}"
         ) from None
-    except ValueError:  # a callable that tells no signature
+    except ValueError:  # a callable without a signature
         pass
     if hook in (bf16_compress_hook, fp16_compress_hook) and not isinstance(state, CommHookState | None):
         raise TypeError(
@@ -226,8 +232,8 @@ def bf16_compress_hook(
 
     >>> flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
 
-    Gradients of 16 bits are reduced as they are. Over gloo the sum is in float32, over NCCL in bfloat16. It keeps the
-    ``-0.0`` of unused parameters. See :func:`register_comm_hook` for the arguments.
+    ``MixedPrecision(reduce_dtype=torch.bfloat16)`` does the same without a hook. Gradients of 16 bits are reduced as they
+    are. Over gloo the sum is in float32, over NCCL in bfloat16. See :func:`register_comm_hook` for the arguments.
     """
     return _compress(torch.bfloat16, state, gradient, output)
 
@@ -235,8 +241,10 @@ def bf16_compress_hook(
 def fp16_compress_hook(
     state: CommHookState, gradient: torch.Tensor, output: torch.Tensor | None = None
 ) -> Pending | None:
-    """The same as :func:`bf16_compress_hook` with float16: more exact, but magnitudes from 65,520 on become infinite (under
-    NO_SHARD over gloo, already those of sums over ranks), and those below 3e-8 become zero. Scale the loss.
+    """Like :func:`bf16_compress_hook`, with float16.
+
+    It is more exact, but magnitudes of 65,520 and more become infinite, and those below 3e-8 become zero. For ``NO_SHARD``
+    units over gloo this holds for sums over the ranks, too. Scale the loss.
     """
     return _compress(torch.float16, state, gradient, output)
 
@@ -248,7 +256,7 @@ def _compress(
     if gradient.itemsize <= dtype.itemsize:
         return state.all_reduce(gradient) if output is None else state.reduce_scatter(output, gradient)
     narrow = gradient.to(dtype)
-    # A used parameter's gradient must not look unused for being small: what became -0.0 only now is made +0.0.
+    # -0.0 means that this rank did not use the parameter. So an element that the cast rounded to -0.0 is set to +0.0.
     narrow.masked_fill_((narrow == 0) & (gradient != 0), 0.0)
     if output is None:
         return Works([state.all_reduce(narrow)], functools.partial(gradient.copy_, narrow))

@@ -1,29 +1,32 @@
-"""``torch.compile`` beside us: it must compile what users wrote, and call what we wrote.
+"""Makes ``torch.compile`` compile the user's modules, but not flatshard.
 
-Dynamo would trace into our hooks, where there is nothing to compile, and much that it cannot follow: process groups, storages
-that come and go, autograd's engine. Told to skip the package, it breaks its graph at a unit's hooks and calls them as they
-are. No call of ours is wrapped for that, so nobody pays who compiles nothing.
+Dynamo would trace into flatshard's hooks. There is nothing to compile in them, and much that it cannot trace: process groups,
+storages that are resized, autograd's engine. So it is told to skip the package. It then breaks its graph at a unit's hooks
+and calls them. This needs no wrapper around the hooks, so it costs nothing without ``torch.compile``.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 from torch import nn
 
 from flatshard._composable.extensions import Extension
+from flatshard._composable.state import UnitConfig
+from flatshard._runtime import Runtime
 
 
 class Compile(Extension):
-    """Has dynamo skip this package."""
+    """Makes dynamo skip this package."""
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         _skip()
 
 
 @functools.cache
 def _skip() -> None:
-    # An import of two seconds, which any optimizer does as well.
+    # This import takes two seconds, but any optimizer does it as well.
     from torch._dynamo import trace_rules  # there is no public way to skip a package
 
     trace_rules.add("flatshard")

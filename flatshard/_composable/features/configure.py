@@ -1,4 +1,4 @@
-"""``configure``: what of the choices of ``fully_shard`` may change later, for the units of a module."""
+"""``configure``: changes options of ``fully_shard`` later, for the units of a module."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from flatshard._composable.exec_order import ChosenUnits
+from flatshard._composable.features import inner_shards
 from flatshard._composable.find import unit_for, units_for
 from flatshard._composable.state import Unit, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
@@ -37,7 +38,7 @@ def configure(
     forward_prefetch: bool | Iterable[nn.Module] | _Unchanged = UNCHANGED,
     backward_prefetch: BackwardPrefetch | str | Iterable[nn.Module] | _Unchanged | None = UNCHANGED,
 ) -> None:
-    """Change what ``module``'s units do from now on. What is not given stays as it is. All ranks must make the same calls.
+    """Change options of ``module``'s units. Options that are not given stay as they are. All ranks must make the same calls.
 
     Example::
 
@@ -46,24 +47,28 @@ def configure(
         flatshard.configure(model.blocks[0], forward_prefetch=[model.blocks[1], model.blocks[2]])
 
     Args:
-        module: a unit, or with ``recurse`` a module that holds units.
+        module: a unit, or with ``recurse`` a module that contains units.
         recurse: also the units below ``module``.
-        reshard_after_forward: from the next forward on. True frees the parameters, in the outermost unit as well. False keeps
-            them for backward: one all-gather a step, more memory. None: as the strategy says. An int: the size of a smaller
-            group to reshard to, see :func:`fully_shard`; then every rank of the world must make the same call.
-        gradient_sync: whether backwards reduce gradients: :func:`no_sync` without a context.
-        all_reduce: whether backwards average over the replicas of a hybrid strategy, besides the shard group. False holds
-            this rank's part, reduced within the shard group, for the next backward to add to: "reduce-scatter now,
-            all-reduce at the last microbatch". It takes the memory of the shard once more, not of the whole gradients.
-        divide_factor: what the sum of the gradients over all ranks is divided by. None: the number of ranks, the default.
-        forward_prefetch: what to gather while a unit computes forward. True: what followed it in the last pass. False:
-            nothing. Modules, each a unit: these, in this order, for ``module``'s own unit, whatever ``recurse`` says.
-        backward_prefetch: as for :func:`fully_shard`; or modules as above, to be gathered while ``module`` computes
-            backward, in place of the order in which forward ran. They are gathered when ``backward_prefetch`` said before, or
-            if that was None, before ``module``'s backward computes. One that backward does not come to is gathered in vain.
+        reshard_after_forward: takes effect in the next forward. True: free the parameters after forward, also those of the
+            outermost unit. False: keep them for backward, which saves an all-gather and takes more memory. None: the
+            strategy's default. An int: the size of a smaller group to reshard to, see :func:`fully_shard`; every rank of
+            the world must make this call.
+        gradient_sync: whether backwards reduce gradients. False is :func:`no_sync` without a context.
+        all_reduce: for hybrid strategies: whether backwards also average over the replicas. False only reduce-scatters,
+            within the shard group, and accumulates this rank's part until a backward that all-reduces. This takes the memory
+            of one more shard, not of whole gradients.
+        divide_factor: the number by which the sum of the gradients over all ranks is divided. None: the number of ranks.
+        forward_prefetch: what to gather while a unit computes forward. True: the unit that followed it in the last pass.
+            False: nothing. A list of modules, each a unit: these, in this order. A list applies to ``module``'s own unit
+            only, whatever ``recurse`` is.
+        backward_prefetch: as for :func:`fully_shard`. Or a list of modules as above, to gather while ``module`` computes
+            backward, instead of the units that ran before it in forward. They are gathered at the point that
+            ``backward_prefetch`` gave before, or before ``module``'s backward computes if that was None. A unit that has no
+            backward is gathered for nothing.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a unit cannot have it: the message names it. Nothing has been changed.
+        TypeError, ValueError: an argument is wrong, or not possible for a unit, which the message names. Nothing has been
+            changed.
     """
     units = units_for(module, recurse, "configure")
     changes: list[tuple[Unit, dict[str, Any]]] = []
@@ -94,10 +99,12 @@ def configure(
             changes.append((unit, {"ahead_in_backward": chosen}))
 
     for runtime, size in split.items():
-        runtime.split(size)
+        inner_shards.split(runtime, size)
     for unit in units:
         if reshard_after_forward is not UNCHANGED:
-            unit.set_reshard_after_forward(reshard_after_forward)
+            to = as_reshard_after_forward(reshard_after_forward, unit.context.runtime.world_size)
+            unit.config = replace(unit.config, reshard_after_forward=to)
+            inner_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
             unit.set_gradient_sync(gradient_sync)
         for flat in unit.handle.flats:
@@ -114,7 +121,7 @@ def configure(
 
 
 def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) -> dict[Runtime, int]:
-    """Returns the sizes of smaller groups that runtimes need."""
+    """Raise if a unit cannot have this ``value``. Returns the sizes of the smaller groups to make, by runtime."""
     split: dict[Runtime, int] = {}
     for unit in units:
         try:
@@ -137,21 +144,21 @@ def _check_all_reduce(units: list[Unit]) -> None:
 
 
 def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple[Unit, ChosenUnits[Unit]]:
-    """``module``'s unit, and what is to be gathered while it computes."""
+    """``module``'s unit, and the units to gather while it computes."""
     verb = f"configure({name}=...)"
     unit = unit_for(module, verb)
     if isinstance(modules, nn.Module) and unit_of(modules) is not None:
         raise TypeError(f"{verb} takes a list of modules, got a {type(modules).__name__}")
     if not isinstance(modules, Iterable):
-        raise TypeError(f"{verb} takes a list of modules or a choice of fully_shard, got {modules!r}")
+        raise TypeError(f"{verb} takes a list of modules, or a value that fully_shard takes, got {modules!r}")
     chosen = [unit_for(each, verb) for each in modules]
     for other in chosen:
         fqn = repr(other.fqn or "<root>")
         if other is unit:
-            raise ValueError(f"{verb}: unit {fqn} cannot be gathered ahead of itself")
+            raise ValueError(f"{verb}: unit {fqn} cannot be prefetched for itself")
         if other.context is not unit.context:
             raise ValueError(
-                f"{verb}: unit {fqn} is on another process group or device than {unit.fqn or '<root>'!r}, whose order of "
-                "collectives it does not share: name units of one group"
+                f"{verb}: unit {fqn} is on another process group or device than {unit.fqn or '<root>'!r}: units can be "
+                "prefetched within one group only"
             )
     return unit, ChosenUnits(chosen)

@@ -1,8 +1,8 @@
-"""Tensors that leave a unit: by its output, or past it.
+"""Finds tensors that leave a unit's forward by another way than its output.
 
-Backward comes back to a unit through the tensors that its forward handed out; that is where the unit must be gathered
-again. Most leave in the output. Some leave past it: stashed in a module attribute (``self.aux_loss = ...``), or caught
-by a forward hook that somebody put on an inner module. Both are looked for here.
+Backward reaches a unit through the tensors that its forward produced, and must gather the unit there. Most of them are in the
+output. Others are stored in a module attribute (``self.aux_loss = ...``), or seen by a forward hook that the user registered
+on an inner module. This file finds both.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from flatshard._composable.forward import Forward
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit
 
-# What nn.Module itself keeps in __dict__ can't hold an activation.
+# nn.Module's own attributes. They cannot hold an activation.
 _MODULE_KEYS = frozenset(nn.Module().__dict__)
 _NUMBERS = frozenset((int, float, bool))
 
 
 class Escapes(Extension):
-    """Has every unit watch for such tensors."""
+    """Attaches an :class:`EscapeWatch` to every unit."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> EscapeWatch:
         return EscapeWatch(unit, modules)
 
 
 class EscapeWatch(ForwardFeature):
-    """Looks for tensors that leave one unit past its output. ``modules``: those that are in this unit and no other."""
+    """Finds the tensors of one unit that are not in its output. ``modules``: those in this unit, but in no unit below it."""
 
     def __init__(self, unit: Unit, modules: Iterable[nn.Module]) -> None:
         self.unit = unit
         self.modules = list(modules)
         self._link = Link(self)
-        self._caught: list[torch.Tensor] = []  # by hooks, in the forward under way
-        # The modules' attributes and buffers; how many each had when last looked at; and those that could hold an
-        # activation. Found out by the first forward: at construction the modules may be copies that are not complete.
+        self._caught: list[torch.Tensor] = []  # seen by hooks in the current forward
+        # The modules' attributes and buffers; their numbers at the last search; and the places that could hold an
+        # activation. The first forward finds them: at construction the modules may be incomplete copies.
         self._looked_at: list[dict[str, Any]] = []
         self._sizes: list[int] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._hooks: list[dict[int, Any]] = []
-        self._newest: dict[int, tuple[int, int]] = {}  # of each module's hooks, when last looked at
+        self._newest: dict[int, tuple[int, int]] = {}  # the ids of each module's newest hooks at the last search
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EscapeWatch:
-        """That of the copied unit. Hooks on inner modules are copied with these."""
+        """The watch of the copied unit. The hooks on inner modules are copied with the modules."""
         result = EscapeWatch(copy.deepcopy(self.unit, memo), [copy.deepcopy(m, memo) for m in self.modules])
         result._link = self._link.give_to_copy(result, memo)
         return result
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Where somebody hooked an inner module, hook it too, to see what they may have caught."""
+        """Register a hook of our own on inner modules that have the user's hooks, to see the same tensors."""
         if forward.in_backward or not torch.is_grad_enabled():
             return
-        if self.unit.is_alone(forward.claim):  # else a forward around this one has caught some
+        if self.unit.is_alone(forward.claim):  # else a forward of the same unit around this one may have found some
             self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
@@ -71,7 +71,7 @@ class EscapeWatch(ForwardFeature):
     def _hook_hooked(self) -> None:
         for module in self.modules:
             after, before = module._forward_hooks, module._forward_pre_hooks
-            newest = next(reversed(after), -1), next(reversed(before), -1)  # their numbers only grow
+            newest = next(reversed(after), -1), next(reversed(before), -1)  # ids of hooks only grow
             if newest == self._newest.get(id(module), (-1, -1)):
                 continue
             self._newest[id(module)] = newest
@@ -81,7 +81,7 @@ class EscapeWatch(ForwardFeature):
                 module.register_forward_hook(functools.partial(_catch, self._link))
 
     def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors with a graph that were stashed or caught in the forward that just ended."""
+        """The tensors with a graph that the forward which just ended stored in attributes, or that hooks saw."""
         if list(map(len, self._looked_at)) != self._sizes:
             self._find_places()
         found, self._caught = self._caught, []
@@ -92,13 +92,13 @@ class EscapeWatch(ForwardFeature):
         return found
 
     def catch(self, value: Any) -> None:
-        """An inner module's forward has seen ``value``. While the unit isn't in one, somebody recomputes a part of it."""
+        """A hook on an inner module saw ``value``. If the unit is not in a forward, this is a recomputation: ignore it."""
         if self.unit.is_used and torch.is_grad_enabled():
             self._caught.extend(t for t in tensors_in(value) if t.requires_grad)
 
     def _find_places(self) -> None:
         self._sizes = [len(d) for d in self._looked_at]
-        # torch's own modules keep numbers as they are; others' may become losses (``self.aux_loss = 0.0``).
+        # In torch's own modules numbers stay numbers. In others they may be replaced by tensors (``self.aux_loss = 0.0``).
         kinds = [type(m).__module__.startswith("torch.nn.") for m in self.modules for _ in range(2)]
         self._places = [
             (d, name)
@@ -109,7 +109,7 @@ class EscapeWatch(ForwardFeature):
 
 
 def _catch(link: Link[EscapeWatch], module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook on an inner module."""
+    """The forward hook that is registered on inner modules."""
     if (watch := link.feature) is not None:
         watch.catch((args, output))
 
@@ -119,7 +119,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _is_of_tensor_parallelism(hook: Any) -> bool:
-    """Whether ``parallelize_module`` made this hook. It keeps nothing, and a hook of ours would break compiled graphs."""
+    """Whether ``parallelize_module`` made this hook. Those store no tensors, and our hook would break compiled graphs."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     if not getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
@@ -129,9 +129,9 @@ def _is_of_tensor_parallelism(hook: Any) -> bool:
 
 
 def _may_hold(value: Any, is_torchs: bool) -> bool:
-    """Whether an attribute is, or could come to be, a place where a forward stashes tensors.
+    """Whether a forward may store tensors in an attribute that now has ``value``.
 
-    ``is_torchs``: of a module in ``torch.nn``.
+    ``is_torchs``: it is an attribute of a module in ``torch.nn``.
     """
     if type(value) in _NUMBERS:
         return not is_torchs

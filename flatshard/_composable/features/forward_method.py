@@ -1,4 +1,4 @@
-"""Methods besides ``forward`` that run a unit: ``generate``, ``encode``, ``training_step``."""
+"""Other methods of a unit that run like its forward: ``generate``, ``encode``, ``training_step``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from flatshard._errors import name_list
 
 
 class ForwardMethod:
-    """A method of a unit that runs as its forward does. It lies in the module's ``__dict__``, in front of the method.
+    """A method of a unit that runs with the unit's forward hooks. It is in the module's ``__dict__``, and so hides the
+    method.
 
-    Of a generator function each resumption is a forward, as between two of them the caller may do anything.
+    For a generator function each resumption is a forward of its own, because the caller may do anything between two of them.
     """
 
     def __init__(self, hooks: UnitHooks, name: str) -> None:
         self.hooks = hooks
         self.name = name
-        self.hidden: Any = hooks.unit.module.__dict__.get(name)  # an instance attribute that was there
+        self.hidden: Any = hooks.unit.module.__dict__.get(name)  # an instance attribute of this name, if there was one
         method = self._method()
         self._yields = inspect.isgeneratorfunction(method)
         functools.update_wrapper(self, method)
@@ -58,7 +59,7 @@ class ForwardMethod:
             while True:
                 try:
                     sent = yield value
-                except GeneratorExit:  # perhaps from the garbage collector, where nothing may be gathered
+                except GeneratorExit:  # it may come from the garbage collector, which must not start collectives
                     generator.close()
                     raise
                 except BaseException as e:
@@ -69,7 +70,7 @@ class ForwardMethod:
             return e.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
-        """Of the copied unit, like the module that holds it."""
+        """The method of the copied unit."""
         result = object.__new__(ForwardMethod)
         memo[id(self)] = result
         result.__dict__.update({k: v for k, v in self.__dict__.items() if k != "__wrapped__"})
@@ -80,7 +81,7 @@ class ForwardMethod:
 
 
 def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
-    """``names`` as a list, if all of them name methods that can be registered on ``module``."""
+    """Return ``names`` as a list. Raise if one of them is not a method that can be registered on ``module``."""
     names = [names] if isinstance(names, str) else list(names)
     kind = type(module).__name__
     for name in names:
@@ -95,34 +96,35 @@ def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
         if inspect.isdatadescriptor(found) or not callable(getattr(module, name)):
             raise ValueError(f"{kind}.{name} is not a method, and cannot be registered as one")
         if name in ("forward", "__call__") or name.startswith("__"):
-            raise ValueError(f"{kind}.{name}: calls of the module are forwards already; register its other methods")
+            raise ValueError(f"{kind}.{name}: calls of the module gather already; register its other methods")
         method = getattr(module, name)
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
             raise NotImplementedError(
-                f"{kind}.{name} is async, and what runs between its steps is not known: have it call a method that is not"
+                f"{kind}.{name} is async, so other code may run between its steps: register a method that is not async, and "
+                f"call that from {name}"
             )
     return names
 
 
 def register_methods(unit: Unit, names: Iterable[str]) -> None:
-    """Have the methods of these names run as forwards of ``unit``. ``names``: as ``check_methods`` returned them."""
+    """Register the methods ``names`` as forwards of ``unit``. ``check_methods`` has checked the names."""
     for name in names:
         if not isinstance(unit.module.__dict__.get(name), ForwardMethod):
             unit.module.__dict__[name] = ForwardMethod(UnitHooks.of(unit), name)
 
 
 def register_forward_method(module: nn.Module, method_name: str | Iterable[str]) -> None:
-    """Have calls of ``module.method_name(...)`` run the unit as calls of ``module(...)`` do.
+    """Gather the unit's parameters for calls of ``module.method_name(...)``, as for calls of ``module(...)``.
 
-    Its own parameters are gathered before, and freed after; outputs lead backward back to it. For ``generate``, ``encode``,
-    ``training_step``: whatever uses parameters of ``module`` that no unit below it owns. Methods that only call other
-    units, or ``module(...)`` itself, need it not. A generator function is a forward each time it is resumed; between two
-    items the parameters are sharded. Module hooks do not run. ``torch.distributed.fsdp`` calls it
-    ``register_fsdp_forward_method``.
+    The unit's parameters are gathered before the method and freed after it, and backward through its outputs gathers them
+    again. Use this for methods that use parameters of ``module`` which no unit below it owns: ``generate``, ``encode``,
+    ``training_step``. Methods that only call other units, or ``module(...)`` itself, do not need it. The module's forward
+    hooks do not run. A generator function is a forward each time it is resumed; between two items the parameters are sharded.
+    FSDP2 calls this ``register_fsdp_forward_method``.
 
     Args:
         module: a unit.
-        method_name: the method's name, or several. What is registered already stays so.
+        method_name: the name of the method, or several names. A method that is registered already stays registered.
 
     Raises:
         ValueError: ``module`` is not a unit, or has no such method. Nothing has been registered.

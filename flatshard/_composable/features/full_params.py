@@ -18,10 +18,10 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.whole_parameters import WholeParameters
 
 summoned_units: list[list[Unit]] = []
-"""Of each ``summon_full_params`` under way."""
+"""For each ``summon_full_params`` that is active: its units."""
 
 copy_names: MutableMapping[nn.Parameter, str] = WeakIdKeyDictionary()
-"""The FQNs of all copies that any has shown, as long as somebody holds them."""
+"""The FQNs of all copies that a ``summon_full_params`` has shown and that still exist."""
 
 
 @contextlib.contextmanager
@@ -33,23 +33,28 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, ``module``'s parameters are whole: ``nn.Parameter`` of original shape and dtype, under their own FQNs.
+    """Inside, ``module``'s parameters are unsharded: ``nn.Parameter`` of the original shape and dtype, under their FQNs.
 
-    Every rank of the group must enter. Values are exact, also where ``fully_shard(collectives=...)`` gathers approximations
-    for training; inside a forward, they are those that it computes with. Forwards without gradients may run inside (with
-    mixed precision: in full precision). If the body raises, nothing is written back. They nest: the inner one shows what the
-    outer one does, and what it writes back, the outer's changes so far included, stays.
+    Every rank of the group must enter. Values are exact, even if ``fully_shard(collectives=...)`` gathers approximated values
+    for training. If it is entered inside a forward, the values are those that the forward computes with. Forwards without
+    gradients may run inside; with mixed precision they run in full precision. If the body raises, nothing is written back.
+
+    The context can be nested. The inner one shows the same values as the outer one, with the changes made so far. What the
+    inner one writes back is kept, even if the outer one raises or has ``writeback=False``.
 
     Args:
-        module: a sharded module, or one that holds sharded ones.
+        module: a sharded module, or one that contains sharded modules.
         recurse: also the units below ``module``; False: only ``module``'s own unit.
-        writeback: keep what the body changes. Each rank keeps its own part, so all must make the same change.
-        rank0_only: only the group's rank 0 sees whole parameters; the others see their sharded ones. Saves memory.
-        offload_to_cpu: whole parameters on CPU, gathered one unit at a time. Parameters nobody shards stay as they are.
-        with_grads: whole gradients as well, where there are any; written back too. No forward with gradients inside.
+        writeback: keep changes that the body makes. Each rank keeps its own part, so all ranks must make the same changes.
+        rank0_only: only rank 0 of the group gets unsharded parameters, which saves memory on the others. They see their
+            sharded parameters.
+        offload_to_cpu: put the unsharded parameters on the CPU, and gather one unit at a time. Parameters that are not
+            sharded stay where they are.
+        with_grads: also unshard existing gradients, and write them back. No forward with gradients may run inside.
 
     Raises:
-        ValueError: ``writeback`` with ``rank0_only`` (ranks would come apart), or nothing in ``module`` is sharded.
+        ValueError: ``writeback`` with ``rank0_only``, by which ranks would get different parameters; or nothing in
+            ``module`` is sharded.
     """
     units = units_registered_in(module, recurse, "summon_full_params")
     if writeback and rank0_only:
@@ -76,7 +81,7 @@ def summon_full_params(
 
 
 class _Summoned(Claim):
-    """One unit in one ``summon_full_params``; they nest."""
+    """One unit in one ``summon_full_params``. A unit may have several of these claims, for nested contexts."""
 
     __slots__ = ("before", "on_rank0", "shares_copies", "shows_gradients", "unit", "version")
 
@@ -85,13 +90,14 @@ class _Summoned(Claim):
     def __init__(self, unit: Unit, with_grads: bool, offload_to_cpu: bool, on_rank0: bool) -> None:
         super().__init__()
         self.unit = unit
-        self.on_rank0 = on_rank0  # and nowhere else
-        # The values at entry, or written back by an inner one since, where what the body changes would stay without a
-        # write-back: the shard is the whole, or an outer forward or `summon_full_params` shows the same memory.
+        self.on_rank0 = on_rank0  # the other ranks show sharded parameters
+        # The values to restore if nothing is written back: those at entry, or those that an inner context has written back
+        # since. Only needed if the body writes into memory that stays in use: the shard itself (a unit that is not cut), or
+        # memory that a forward or another `summon_full_params` around this one shows as well.
         self.before: list[torch.Tensor] | None = None
-        self.shares_copies = False  # with an outer `summon_full_params`
+        self.shares_copies = False  # shows the copies of an outer `summon_full_params`
         self.shows_gradients = with_grads and not shows_gradients(unit)
-        self.version = -1  # of what is shown at entry; -1: that has changed since
+        self.version = -1  # of the shown parameters at entry; -1: an outer body has assigned other memory to some
         unit.claims.append(self)
         try:
             self._gather(offload_to_cpu)
@@ -103,21 +109,21 @@ class _Summoned(Claim):
         self.version = self._version_shown()
 
     def check_forward(self, grad: bool) -> None:
-        """Raise if its gradients would go astray, or if other ranks would gather what this one shows."""
+        """Raise if gradients of a forward inside would be lost, or if other ranks would gather for it."""
         unit = self.unit
         _check_all_ranks(unit, "a forward", may_on_rank0=True)
         if not grad:
             return
         if self.copies is not None:
             if unit.handle.is_mixed_precision:
-                inside, why = "...", "the parameters shown are full-precision copies, and would take its gradients"
+                inside, why = "...", "it would compute gradients of the full-precision copies shown there"
             elif unit.handle.has_static_buffers:
                 inside = "..."
-                why = "the parameters shown are copies, as buffers are static, and would take its gradients"
+                why = "with static buffers the parameters shown are copies, and it would compute gradients of these"
             else:
-                inside, why = "offload_to_cpu=True", "its gradients would be those of copies"
+                inside, why = "offload_to_cpu=True", "it would compute gradients of the copies on the CPU"
         elif self.shows_gradients:
-            inside, why = "with_grads=True", "its new gradients would mix with those shown"
+            inside, why = "with_grads=True", "its gradients would be added to those shown"
         else:
             return
         raise RuntimeError(
@@ -126,16 +132,16 @@ class _Summoned(Claim):
         )
 
     def check_backward(self) -> None:
-        """Raise if its gradients would be overwritten."""
+        """Raise if the gradients of a backward inside would be overwritten at exit."""
         if self.shows_gradients:
             raise RuntimeError(
-                f"unit {self.unit.fqn or '<root>'!r} runs backward inside summon_full_params(with_grads=True): its new "
-                "gradients would be lost where those shown are written back. Run it outside"
+                f"unit {self.unit.fqn or '<root>'!r} runs backward inside summon_full_params(with_grads=True), which on exit "
+                "would overwrite the new gradients by those it shows. Run it outside"
             )
 
     @property
     def copies(self) -> dict[int, nn.Parameter] | None:
-        """What the body sees in place of the unsharded parameters."""
+        """The copies that the body sees instead of the unit's unsharded parameters, by the sharded parameter's id."""
         return self.shows if isinstance(self.shows, dict) else None
 
     def _gather(self, offload_to_cpu: bool) -> None:
@@ -149,11 +155,11 @@ class _Summoned(Claim):
         if alone:
             handle.reshard()  # what an earlier forward left: the shards may have changed since
             handle.check_parameters()
-        # Then the unsharded parameters are not what the user calls the parameters; nor is the dtype of the inputs.
+        # With mixed precision the body gets copies, because the unsharded parameters have the compute dtype.
         policy = unit.config.mixed_precision
         casts = policy.param_dtype is not None or policy.output_dtype is not None
         mixed = handle.is_mixed_precision or (casts and not any(b.dtype.is_floating_point for b in handle.flats))
-        mixed = mixed or handle.has_static_buffers  # in which there is no room for all units at a time
+        mixed = mixed or handle.has_static_buffers  # they have no room for all units at the same time
         copies: dict[int, nn.Parameter] | None = None
         if around and not offload_to_cpu:
             copies, self.shares_copies = around[-1], True
@@ -188,7 +194,7 @@ class _Summoned(Claim):
             self.before = [p.detach().clone() for p in copies.values()]
 
     def hide(self) -> None:
-        """On ranks other than the first, with ``rank0_only``: what was gathered goes, the claim stays, and says so."""
+        """With ``rank0_only``, on the other ranks: free what was gathered, and show the sharded parameters."""
         if self.shows_gradients:
             WholeParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
@@ -198,10 +204,10 @@ class _Summoned(Claim):
             self.unit.handle.reshard()
 
     def end(self, writeback: bool) -> None:
-        """``writeback``: keep what the body changed.
+        """Leave the context for this unit. ``writeback``: keep the body's changes.
 
         Raises:
-            RuntimeError: the body assigned a parameter that cannot take the place of what was there. Nothing is kept.
+            RuntimeError: the body deleted, tied or resized a parameter. Nothing is kept.
         """
         try:
             if writeback:
@@ -212,7 +218,7 @@ class _Summoned(Claim):
             self._release()
 
     def _take_over_assigned(self) -> None:
-        """``module.weight = nn.Parameter(...)`` in the body: its values."""
+        """Copy the values of parameters that the body assigned: ``module.weight = nn.Parameter(...)``."""
         for sharded, shown, now in self.unit.handle.slots.assigned():
             fqn = getattr(shard_info(sharded), "fqn", "")
             if now is None or shard_info(now) is not None:
@@ -223,8 +229,8 @@ class _Summoned(Claim):
                 )
             if now.shape != shown.shape:
                 raise RuntimeError(
-                    f"parameter {fqn!r} was replaced inside summon_full_params by one of shape {tuple(now.shape)}, it has "
-                    f"shape {tuple(shown.shape)}. A sharded parameter cannot be resized: resize the module before fully_shard"
+                    f"parameter {fqn!r} of shape {tuple(shown.shape)} was replaced inside summon_full_params by one of shape "
+                    f"{tuple(now.shape)}. A sharded parameter cannot be resized: resize the module before fully_shard"
                 )
             with torch.no_grad():
                 shown.copy_(now)
@@ -246,7 +252,7 @@ class _Summoned(Claim):
             whole.restore_unsharded(self.before)
         if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
             handle.note_written_back()
-        if writeback:  # for good, whatever becomes of those further out
+        if writeback:  # outer contexts must not undo it
             for outer in _summons(unit):
                 if outer.before is not None:
                     outer._note_values()
@@ -256,13 +262,13 @@ class _Summoned(Claim):
                 param.grad = None
 
     def _version_shown(self) -> int:
-        """Grows with the changes that the body makes in place, on all ranks alike."""
+        """A number that grows with each in-place change of the shown parameters, by the same amount on all ranks."""
         copies = self.copies
         computes = [c for b in self.unit.handle.flats for c in b.computes]
         return sum(p._version for p in (computes if copies is None else copies.values()))
 
     def _refresh(self, copies: dict[int, nn.Parameter]) -> None:
-        """Have what shows the same parameters further out show the values that were just written back."""
+        """Copy the values that were just written back to the parameters that outer contexts show."""
         unit, handle = self.unit, self.unit.handle
         around = [c.shows for c in unit.claims if c is not self and c.by_user and isinstance(c.shows, dict)]
         if around and not self.shares_copies:
@@ -282,55 +288,55 @@ class _Summoned(Claim):
 
 
 def _summons(unit: Unit) -> list[_Summoned]:
-    """Those under way, the outermost first."""
+    """The claims of active ``summon_full_params`` on ``unit``, the outermost first."""
     return [claim for claim in unit.claims if isinstance(claim, _Summoned)]
 
 
 def shows_gradients(unit: Unit) -> bool:
-    """Whether ``summon_full_params`` shows whole gradients of ``unit``."""
+    """Whether a ``summon_full_params(with_grads=True)`` of ``unit`` is active."""
     return any([summoned.shows_gradients for summoned in _summons(unit)])
 
 
 def _check_all_ranks(unit: Unit, what: str, may_on_rank0: bool = False) -> None:
-    """Raise if ``what`` would gather on some ranks only, inside ``summon_full_params(rank0_only=True)``.
+    """Raise if ``what`` runs inside ``summon_full_params(rank0_only=True)``, where not all ranks would gather.
 
-    ``may_on_rank0``: where parameters are whole it gathers nothing, and may be.
+    ``may_on_rank0``: allow it on a rank that has the unsharded parameters already.
     """
     found = [summoned for summoned in _summons(unit) if summoned.on_rank0]
     if found and not (may_on_rank0 and found[-1].shows is not SHARDED):
         raise RuntimeError(
-            f"{what} of unit {unit.fqn or '<root>'!r} inside summon_full_params(rank0_only=True), where only the first rank "
-            "has whole parameters and the others would gather: leave the `with` block first, or pass rank0_only=False"
+            f"{what} of unit {unit.fqn or '<root>'!r} inside summon_full_params(rank0_only=True): rank 0 has the unsharded "
+            "parameters already, and only the others would gather. Leave the `with` block first, or pass rank0_only=False"
         )
 
 
 class UnshardHandle:
-    """An unshard under way, as returned by :func:`unshard` with ``async_op=True``."""
+    """An all-gather in progress, as returned by :func:`unshard` with ``async_op=True``."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
 
     def wait(self) -> None:
-        """Have the parameters registered whole, ready for what the caller does next. Idempotent."""
+        """Wait for the all-gather, and register the unsharded parameters. Idempotent."""
         units, self._units = self._units, []
         for unit in units:
-            if unit.is_unsharded_by_user:  # else it was used and freed in the meantime
+            if unit.is_unsharded_by_user:  # else a forward used and freed it meanwhile
                 unit.handle.wait()
                 unit.show(UNSHARDED)
                 unit.context.runtime.wait_for_host_reads()
 
 
 def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False) -> UnshardHandle | None:
-    """Gather the parameters of ``module``'s own unit, ahead of its forward or to read them. All ranks must call it.
+    """Gather the parameters of ``module``'s own unit, before its forward or to read them. All ranks must call it.
 
-    They stay whole until that unit's next forward is over, or until :func:`reshard`. If they are whole already, and have
-    changed since (an optimizer's step), they are gathered again. ``state_dict()`` and ``load_state_dict()`` show the sharded
-    ones again, without freeing anything.
+    They stay unsharded until the end of the unit's next forward, or until :func:`reshard`. If they are unsharded already, but
+    have changed since (by an optimizer's step), they are gathered again. ``state_dict()`` and ``load_state_dict()`` register
+    the sharded parameters again, without freeing the unsharded ones.
 
     Args:
         module: a unit.
-        recurse: the units below it as well.
-        async_op: return at once, with a handle whose ``wait`` makes the parameters visible.
+        recurse: also the units below ``module``.
+        async_op: return at once, with a handle whose ``wait()`` registers the unsharded parameters.
     """
     units = units_registered_in(module, recurse, "unshard")
     settle(units)
@@ -344,7 +350,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
             unit.handle.check_parameters()
             unit.context.make_room(unit)
             unit.handle.unshard(BY_USER)
-        elif not unit.is_used:  # left by a forward for its backward: shown as well
+        elif not unit.is_used:  # a forward left it unsharded for its backward: register the parameters now
             unit.handle.take_over(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
@@ -354,7 +360,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
 
 
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
-    """Free the whole parameters of ``module``'s units, by now or until they are needed again. No communication.
+    """Free the unsharded parameters of ``module``'s units. The next forward or backward gathers them. No communication.
 
     Raises:
         RuntimeError: a unit is in its forward or in ``summon_full_params``.
@@ -370,10 +376,11 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
 
 
 def recover(module: nn.Module) -> None:
-    """Free everything that an interrupted step left behind in ``module``'s process group. No communication starts.
+    """Free everything that an interrupted step left in memory, for all units of ``module``'s process group.
 
-    The next forward does this by itself. Call it to have the memory back at once, after an out-of-memory error, say.
-    ``.grad`` keeps what had been reduced by then: call ``zero_grad()`` as usual. What ``no_sync`` holds is dropped.
+    The next forward does this by itself. Call it to free the memory at once, for example after an out-of-memory error. It
+    starts no communication. ``.grad`` keeps the gradients that were reduced before: call ``zero_grad()`` as usual.
+    Gradients accumulated under ``no_sync`` are dropped.
 
     Raises:
         RuntimeError: called inside a forward or a backward, where nothing can be freed.
@@ -384,5 +391,5 @@ def recover(module: nn.Module) -> None:
         raise RuntimeError("recover: called inside a forward or a backward. Call it where the exception is caught")
     for context in contexts:
         context.recover(drop_held=True)
-    for unit in units:  # those that a forward left whole for a backward that did not come
+    for unit in units:  # units that a forward left unsharded for a backward that did not run
         unit.free_if_unused()

@@ -1,7 +1,8 @@
-"""When gradients are reduced, and what they are divided by: ``no_sync`` and its relatives.
+"""When gradients are reduced: ``no_sync`` and ``reduce_gradients``.
 
-By default every backward reduces into ``.grad``, which adds up: gradient accumulation needs nothing from here, and holds no
-more memory than one microbatch. ``no_sync`` trades memory (the unsharded gradients, in the reduce dtype) for communication.
+By default every backward reduces its gradients and adds them to ``.grad``. So gradient accumulation works without anything
+from here, with the memory of one microbatch. ``no_sync`` saves communication, but keeps the unsharded gradients in memory, in
+the reduce dtype.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 
 held_back_units: list[list[Unit]] = []
-"""Of each ``no_sync`` under way."""
+"""For each ``no_sync`` that is active: its units."""
 
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
-    """Backwards inside keep their gradients on this rank; the first backward after it reduces their sum.
+    """Backwards inside accumulate gradients on this rank. The first backward after it reduces their sum.
 
-    A backward counts as inside if it *runs* inside; where its forward ran does not matter. All ranks must enter alike.
-    ``.grad`` does not change inside, so ``zero_grad()`` there drops nothing: the next backward outside reduces what was
-    held. To drop it, call :func:`recover`, or let the exception be raised in backward. A single rank has nobody to hold
-    back from: its gradients are in ``.grad`` at once.
+    This is about where backward *runs*; it does not matter where its forward ran. All ranks must enter together. Inside,
+    ``.grad`` does not change, and ``zero_grad()`` does not drop the accumulated gradients: the next backward outside reduces
+    them. To drop them, call :func:`recover`; an exception in a backward drops them, too. With a single rank gradients are
+    added to ``.grad`` at once.
 
     Example::
 
@@ -56,9 +57,9 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 
 
 def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
-    """Reduce into ``.grad`` what backwards under :func:`no_sync` hold, without another backward. Every rank must call it.
+    """Reduce the gradients that backwards under :func:`no_sync` accumulated, and add them to ``.grad``.
 
-    For loops whose last backward cannot be told from the others, such as a pipeline schedule's::
+    Every rank must call it. Use it if the last microbatch cannot run outside of ``no_sync``, as in a pipeline schedule::
 
         with flatshard.no_sync(stage):
             schedule.step(x)
@@ -66,8 +67,8 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
-        RuntimeError: called inside a forward or a backward.
-        CollectiveError: a reduction failed. What was held is dropped.
+        RuntimeError: called inside a forward or a backward, or inside ``summon_full_params(with_grads=True)``.
+        CollectiveError: a reduction failed. The accumulated gradients are dropped.
     """
     units = units_for(module, recurse, "reduce_gradients")
     contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
@@ -75,8 +76,8 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
     if shown := [unit.fqn or "<root>" for unit in units if shows_gradients(unit)]:
         raise RuntimeError(
-            f"reduce_gradients: {name_list(shown)} show gradients inside summon_full_params(with_grads=True), which would be "
-            "lost where those shown are written back. Call it outside"
+            f"reduce_gradients: called inside summon_full_params(with_grads=True) of {name_list(shown)}, which on exit would "
+            "overwrite the reduced gradients by those it shows. Call it outside"
         )
     for unit in units:
         if not unit.is_used:

@@ -1,4 +1,4 @@
-"""``keep_unsharded``: units are gathered once, and stay."""
+"""``keep_unsharded``: units are gathered once, and stay unsharded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flatshard._handle.slots import SHARDED
 
 @contextlib.contextmanager
 def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
-    """Inside, units are gathered once, at first use, and stay: for generation and evaluation, where forwards are many.
+    """Inside, each unit is gathered at its first use and stays unsharded: for generation and evaluation.
 
-    Forwards inside then communicate nothing. Changes of the parameters (an optimizer's step, ``p.data = ...``) are noticed,
-    and the next forward gathers again. ``module.parameters()`` are the user's sharded ones, as ever.
-    On exit the units are freed, or where one is inside a forward, at the end of that. Memory: whole parameters in the
-    compute dtype. All ranks must enter alike. They nest.
+    Further forwards inside do not communicate. If parameters change (by an optimizer's step or ``p.data = ...``), the next
+    forward gathers them again. ``module.parameters()`` still returns the sharded parameters. The memory is that of the
+    whole parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
+    All ranks must enter together. The context can be nested.
 
     Example::
 
@@ -29,7 +29,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
 
     Args:
-        module: a unit, or with ``recurse`` a module that holds units.
+        module: a unit, or with ``recurse`` a module that contains units.
         recurse: also the units below ``module``.
 
     Raises:
@@ -48,7 +48,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 
 
 class Keep(Claim):
-    """One unit in one ``keep_unsharded``: the storage stays, but what it holds may be outdated."""
+    """One unit in one ``keep_unsharded``. Its storage stays allocated, but the values in it may be outdated."""
 
     __slots__ = ("full_precision",)
 
@@ -57,12 +57,12 @@ class Keep(Claim):
     def __init__(self, unit: Unit) -> None:
         super().__init__()
         self.pins = False
-        # What forwards in full precision (`full_precision_in_eval`) show meanwhile, and `handle.version()` then.
+        # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
         gathered, context = unit.handle.gathered, unit.context
         if gathered is not None and not unit.claims:
             in_this_pass = gathered.by == context.pass_id and context.is_running
-            if not (in_this_pass or unit.is_unsharded_by_user):  # left by an earlier forward, perhaps outdated
+            if not (in_this_pass or unit.is_unsharded_by_user):  # left by an earlier forward, and perhaps outdated
                 unit.handle.slots.show(SHARDED)
                 unit.handle.reshard()
         unit.claims.insert(0, self)

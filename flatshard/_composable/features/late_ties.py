@@ -1,9 +1,10 @@
-"""A unit's parameter that is registered in one more place after ``fully_shard``: it would not be tied.
+"""Refuses parameters that are tied after ``fully_shard``: a sharded parameter that is registered in one more module.
 
-Nobody gathers for that place: the module there would compute with this rank's part. Where something of the unit's was
-registered before, the unit sees what took its place. Of a new name only torch's hook for registrations tells. It notes the
-place, which is looked at when the next pass starts: a later ``fully_shard`` may have taken it over by then, and lists of
-parameters outside of the model are nobody's concern.
+No unit gathers the parameter for the new module, which would compute with this rank's part. If the module had a parameter of
+the unit under that name before, the unit notices the assignment itself. For a new name, only torch's global hook for
+parameter registrations tells. The hook remembers the module and the name, and the next pass checks them. It does not raise at
+once, because a later ``fully_shard`` may take the module over, and because modules outside of the model may hold the
+parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flatshard._names import plain_name
 
 
 class LateTies(Extension):
-    """Refuses them in the next forward."""
+    """Raises in the next forward after a parameter was tied."""
 
     def __init__(self) -> None:
         register_module_parameter_registration_hook(_note)
@@ -33,12 +34,12 @@ def _note(module: nn.Module, name: str, param: nn.Parameter) -> None:
     if info is None:
         return
     held = module._parameters.get(name)
-    if held is None or shard_info(held) is not info:  # else a unit shows its own parameters
+    if held is None or shard_info(held) is not info:  # else a unit registers its own parameters
         Context.checks.append(functools.partial(_check, weakref.ref(module), name))
 
 
 def _check(to_module: weakref.ref[nn.Module], name: str, unit: Unit) -> bool:
-    """A pass of ``unit`` starts. Returns whether to look again when the next one does."""
+    """Called when a pass of ``unit`` starts. Returns whether to check again in the next pass."""
     module = to_module()
     param = None if module is None else module._parameters.get(name)
     info = None if param is None else shard_info(param)
@@ -49,9 +50,9 @@ def _check(to_module: weakref.ref[nn.Module], name: str, unit: Unit) -> bool:
     if module in inside:
         new = plain_name(".".join(part for part in (unit.fqn, inside[module], name) if part))
         raise RuntimeError(
-            f"{new!r} was registered after fully_shard, and is {info.fqn!r}, which is sharded: the two would not be tied, as "
-            f"no unit gathers for {new!r}. Tie parameters before fully_shard, or take {new!r} away again"
+            f"{new!r} was registered after fully_shard, and is the sharded parameter {info.fqn!r}: the two would not be "
+            f"tied, because no unit gathers for {new!r}. Tie parameters before fully_shard, or delete {new!r} again"
         )
     owner = None if param is None else owner_of(param)
-    elsewhere = owner is not None and owner.module not in inside  # it is another model's turn
+    elsewhere = owner is not None and owner.module not in inside  # another model's pass will check it
     return elsewhere or any(module in set(u.module.modules()) for u in units)

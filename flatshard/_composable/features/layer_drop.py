@@ -1,9 +1,10 @@
-"""Models that leave out layers at random (LayerDrop): ranks that draw different layers would wait for each other.
+"""Models that leave out layers at random (LayerDrop), on each rank different ones. The ranks would wait for each other.
 
 [Note: Layers that are dropped]
-Some models of Hugging Face's, those for speech, run a dropped layer all the same and ignore its result, where they see FSDP
-around: by ``_is_fsdp_managed_module`` of the module that holds the layers, which FSDP1 and FSDP2 set, and so do we. Others
-(BART and the like) don't look, and leave it out. A forward that looks has the function's name in its code.
+Some Hugging Face models (those for speech) run a dropped layer and ignore its result, if they are sharded by FSDP. They
+check the attribute ``_is_fsdp_managed_module`` of the module that holds the layers. FSDP1 and FSDP2 set it, and so does
+flatshard. Others (BART and similar) do not check, and leave the layer out; flatshard warns about these. A forward that checks
+has the name of the check function in its code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LOOKS = "is_fsdp_managed_module"
 
 
 class LayerDrop(Extension):
-    """Tells models that drop layers which are units, or warns."""
+    """Makes models run the layers that they would leave out, if these layers are units; or warns."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         world_size = max([unit.context.runtime.world_size for unit in made], default=1)
@@ -32,20 +33,20 @@ class LayerDrop(Extension):
 
 
 def tell_droppers(root: nn.Module) -> str | None:
-    """Tell modules of ``root`` that drop layers which are units, or hold some, to run them. What to warn of, if anything."""
+    """Mark the modules in ``root`` that leave out layers with units. Returns a warning about those that do not check."""
     left = []
     for fqn, module in root.named_modules():
         if _drops(module) and any(unit_of(m) is not None for layers in _stacks(module) for m in layers.modules()):
             module._is_fsdp_managed_module = True
-            module._fsdp_use_orig_params = True  # torch.compile asks for it beside the other
+            module._fsdp_use_orig_params = True  # torch.compile expects this beside the other
             if not _looks(module):
                 left.append(plain_name(fqn))
     if not left:
         return None
     return (
-        f"{name_list(left)} may leave out layers at random (layerdrop), on each rank others, and these layers are units: "
-        "ranks would then end with an OutOfStepError. Set layerdrop to 0, or have a rank that leaves out a layer call "
-        "flatshard.skip(layer, x) in its place"
+        f"{name_list(left)} may leave out layers at random (layerdrop), different ones on each rank, and these layers are "
+        "units: ranks would then end with an OutOfStepError. Set layerdrop to 0, or call flatshard.skip(layer, x) on a rank "
+        "that leaves out a layer"
     )
 
 
@@ -56,7 +57,7 @@ def _drops(module: nn.Module) -> bool:
     places += [(config, f"{part}_layerdrop") for part in ("encoder", "decoder") if part in kind]
     for place, name in places:
         rate = getattr(place, name, None)
-        if isinstance(rate, int | float):  # the first is the one that counts
+        if isinstance(rate, int | float):  # the first one found is the one that the model uses
             return rate > 0
     return False
 
@@ -66,6 +67,6 @@ def _stacks(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def _looks(module: nn.Module) -> bool:
-    """[Note: Layers that are dropped]"""
+    """Whether the module's forward checks for FSDP. [Note: Layers that are dropped]"""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _LOOKS in code.co_names

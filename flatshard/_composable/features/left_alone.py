@@ -1,9 +1,10 @@
-"""Parameters in a sharded module that are not sharded: ignored ones, and those that came after ``fully_shard``.
+"""Parameters in a sharded module that are not sharded: ignored ones, and those registered after ``fully_shard``.
 
 [Note: Added after sharding]
-Whatever is registered in a sharded module later belongs to no unit: nobody averages its gradients, so each rank would train
-its own. No hook tells of it, and to look in each step would cost time. So each unit notes what it left alone, and who looks
-at an optimizer's parameters, or at replicas, finds what is neither sharded nor noted.
+A parameter that is registered in a sharded module later belongs to no unit. Nobody averages its gradients, so each rank would
+train it differently. No hook tells that it was added, and a search in each step would cost time. So each unit keeps a list of
+the parameters that were not sharded on purpose. Checks of optimizers and replicas then find those that are neither sharded
+nor in this list.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from flatshard._composable.state import Unit, unit_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 Slot = tuple[Unit, str, nn.Module, str, nn.Parameter]
-"""The nearest unit, the FQN as seen from where the search began, the module, the name there, and the parameter."""
+"""The nearest unit around it, the FQN relative to the searched module, the module it is in, its name there, the parameter."""
 
 
 class LeftAlone(Extension):
-    """Has units note what is not sharded in them when they are made, which is so on purpose."""
+    """Adds the parameters that are not sharded at construction to each unit's list ``left_alone``."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         for unit, _, holder, name, _ in _plain(module):
@@ -30,13 +31,13 @@ class LeftAlone(Extension):
 
 
 def leave_to_others(module: nn.Module) -> None:
-    """Somebody else averages the gradients of whatever is not sharded in ``module`` now."""
+    """Note that somebody else (DDP) averages the gradients of the parameters in ``module`` that are not sharded now."""
     for unit, _, holder, name, _ in _plain(module):
         unit.left_alone.append((holder, name))
 
 
 def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
-    """Of all units of ``module``: what has been registered since. With the nearest unit, and its FQN in ``module``."""
+    """The parameters registered in units of ``module`` since then: the nearest unit, the FQN in ``module``, the parameter."""
     for unit, fqn, holder, name, param in _plain(module):
         if not any(holder is each and name == other for each, other in unit.left_alone):
             yield unit, fqn, param

@@ -1,4 +1,4 @@
-"""Which optimizers have been looked at: again when they have other parameters."""
+"""Remembers which optimizers have been checked, so that each is checked once for the parameters it has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class LookedAt:
-    """Optimizers, each with the number of parameters that it had then: ``add_param_group`` adds some."""
+    """A set of optimizers. One that got more parameters since (``add_param_group``) is no longer in it."""
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -17,11 +17,11 @@ class LookedAt:
         return self._counts.get(optimizer) == _count(optimizer)
 
     def add(self, optimizer: Optimizer) -> None:
-        """It has been looked at as it is now."""
+        """Note that ``optimizer`` has been checked with the parameters that it has now."""
         self._counts[optimizer] = _count(optimizer)
 
     def clear(self) -> None:
-        """Look at all of them again."""
+        """Forget all, so that all are checked again."""
         self._counts.clear()
 
 

@@ -1,19 +1,19 @@
-"""A rank takes part in a unit's collectives without running the unit.
+"""Takes part in a unit's collectives without running the unit: the mechanism of ``skip``.
 
 [Note: Taking part without running]
-Ranks that skip a unit must gather and reduce it as the others do, at the same points. So all that the unit's hooks do
-around a forward is done here around nothing: gathering, prefetching, the record of the order, freeing. A tensor that goes
-by is marked as the unit's output would be: backward comes to the unit where it comes to the mark, and gathers it.
+A rank that skips a unit must gather and reduce it at the same points as the other ranks. So ``pass_by`` runs the unit's hooks
+without a forward in between: they gather, prefetch, record the order, and free. The tensors that are passed through get a
+node in autograd's graph (``_Mark``), as if they were the unit's outputs. When backward reaches that node, it gathers the
+unit.
 
-In place of the unit's parameters the graph holds its *anchor*, an empty leaf. Autograd brings the anchor a gradient when
-it would have brought the parameters theirs: after all forwards that passed by the unit, and none in a backward that is
-after other gradients only. It counts as one more gradient to wait for. When all have come, a unit that ran nowhere on
-this rank is reduced as one whose parameters are unused: [Note: Negative zero marks an unused parameter].
+The graph holds an *anchor* in place of the unit's parameters: an empty leaf tensor. Autograd computes a gradient for the
+anchor at the point where it would have computed those of the parameters. The unit waits for this gradient, too. When all
+gradients have come, a unit that did not run on this rank is reduced as one whose parameters are unused: [Note: Negative zero
+marks an unused parameter].
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -30,40 +30,32 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
-    """Do what the others do in a forward of ``unit``. ``inside``: in the forwards that they run inside it.
+    """Do in forward what ranks that run ``unit`` do, and pass ``tensors`` through.
 
-    Returns ``tensors``, marked.
+    Args:
+        unit: the unit to skip.
+        tensors: floating-point or complex.
+        inside: skips the units inside, in the same way.
+
+    Returns:
+        ``tensors``, with a node in the graph through which backward reaches the unit.
     """
     hooks = UnitHooks.of(unit)
-    in_backward = current_graph_task() != -1
-    comes_back = False
+    marked: Tensors = ()
     try:
         hooks.pre_forward(unit.module, (), {}, sys._getframe())
         if torch.is_grad_enabled():
-            tensors = _come_by(hooks, tensors, inside, in_backward)
-            comes_back = any([t.requires_grad for t in tensors])
+            if not unit.is_done_with_gradients and not unit.handle.is_alias:
+                watched = hooks.watch_inputs(tensors, {})
+                tensors = tensors if watched is None else watched[0]
+            tensors = marked = _mark(unit, inside(tensors))
         else:
             tensors = inside(tensors)
-        if not in_backward:
+        if current_graph_task() == -1:
             unit.ran_inside = unit.context.ran_since(unit)
     finally:
         if (forward := unit.context.exit_forward(unit)) is not None:
-            hooks.end_forward(forward, comes_back, False, in_backward)
-    return tensors
-
-
-def _come_by(hooks: UnitHooks, tensors: Tensors, inside: Callable[[Tensors], Tensors], in_backward: bool) -> Tensors:
-    """``inside`` with marks by which backward enters and leaves the unit."""
-    unit = hooks.unit
-    if not unit.is_done_with_gradients and not unit.handle.is_alias:
-        watched = hooks.watch_inputs(tensors, {})
-        tensors = tensors if watched is None else watched[0]
-    tensors = _mark(unit, inside(tensors))
-    nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
-    if nodes:
-        step = unit.context.make_step(unit, in_backward)
-        for node in nodes:
-            node.register_prehook(functools.partial(hooks.pre_backward, step))
+            hooks.end_forward(forward, hooks.come_back(marked, forward), False)
     return tensors
 
 
@@ -103,12 +95,12 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity on what passes by a unit."""
+    """The identity, as a node in autograd's graph through which backward reaches the anchors."""
 
     @staticmethod
     def forward(ctx: Any, anchors: int, *tensors: torch.Tensor) -> Tensors:
         ctx.none = [t.new_empty(0) for t in tensors[:anchors]]
-        # As the unit would: checkpointing recomputes when saved tensors are asked for.
+        # A skipped unit must be recomputed under checkpointing, which happens when backward unpacks a saved tensor.
         ctx.save_for_backward(tensors[0].new_empty(0))
         return tensors[anchors:]
 

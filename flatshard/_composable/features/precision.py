@@ -1,6 +1,6 @@
-"""Mixed precision around a forward: what is cast on the way in and out, and the warning about low-precision masters.
+"""Mixed precision around a forward: casts of inputs, outputs and buffers, and a warning about low-precision parameters.
 
-The parameters' own casts are the handle's affair (``FlatParam``, ``FlatGradients``).
+Parameters and gradients are cast by the handle (``FlatParam``, ``FlatGradients``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if kind is dict:
         return {k: cast_floats(v, dtype) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Not `dataclasses.fields()`: dynamo cannot follow its generator. It leaves out what an instance does not have.
+        # `dataclasses.fields()` is a generator, which dynamo cannot trace. Fields without a value are left out.
         own = getattr(value, "__dict__", value.__dataclass_fields__)
         names = [name for name, field in value.__dataclass_fields__.items() if field.init and name in own]
         return dataclasses.replace(value, **{name: cast_floats(getattr(value, name), dtype) for name in names})
@@ -47,7 +47,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Precision(Extension):
-    """Has units cast their inputs, outputs and buffers as their policies say."""
+    """Casts the inputs, outputs and buffers of units as their mixed-precision policies say."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> MixedForward | None:
         policy = unit.config.mixed_precision
@@ -64,26 +64,26 @@ class Precision(Extension):
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give the floating-point buffers of ``module`` a ``dtype``."""
+    """Cast the floating-point buffers of ``module`` to ``dtype``."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_floating_point():
             module._buffers[name] = buffer.to(dtype)
 
 
 class MixedForward(ForwardFeature):
-    """The casts around the forwards of one unit; or full precision, where it evaluates and is to have it."""
+    """The casts around forwards of one unit. With ``full_precision_in_eval`` it shows full-precision parameters instead."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
     def enter(self, forward: Forward) -> None:
-        """Show the parameters in their own dtype, if this forward wants them so."""
+        """If this forward is to run in full precision, show the parameters in their own dtype."""
         unit = self.unit
         if torch.is_grad_enabled():
             return
         wanted = unit.config.mixed_precision.full_precision_in_eval and not unit.module.training
         around = any([isinstance(claim.shows, dict) and not claim.by_user for claim in unit.claims])
-        if not wanted and not around:  # a forward around this one may show them so already
+        if not wanted and not around:  # a forward around this one may run in full precision already
             return
         forward.gathers = False
         for needed, claim in forward.claims:
@@ -108,22 +108,22 @@ class MixedForward(ForwardFeature):
 
 
 def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
-    """Whole parameters in their own dtype; while the unit is kept unsharded, one copy for each of their versions."""
+    """Whole parameters in their own dtype. ``keep_unsharded`` reuses the copies until the parameters change."""
     keep = next((claim for claim in unit.claims if isinstance(claim, Keep)), None)
     if keep is None:
         return WholeParameters(unit.handle).copy_full_precision()
     version = unit.handle.version()
     if keep.full_precision is None or keep.full_precision[0] != version:
-        keep.full_precision = None  # first, for the memory
+        keep.full_precision = None  # frees the old copies before new ones are made
         keep.full_precision = version, WholeParameters(unit.handle).copy_full_precision()
     return keep.full_precision[1]
 
 
 class FullPrecisionModule:
-    """The forward hooks of one module that a policy ignores: inputs to its parameters' dtype, outputs back."""
+    """Forward hooks of one module in ``module_classes_to_ignore``: cast inputs to its parameters' dtype, and outputs back."""
 
     def __init__(self) -> None:
-        self._outer: list[torch.dtype | None] = []  # of the inputs, of the forwards under way
+        self._outer: list[torch.dtype | None] = []  # the dtype of the inputs, for each forward under way
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), torch.float32)
@@ -133,7 +133,7 @@ class FullPrecisionModule:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self._outer:
-            return output  # another hook raised before ours
+            return output  # another pre-hook raised before `before` ran
         outer = self._outer.pop()
         return output if output is None or outer is None else cast_floats(output, outer)
 
@@ -145,7 +145,7 @@ _watching: list[Callable[[], None]] = []
 
 
 def warn_about_low_precision_masters(params: Iterable[nn.Parameter]) -> None:
-    """Have the first step of an optimizer that keeps state in bf16 or fp16 for a sharded parameter warn about it."""
+    """Warn in the first step of an optimizer that keeps its state for sharded parameters in bf16 or fp16."""
     _looked_at.clear()
     if not _watching and any(p.requires_grad and p.dtype in _LOW for p in params):
         _watching.append(register_optimizer_step_post_hook(_check_optimizer).remove)
@@ -165,8 +165,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     if found:
         _warned.add(optimizer)
         warnings.warn(
-            f"{type(optimizer).__name__} keeps its state for {name_list(found, 3)} in 16 bits, as these sharded parameters "
-            "are: small updates round to nothing, and training stalls. Load the model in float32 and pass "
-            "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) to fully_shard",
+            f"{type(optimizer).__name__} keeps its state for {name_list(found, 3)} in 16 bits, because these sharded "
+            "parameters have 16 bits: small updates are rounded to zero, and training stalls. Load the model in float32 and "
+            "pass mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) to fully_shard",
             stacklevel=2,
         )

@@ -1,15 +1,16 @@
-"""DistributedDataParallel around sharded units: it must leave them alone.
+"""Makes DistributedDataParallel (DDP) ignore the parameters of sharded units.
 
 [Note: DistributedDataParallel around units]
-It would broadcast rank 0's shards over those of all other ranks, and where ranks have parts of equal size nobody would
-notice. Tools wrap a model unasked: accelerate's ``prepare``, transformers' ``Trainer``, Lightning's "ddp" and "auto"; and not
-always the very module that ``fully_shard`` has seen. So the wrapper is met where it registers its module: by then it has made
-the set of names that it leaves alone, and it has sent nothing. The sharded ones join that set. Plain layers beside the units
-are replicated as ever.
+DDP would broadcast rank 0's shards to all other ranks, and overwrite theirs. If the parts have equal sizes, there would be no
+error. Tools wrap a model in DDP without being asked: accelerate's ``prepare``, transformers' ``Trainer``, Lightning's "ddp"
+and "auto"; and the module they wrap may contain the one that was given to ``fully_shard``. So flatshard acts when DDP
+registers its module. At that point DDP has a set of parameter names to ignore, and has not communicated yet. The names of
+sharded parameters are added to this set. DDP replicates the plain layers beside the units as usual.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -18,17 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import leave_to_others
-from flatshard._composable.state import all_units
+from flatshard._composable.state import UnitConfig, all_units
 from flatshard._errors import name_list
+from flatshard._runtime import Runtime
 
 
 class Replicated(Extension):
-    """Has DistributedDataParallel ignore what is sharded."""
+    """Registers the hook that makes DDP ignore sharded parameters."""
 
     def __init__(self) -> None:
         self._watching: list[Any] = []
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         if not self._watching:
             self._watching.append(register_module_module_registration_hook(_registered))
 
@@ -42,16 +44,16 @@ def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
     if not left:
         raise RuntimeError(
             f"DistributedDataParallel: all trainable parameters of this {type(module).__name__} are sharded, such as "
-            f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Leave DistributedDataParallel out; in "
-            "a tool that puts it there unasked, choose its single-device strategy, or do not hand it the model"
+            f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Do not use DistributedDataParallel. If "
+            "a tool adds it, choose its single-device strategy, or do not pass the model to it"
         )
-    # Names of the root's own parameters: both ways in which DistributedDataParallel writes them.
+    # DDP writes the names of the root's own parameters in two ways: with and without a leading dot.
     wrapper.parameters_to_ignore |= {*sharded, *(f".{fqn}" for fqn in sharded if "." not in fqn)}
     leave_to_others(module)
 
 
 def _divide(module: nn.Module) -> tuple[list[str], list[str]]:
-    """The FQNs in ``module`` of what is sharded, under each of its names; and of what else is to be trained."""
+    """The FQNs of sharded parameters in ``module``, under all of their names; and those of other trainable parameters."""
     slots = {(holder, name) for unit in all_units() for holder, name, _, _ in unit.handle.slots.entries}
     sharded, left = [], []
     for prefix, at in module.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""``skip``: for a rank that does not need a unit which others run (experts, towers of a multimodal model, uneven data)."""
+"""``skip``: for a rank that does not need a unit which other ranks run (experts, multimodal towers, uneven data)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from flatshard._composable.state import Unit, units_below
 
 
 def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
-    """Take part in the collectives of ``module``'s units without running it: in place of ``module(x)`` on other ranks.
+    """Take part in the collectives of ``module``'s units without running it, while other ranks call ``module(x)``.
 
-    All ranks must run the same units in the same order, or wait for each other. Where data decide, a rank calls this for
-    the units that it does not need. It gathers and frees them as the others do, in forward and in backward, and adds
-    nothing to their gradients: as the average is over all ranks, they are those of one process in which only the other
-    ranks' slices of the batch used the unit. If no rank uses it, its parameters get no gradient (``.grad is None``).
+    All ranks must run the same units in the same order; else they wait for each other. If the data decide which units run, a
+    rank calls ``skip`` for each unit that it does not need. The rank then gathers and frees the unit as the other ranks do,
+    in forward and in backward, and adds nothing to its gradients. Gradients are averaged over all ranks, so they are those of
+    one process in which only the other ranks' slices of the batch used the unit. If no rank uses the unit, its parameters
+    get no gradient (``.grad is None``).
 
     Example::
 
@@ -28,42 +29,45 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
             else:
                 x = flatshard.skip(expert, x)
 
-    Backward comes to the unit through what this returns, so use it in what the loss depends on. Under ``torch.no_grad()``
-    it only gathers and frees. A rank that has run out of data skips the whole model: ``flatshard.skip(model,
+    Backward reaches the unit through the returned tensors, so the loss must depend on them. Under ``torch.no_grad()`` the
+    unit is only gathered and freed. A rank that has run out of data skips the whole model: ``flatshard.skip(model,
     torch.zeros(())).backward()`` in a training step, ``flatshard.skip(model)`` in evaluation and generation.
 
-    Units inside are joined in the order in which they ran in the last forward of the unit around them on this rank; in
-    module order if there was none. Where other ranks run them in another order, skip them one by one, in that order. So too
-    where other ranks run several of them in one activation checkpoint, with the calls in a checkpoint of the same kind: it
-    gathers them in another order in backward. A unit with a reentrant checkpoint inside may not run in one forward and be
-    skipped in another of the same backward: use ``use_reentrant=False``. The module's own forward hooks do not run, and its
-    buffers don't change.
+    The module's own forward hooks do not run, and its buffers do not change. Units inside ``module`` are skipped in the order
+    in which they ran in this rank's last forward of the unit around them, or in module order if there was none. Skip them one
+    by one instead
+
+    - if the other ranks run them in another order: in that order;
+    - if the other ranks run several of them in one activation checkpoint, which gathers them in another order in backward:
+      inside a checkpoint of the same kind.
+
+    A unit with a reentrant checkpoint inside cannot run in one forward and be skipped in another one of the same backward:
+    use ``use_reentrant=False``.
 
     Args:
-        module: a unit, or a module with units inside, which then are skipped one after the other.
-        tensors: what passes by, of any shape and device. At least one must be floating-point or complex if there is to be
-            a backward. With gradients enabled and something trainable in ``module``, what is returned requires grad, as
+        module: a unit, or a module that contains units, which are then skipped one after the other.
+        tensors: tensors of any shape and device, which are passed through. For a backward at least one must be floating-point
+            or complex. With gradients enabled and trainable parameters in ``module``, the returned tensors require grad, as
             the output of ``module`` does.
 
     Returns:
-        ``tensors`` as they are: one tensor if one was given, else a tuple. They are views; clone before changing them in
-        place.
+        ``tensors`` unchanged: one tensor if one was given, else a tuple. They are views; clone before changing them in place.
 
     Raises:
-        ValueError: nothing in ``module`` is sharded; or backward could not come by, as there is no tensor for it.
+        ValueError: nothing in ``module`` is sharded; or no tensor was given through which backward could reach the unit.
         TypeError: ``tensors`` are not tensors.
     """
     for value in tensors:
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"skip: what passes by must be tensors, got a {type(value).__name__}")
+            raise TypeError(f"skip takes tensors after the module, got a {type(value).__name__}")
     units = units_below(module)
     if not units:
         raise ValueError(f"skip: nothing in this {type(module).__name__} is sharded; call fully_shard first")
     differentiable = tuple(t for t in tensors if t.is_floating_point() or t.is_complex())
     if torch.is_grad_enabled() and not differentiable and any(u.handle.any_trainable for u in units):
         raise ValueError(
-            f"skip: backward must come by unit {units[0].fqn or '<root>'!r}, so pass a floating-point tensor that the loss "
-            "depends on, x = flatshard.skip(module, x); or call it under torch.no_grad() if no rank will run backward"
+            f"skip: backward must reach unit {units[0].fqn or '<root>'!r}, so pass a floating-point tensor that the loss "
+            "depends on: x = flatshard.skip(module, x). If no rank will run backward, call it under torch.no_grad()"
         )
     marked = iter(_Inside(units)(differentiable))
     result = tuple(next(marked) if t.is_floating_point() or t.is_complex() else t for t in tensors)
@@ -71,7 +75,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
 
 
 class _Inside:
-    """Passes by units in the given order, each with those that are inside it. A unit may be there more than once."""
+    """Skips units in the given order, each with the units inside it. A unit may occur more than once."""
 
     def __init__(self, order: list[Unit]) -> None:
         self._order = order

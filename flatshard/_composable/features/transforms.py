@@ -1,9 +1,9 @@
 """Forwards inside the transforms of ``torch.func`` (``grad``, ``vmap``, ``jvp``, ``hessian``), and forward-mode derivatives.
 
 [Note: Inside a transform]
-There the tensors are wrapped, and a function may not write into memory that it did not make: neither an all-gather nor our
-hooks on autograd's graph have a meaning. Where the parameters are whole already, in ``summon_full_params``, nothing needs to
-be done, and the module is like any other. Elsewhere a unit's forward raises.
+Inside a transform tensors are wrapped, and a function may not write into memory that it did not allocate. So a unit can
+neither all-gather there, nor register hooks on autograd's graph. If its parameters are unsharded already, by
+``summon_full_params``, nothing has to be gathered, and the forward runs without flatshard's hooks. Otherwise it raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit
 
-# Private API: there is no public way to ask.
+# Private API: there is no public one for this.
 _innermost: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
@@ -28,31 +28,35 @@ _CURE = "`with torch.no_grad(), flatshard.summon_full_params(module): torch.func
 
 
 class Transforms(Extension):
-    """Has every unit notice when it runs inside a transform."""
+    """Attaches a :class:`Transformed` to every unit."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> Transformed:
         return Transformed(unit)
 
 
 class Transformed(ForwardFeature):
-    """Leaves the forwards of one unit alone that run inside a transform. [Note: Inside a transform]"""
+    """Runs forwards of one unit without hooks if they are inside a transform. [Note: Inside a transform]"""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
     def passes(self) -> bool:
-        """Raises: RuntimeError: the unit would have to gather inside a transform."""
+        """Whether the forward runs inside a transform, and so without hooks.
+
+        Raises:
+            RuntimeError: it does, and the unit would have to gather its parameters.
+        """
         if _innermost() is None:
             return False
         if sharded := [u.fqn or "<root>" for u in self.unit.needs if not (u.is_used or u.handle.is_alias)]:
             raise RuntimeError(
                 f"unit {sharded[0]!r} cannot gather its parameters inside a transform of torch.func (grad, vmap, jvp, ...). "
-                f"Have them whole around it: {_CURE}. Derivatives with respect to inputs are also had by torch.autograd.grad"
+                f"Gather them around it: {_CURE}. For derivatives with respect to inputs, torch.autograd.grad works as well"
             )
         return True
 
     def passed(self, output: Any) -> None:
-        """Raise if a forward that was left alone recorded a graph outside of its transform, which would miss our hooks."""
+        """Raise if a forward without hooks recorded a graph for a backward outside of the transform."""
         for tensor in tensors_in(output):
             inside = tensor
             while _is_wrapped(inside):
@@ -64,7 +68,7 @@ class Transformed(ForwardFeature):
                 )
 
     def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tangents that forward-mode autograd carries along with ``outputs``: they have graphs of their own."""
+        """The tangents of ``outputs`` in forward-mode autograd: they have graphs of their own."""
         if forward_ad._current_level < 0:
             return []
         found = [forward_ad.unpack_dual(t).tangent for t in outputs]  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a user registered to run as gradients come: on parameters, and on units."""
+"""Runs the user's hooks when gradients have been reduced: those of parameters, and those of units."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from flatshard._handle.slots import SHARDED
 
 
 class UserHooks(Extension):
-    """Runs them for every unit."""
+    """Attaches a :class:`UserHooksOfUnit` to every unit."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> UserHooksOfUnit:
         return UserHooksOfUnit(unit)
 
 
 class UserHooksOfUnit(ForwardFeature):
-    """Those of one unit."""
+    """Runs the hooks of one unit and its parameters."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
     def reduced(self) -> None:
-        """Run what the user registered on the unit's parameters, then on the unit."""
+        """Run the post-accumulate-grad hooks of the unit's parameters, then the unit's own hooks."""
         unit = self.unit
         for flat in unit.handle.flats:
             grads = flat.gradients
@@ -41,7 +41,7 @@ class UserHooksOfUnit(ForwardFeature):
                     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                         hook(param)
         if unit.reduced_callbacks:
-            # A callback that asks its module for parameters is to see the user's own, which have the gradients.
+            # A callback that calls `module.parameters()` must get the sharded parameters, which have the gradients.
             slots, shown = unit.handle.slots, unit.handle.slots.shows
             slots.show(SHARDED)
             try:
@@ -56,8 +56,8 @@ def _refuse_unreachable(flat: FlatParam) -> None:
         named = zip(flat.params, flat.layout.params, strict=True)
         if found := [info.fqn for param, info in named if _is_hooked(param)]:
             raise RuntimeError(
-                f"{name_list(found)} have hooks that would never run: since flat_parameters() was called, the flat parameter "
-                "alone receives gradients. Register them on that one"
+                f"{name_list(found)} have hooks that would never run: since flat_parameters() was called, only the flat "
+                "parameter receives gradients. Register the hooks on the flat parameter"
             )
 
 
@@ -66,12 +66,12 @@ def _is_hooked(param: nn.Parameter) -> bool:
 
 
 def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module], object]) -> RemovableHandle:
-    """Call ``hook(module)`` each time that the unit's gradients have been reduced into ``.grad``, during backward.
+    """Call ``hook(module)`` in backward, each time when the gradients of this unit have been reduced into ``.grad``.
 
-    At that moment each parameter's ``.grad`` is complete, and ``hook`` may step on them and set them to None: the memory of
-    all gradients is never needed at once. It runs on the thread that runs backward, without gradient mode, after hooks
-    of ``p.register_post_accumulate_grad_hook``; not under ``no_sync``, where nothing is reduced. An exception in it is one
-    in backward. Deep copies of the module do not have it.
+    ``.grad`` of the unit's parameters is complete then. The hook may step an optimizer and set ``.grad`` to None, so that the
+    gradients of all units never exist at once. It runs in the thread that runs backward, with gradients disabled, after the
+    hooks of ``p.register_post_accumulate_grad_hook``. It does not run under ``no_sync``, where nothing is reduced. Backward
+    raises its exceptions. Deep copies of the module do not have the hook.
 
     Example::
 
@@ -85,7 +85,7 @@ def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module
             flatshard.optim.register_gradients_reduced_hook(model.get_submodule(unit.fqn), step)
 
     Returns:
-        A handle whose ``remove()`` ends it.
+        A handle whose ``remove()`` removes the hook.
 
     Raises:
         ValueError: ``module`` is not a unit.

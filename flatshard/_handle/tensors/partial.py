@@ -1,13 +1,8 @@
-"""Numbers that each rank computes for its own part, and that are reduced to one number for all: norms, sums, overflow flags.
+"""What torch's own functions get for a sharded gradient: a norm or a flag that is reduced over the ranks when it is used.
 
-``reduce_norms`` and ``reduce_sums`` do the whole reduction. torch's own functions get a :class:`PartialNorm` or a
-:class:`PartialFlag` for a sharded gradient instead of a norm or a flag. These are reduced when their value is needed.
-
-[Note: Different questions]
-Each reduction carries a fingerprint of what it computes. Ranks may take norms of different gradients: if ``.grad`` is None on
-one rank only, it skips a norm that others take. Their all-reduces would match nevertheless, and silently give wrong numbers.
-So different fingerprints raise an error. On an accelerator, where the host does not wait for results, they make the result
-NaN.
+``torch._foreach_norm`` and ``GradScaler`` are called for many gradients, one after the other. An all-reduce for each would be
+slow. So they get a :class:`PartialNorm` or a :class:`PartialFlag`, which hold this rank's number. Their first use that needs
+the value combines the numbers of all ranks, as ``aggregate.py`` does it.
 """
 
 from __future__ import annotations
@@ -16,77 +11,13 @@ import collections
 import itertools
 import math
 import operator
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from flatshard._handle.tensors.aggregate import Aggregate, in_order, plainly, total_norm
 from flatshard._runtime import Runtime
-
-plainly = torch._C.DisableTorchFunctionSubclass
-"""``with plainly():`` functions treat tensors of every subclass as plain ones, and return plain ones."""
-
-
-def reduce_norms(norms: torch.Tensor, ord: float, runtime: Runtime, question: str) -> torch.Tensor:
-    """Norms of whole tensors, from the norms of the ranks' parts: one all-reduce.
-
-    Args:
-        norms: float, any shape; the ``ord``-norms of this rank's parts. For an empty part: ``norm_of_nothing(ord)``.
-        ord: any order of a vector norm; 0 counts nonzero elements.
-        runtime: of the ranks that hold the parts.
-        question: a description, the same text on all ranks. [Note: Different questions]
-
-    Returns:
-        float64, in the shape and on the device of ``norms``, equal on all ranks. NaN if any rank has NaN.
-    """
-    flat = norms.detach().reshape(-1).to(runtime.device, torch.float64)  # powers may overflow float32
-    if math.isinf(ord):
-        signed = flat if ord > 0 else -flat
-        # Not every backend's maximum propagates NaN.
-        is_nan = signed.isnan()
-        both = torch.cat([torch.where(is_nan, -math.inf, signed), is_nan.double()])
-        most, any_nan = _all_reduce(both, "max", runtime, question).chunk(2)
-        flat = torch.where(any_nan > 0, math.nan, most if ord > 0 else -most)
-    elif ord == 0:
-        flat = _all_reduce(flat, "sum", runtime, question)
-    else:
-        flat = _all_reduce(flat.pow(ord), "sum", runtime, question).pow(1 / ord)
-    return flat.reshape(norms.shape).to(norms.device)
-
-
-def reduce_sums(values: torch.Tensor, runtime: Runtime, question: str) -> torch.Tensor:
-    """The sum of ``values`` (1-D, float64, on the runtime's device) over the ranks: one all-reduce."""
-    return _all_reduce(values, "sum", runtime, question)
-
-
-def norm_of_nothing(ord: float) -> float:
-    """The norm of an empty part: the neutral element."""
-    return math.inf if ord < 0 else 0.0
-
-
-def _all_reduce(values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtime, question: str) -> torch.Tensor:
-    tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: the sum of its square is exact for up to 2^13 ranks
-    wire = values.new_empty(values.numel() + 2)
-    wire[:-2] = values
-    wire[-2].fill_(tag)
-    wire[-1].fill_(tag * tag if op == "sum" else -tag)
-    runtime.all_reduce_now(wire, op)
-    ranks = runtime.world_size if op == "sum" else 1
-    same = (wire[-2] == ranks * tag) & (wire[-1] == ranks * (tag * tag if op == "sum" else -tag))
-    if runtime.device.type != "cpu":
-        return torch.where(same, wire[:-2], math.nan)
-    if not same:
-        raise RuntimeError(
-            f"rank {runtime.rank} asked for {question}, but another rank asked for something else at the same time. All "
-            "ranks must take norms of gradients in the same order, also of gradients that are None on some ranks. For the "
-            "norm of all call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for "
-            "one norm per parameter flatshard.optim.gradient_statistics(model)"
-        )
-    return wire[:-2]
-
-
-# -- what torch's own functions get ------------------------------------------------------------------------------------
 
 consume = collections.deque[Any](maxlen=0).extend
 """Exhaust an iterator, in C."""
@@ -182,13 +113,9 @@ class PartialNorms(torch.Tensor):
             by_source = self._by_source()
             if ord == 0 or any(source is not None and source.ord != ord for source in by_source):
                 return None
-            totals: list[torch.Tensor] = []
-            for source in sorted(by_source, key=lambda source: -1 if source is None else source.runtime.number):
-                total = torch.linalg.vector_norm(by_source[source], ord)
-                if source is not None:
-                    total = reduce_norms(total, ord, source.runtime, f"the total norm of order {ord}").to(total.dtype)
-                totals.append(total)
-            return torch.linalg.vector_norm(torch.stack(totals), ord) if len(totals) > 1 else totals[0]
+            norms = {source: torch.linalg.vector_norm(values, ord) for source, values in by_source.items()}
+            sharded = {source.runtime: norm for source, norm in norms.items() if source is not None}
+            return total_norm(sharded, norms.get(None), ord, f"the total norm of order {ord}")
 
     def _by_source(self) -> dict[_Source | None, torch.Tensor]:
         """The norms by source. None: norms that are whole."""
@@ -233,10 +160,9 @@ class PartialFlag(torch.Tensor):
 
     def _make_whole(self) -> None:
         with plainly():
-            for runtime in sorted(self._runtimes, key=lambda r: r.number):
-                found = self.detach().reshape(-1).to(runtime.device, torch.float64)
-                found = _all_reduce(found, "max", runtime, "whether a gradient is infinite or NaN")
-                self.copy_(found.reshape(self.shape))
+            for runtime in in_order(self._runtimes):
+                question = "whether a gradient is infinite or NaN"
+                self.copy_(Aggregate("max").over_ranks(self, runtime, question))
         del self._runtimes
         self.__class__ = torch.Tensor  # type: ignore[assignment]
 
@@ -261,7 +187,8 @@ def make_whole(*arguments: Any) -> None:
         parts: list[Any] = list(norms[source].values())
         with plainly():
             values = torch.stack(parts)
-            whole = reduce_norms(values, source.ord, source.runtime, f"{len(parts)} norms of order {source.ord}")
+            question = f"{len(parts)} norms of order {source.ord}"
+            whole = Aggregate("norm", source.ord).over_ranks(values, source.runtime, question)
             for part, value in zip(parts, whole.unbind(), strict=True):
                 part.copy_(value)
                 del part._source

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils import _foreach_utils
 
+from flatshard._handle.tensors.aggregate import Aggregate, local_norms, plainly
 from flatshard._handle.tensors.partial import (
     NORMS,
     UNSCALE,
@@ -33,9 +34,6 @@ from flatshard._handle.tensors.partial import (
     consume,
     make_whole,
     norm_arguments,
-    norm_of_nothing,
-    plainly,
-    reduce_norms,
     retype,
 )
 from flatshard._runtime import Runtime
@@ -150,27 +148,18 @@ def _norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     with plainly():
         norm = _local_norm(grad, ord, dtype)
         question = f"the norm of order {ord} of the gradient of {info.fqn!r}"
-        return reduce_norms(norm, ord, info.runtime, question).to(norm.dtype)
+        return Aggregate("norm", ord).over_ranks(norm, info.runtime, question).to(norm.dtype)
 
 
 def _local_norm(grad: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
-    if elsewhere := _elsewhere(grad):
-        edges = [0, *itertools.chain(*elsewhere), grad.numel()]
-        counted = [grad[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-        norms = torch.stack([_norm_of_plain(each, ord, dtype) for each in counted])
-        return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)
-    return _norm_of_plain(grad, ord, dtype)
-
-
-def _norm_of_plain(grad: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
-    if grad.numel():
-        norm: torch.Tensor = torch.linalg.vector_norm(grad, ord, dtype=dtype)
-        return norm
-    return torch.full((), norm_of_nothing(ord), dtype=_norm_dtype(grad, dtype), device=grad.device)
-
-
-def _norm_dtype(grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
-    return (dtype or grad.dtype).to_real()
+    """The norm of the elements of this rank's part that count. [Note: Norms over two meshes]"""
+    elsewhere = _elsewhere(grad)
+    if not elsewhere:
+        return local_norms([grad], ord, dtype)[0]
+    edges = [0, *itertools.chain(*elsewhere), grad.numel()]
+    counted = [grad[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    norms = torch.stack(local_norms(counted, ord, dtype))
+    return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -184,26 +173,12 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             "use flatshard.optim.get_total_norm(model, 0)"
         )
     with plainly():
-        if any(map(_elsewhere, grads)):
-            norms = [_local_norm(g, ord, dtype) for g in grads]
-        else:
-            norms = _foreach_local_norm(grads, ord, dtype)
+        one_by_one = any(map(_elsewhere, grads))
+        norms = [_local_norm(g, ord, dtype) for g in grads] if one_by_one else local_norms(grads, ord, dtype)
         device = norms[0].device
     for runtime, of_group in _by_runtime(grads, norms).items():
         PartialNorm.mark(of_group, runtime, ord, device)
     return norms
-
-
-def _foreach_local_norm(grads: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    here = [g for g in grads if g.numel()]  # with many ranks, most are empty
-    norms = list(torch._foreach_norm(here, ord, dtype=dtype)) if here else []
-    if len(here) == len(grads):
-        return norms
-    empty = torch.full(
-        (len(grads) - len(here),), norm_of_nothing(ord), dtype=_norm_dtype(grads[0], dtype), device=grads[0].device
-    )
-    found, rest = iter(norms), iter(empty.unbind())
-    return [next(found if g.numel() else rest) for g in grads]
 
 
 _runtime = operator.attrgetter("_flatshard_info.runtime")
