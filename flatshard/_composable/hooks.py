@@ -180,7 +180,7 @@ class UnitHooks:
             if handle.has_static_buffers:
                 context.make_room(unit)
             handle.unshard(context.pass_id, in_backward)
-        else:
+        elif handle.gathered is not None and handle.gathered.by != context.pass_id:
             handle.take_over(context.pass_id)
         if alone and grad and handle.any_trainable:
             handle.follow_stream()

@@ -134,6 +134,7 @@ class FlatParamHandle:
             for own, compute in zip(flat.params, flat.computes, strict=True):
                 if own is param:
                     self.slots.add(module, name, own, compute)
+                    self._checked_at = -1
                     return
         raise InternalError(f"unit {self.fqn!r} does not own the parameter registered as {name!r}")
 
@@ -284,9 +285,8 @@ class FlatParamHandle:
 
     def take_over(self, by: int) -> None:
         """The unsharded parameters are for ``by`` from now on: see ``Gathered``."""
-        gathered = self.gathered
-        if gathered is not None and gathered.by != by:
-            self.gathered = Gathered(gathered.version, by, gathered.exact)
+        if self.gathered is not None:
+            self.gathered = self.gathered._replace(by=by)
 
     def gather_again(self) -> None:
         """Gather the values that the shards have now, if the parameters are unsharded."""
@@ -312,7 +312,7 @@ class FlatParamHandle:
         """Adopt parameters that the user replaced, froze or unfroze since the last call, or raise. These are changes by
         ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
         """
-        if self._checked_at == changes.count and self.slots.are_guarded:
+        if self._checked_at == changes.count:
             return
         for module, name, sharded, new in self.slots.replaced():
             if not isinstance(new, nn.Parameter):
@@ -338,7 +338,8 @@ class FlatParamHandle:
                 with torch.inference_mode(False), torch.no_grad():
                     flat.readopt(moved)
         self.sync_requires_grad()
-        self._checked_at = changes.count
+        if self.slots.are_guarded:  # otherwise look each time
+            self._checked_at = changes.count
 
     def version(self) -> int:
         """Increases with every change of the parameters' values, by the same amount on all ranks."""
