@@ -34,6 +34,12 @@ def nbytes(value: Any) -> int:
     return sum(t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
 
 
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors, by address: each once. What is freed has no address."""
+    found = [t.untyped_storage() for t in tensors]
+    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
+
+
 class CopiedBytes(TorchDispatchMode):
     """Bytes read and written by operations, by the operation's name: see above. And how many operations there were."""
 

@@ -7,10 +7,12 @@ from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.forked import Forked
+from flatshard._composable.features.grad_sync import GradSync
 from flatshard._composable.features.inner_shards import InnerShards
 from flatshard._composable.features.late_ties import LateTies
 from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.left_alone import LeftAlone
+from flatshard._composable.features.pass_by import PassBy
 from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.replicated import Replicated
 from flatshard._composable.features.transforms import Transforms
@@ -30,6 +32,7 @@ def plug_in() -> None:
         InnerShards(),
         Precision(),
         Escapes(),
+        PassBy(),
         UserHooks(),
         StateDicts(),
         LeftAlone(),
@@ -37,4 +40,5 @@ def plug_in() -> None:
         LayerDrop(),
         Replicated(),
         Forked(),
+        GradSync(),
     )

@@ -1,9 +1,10 @@
-"""How a parameter may be cut between ranks: the choices for ``fully_shard(layout=...)``.
+"""Layouts: where a parameter may be cut between ranks, for ``fully_shard(layout=...)``.
 
 [Note: Padding and its limit]
-All shards of a flat parameter have the same size, so that a collective is one call on one buffer. Where a cut may not fall
-anywhere, room is lost between parameters. What counts as padding here is what a layout takes beyond the ``Elements`` layout
-of the same parameters, as a fraction of that: it is paid in memory of shards and in bytes of every collective.
+All shards of a flat parameter have the same size, so that a collective is one call on one buffer. If parameters cannot be cut
+anywhere, there must be padding between them. It takes memory in the shards, and bytes in every collective. The limit
+``max_padding`` is about the elements that a layout needs in addition to the ``Elements`` layout of the same parameters, as a
+fraction of that layout.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from flatshard._errors import name_list
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Cut anywhere (the default): the densest. A rank's part of a parameter is 1-D."""
+    """Cut between any two elements (the default), almost without padding. A rank's part of a parameter is 1-D."""
 
     def block(self, shape: Sequence[int]) -> int:
-        """Elements that stay together."""
+        """Parameters are cut between blocks of so many elements."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Aligned:
-    """What the others have in common."""
+    """The base of the other layouts."""
 
     def _check(self, max_padding: Any, strict: Any) -> None:
         if isinstance(max_padding, bool) or not isinstance(max_padding, int | float) or not max_padding >= 0:
@@ -42,33 +43,33 @@ class _Aligned:
 
 @dataclass(frozen=True, slots=True)
 class Rows(_Aligned):
-    """Cut between rows, the slices along dimension 0. A rank's part is ``(rows here, *rest)``, with its dimensions.
+    """Cut between rows, the slices along dimension 0. A rank's part has the shape ``(rows on this rank, *rest)``.
 
-    For rules by ``p.ndim``, row-wise quantisation, statistics of rows; of stacked experts ``(E, m, n)`` it keeps each
-    expert's matrix whole. A scalar is cut as by ``Elements``.
+    Use it for rules by ``p.ndim``, row-wise quantisation, and statistics of rows. For stacked experts ``(E, m, n)`` it keeps
+    each expert's matrix whole. A scalar is treated as by ``Elements``.
     """
 
     multiple: int = 1
     """Cut between groups of this many rows, counted from the first."""
     max_padding: float = 0.1
-    """[Note: Padding and its limit]. Beyond it, the flat parameter is cut as by ``Elements``, with a warning."""
+    """With more padding the flat parameter is cut as by ``Elements``, with a warning. [Note: Padding and its limit]"""
     strict: bool = False
-    """Raise in place of that warning."""
+    """Raise an error instead of this warning."""
 
     def __post_init__(self) -> None:
         self._check(self.max_padding, self.strict)
         _check_count(self, "multiple", self.multiple)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Elements that stay together."""
+        """Parameters are cut between blocks of so many elements."""
         return self.multiple * math.prod(shape[1:]) if shape else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks(_Aligned):
-    """Cut between blocks of ``numel`` elements, counted from the parameter's first in memory order. A rank's part is 1-D.
+    """Cut between blocks of ``numel`` elements, counted in memory order from the parameter's start. A rank's part is 1-D.
 
-    For optimizers and formats that quantise in blocks: each block's scale belongs to elements of one rank.
+    Use it for optimizers and formats that quantise in blocks: each block, with its scale, is on one rank.
     """
 
     numel: int
@@ -82,17 +83,17 @@ class Blocks(_Aligned):
         _check_count(self, "numel", self.numel)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Elements that stay together."""
+        """Parameters are cut between blocks of so many elements."""
         return self.numel
 
 
 @dataclass(frozen=True, slots=True)
 class Whole(_Aligned):
-    """Not cut: each parameter lies on one rank in its own shape, and the others' part is empty, ``(0, *rest)``.
+    """Do not cut: each parameter lies on one rank in its own shape. The parts of other ranks are empty: ``(0, *rest)``.
 
-    For optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB): they step what a rank owns, without
-    communication. Ranks get about the same number of elements in each unit, and about the same work over all units. Suits
-    units with several times more matrices than ranks (experts), or few ranks.
+    Use it for optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB). Each rank steps its own parameters,
+    without communication. Ranks get about the same number of elements in each unit, and about the same work over all units.
+    This needs units with several times more matrices than ranks (experts), or few ranks.
     """
 
     max_padding: float = 0.5
@@ -104,22 +105,22 @@ class Whole(_Aligned):
         self._check(self.max_padding, self.strict)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Elements that stay together."""
+        """Parameters are cut between blocks of so many elements."""
         return max(1, math.prod(shape))
 
 
 Layout = Elements | Rows | Blocks | Whole
-"""One of the four choices."""
+"""One of the four layouts."""
 
 LayoutChoice = Layout | Callable[[str, nn.Parameter], Layout | None] | None
 """A layout for all parameters, or a callable ``(fqn, parameter) -> layout`` (None: ``Elements``)."""
 
 
 def check_layout(choice: Any) -> None:
-    """``choice`` can be one.
+    """Check the argument ``layout=``.
 
     Raises:
-        TypeError: it is not.
+        TypeError: ``choice`` is not a layout, a callable or None.
     """
     if choice is None or isinstance(choice, Layout) or (callable(choice) and not isinstance(choice, type)):
         return
@@ -131,7 +132,7 @@ def check_layout(choice: Any) -> None:
 
 
 def layout_for(choice: LayoutChoice, fqn: str, param: nn.Parameter) -> Layout:
-    """What ``choice`` means for one parameter.
+    """The layout of one parameter, by the argument ``layout=choice``.
 
     Raises:
         TypeError: a callable returned something else.
@@ -148,17 +149,17 @@ def layout_for(choice: LayoutChoice, fqn: str, param: nn.Parameter) -> Layout:
 
 
 def work_of(shape: Sequence[int]) -> int:
-    """About the work of a step on a whole matrix: its shorter side times its elements (Newton-Schulz, inverse roots)."""
+    """The approximate work of an optimizer's step on a whole matrix: its shorter side times its number of elements."""
     if len(shape) < 2:
         return math.prod(shape)
     return math.prod(shape) * min(shape[-1], math.prod(shape[:-1]))
 
 
 def excess_padding(unit: str, fqns: Sequence[str], layouts: Sequence[Layout], padding: float) -> str | None:
-    """What to say if ``padding`` is over the smallest limit among ``layouts``; None if it is not.
+    """A warning if ``padding`` is over the smallest limit of ``layouts``, else None.
 
     Raises:
-        ValueError: it is, and one of the layouts is strict.
+        ValueError: it is over the limit, and one of the layouts is strict.
     """
     aligned = [each for each in layouts if not isinstance(each, Elements)]
     limit = min((each.max_padding for each in aligned), default=math.inf)

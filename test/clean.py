@@ -31,6 +31,6 @@ def check_clean(model: nn.Module) -> None:
             assert storage_nbytes(flat.gradients.incoming.input) == 0, unit
             assert flat.gradients.incoming.is_empty, unit
         assert (unit.claims, unit.handle.arrivals.pending, unit.record) == ([], 0, None), unit
-        assert unit.context.is_idle
+        assert not unit.context.forwards
         assert backward._reducing is None
-        assert [*backward._open, *backward._ready, *backward._tasks, *backward._records, *backward._idle] == []
+        assert [*backward._open, *backward._ready, *backward._tasks, *backward._reached, *backward._idle] == []

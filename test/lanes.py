@@ -86,7 +86,10 @@ def _has_a_gpu() -> bool:
 
 
 def _chunks(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
-    """The tests in their order: chunks of one file each, and whole files where something is made once a file."""
+    """Chunks of one file each, and whole files where something is made once a file.
+
+    Large ones come first: a lane that began with one of them last would leave the other without work. Else in their order.
+    """
     chunks: list[list[pytest.Item]] = []
     for item in items:
         same_file = chunks and chunks[-1][0].path == item.path
@@ -94,7 +97,7 @@ def _chunks(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
             chunks[-1].append(item)
         else:
             chunks.append([item])
-    return chunks
+    return sorted(chunks, key=lambda chunk: len(chunk) <= CHUNK)
 
 
 def _shares(item: pytest.Item) -> bool:

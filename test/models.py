@@ -44,3 +44,37 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
+
+
+WIDTH, SMALL_WIDTH = 96, 24
+"""Of norm blocks. In one of ``WIDTH`` each gradient is copied as it comes, in one of ``SMALL_WIDTH`` all together: see
+``SMALL`` in incoming.py."""
+
+
+class NormBlock(nn.Module):
+    """A layer norm and two layers, and a way around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class NormNet(nn.Module):
+    """Such blocks between two layers."""
+
+    def __init__(self, blocks: int = 4, width: int = WIDTH) -> None:
+        super().__init__()
+        self.front = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(NormBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard import ShardingStrategy, fully_shard
+
 FLOOR = 1e-2
 
 Optimizer = torch.optim.Optimizer
@@ -409,3 +411,7 @@ def in_texts(ctx, text: str) -> list[str]:
     rows = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=ctx.group)
     return [bytes(row[: int(n)].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]
+
+
+def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:
+    return fully_shard(model, policy=policy, strategy=strategy, process_group=group)

@@ -307,12 +307,20 @@ class Pool:
     """Ranks, started at first use, that run test bodies; see the module's docstring."""
 
     def __init__(
-        self, size: int = MAX_WORLD_SIZE, backend: str | None = "gloo", prepare: Callable[[], None] | None = None
+        self,
+        size: int = MAX_WORLD_SIZE,
+        backend: str | None = "gloo",
+        prepare: Callable[[], None] | None = None,
+        preload: tuple[str, ...] = (),
     ) -> None:
-        """``prepare``: a module-level function that ranks call first. ``backend`` None: bodies make their own groups."""
+        """``prepare``: a module-level function that ranks call first. ``backend`` None: bodies make their own groups.
+
+        ``preload``: modules that ranks have from the start, if they are installed and this is the session's first pool.
+        """
         self._size = size
         self._backend = backend
         self._prepare = prepare
+        self._preload = preload
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._groups_made = 0
@@ -394,7 +402,8 @@ class Pool:
         if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
-        start.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the last as `fully_shard` does
+        # torch._dynamo as `fully_shard` does.
+        start.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", *self._preload])
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self._size):
                 here, there = start.Pipe()

@@ -149,3 +149,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.randn(4, 5)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    torch.manual_seed(5)
+    for _ in range(steps):
+        model(torch.randn(3, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -57,7 +57,7 @@ class BuiltinCollectives:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _alive(self._group)
+        return self._group() or _alive(self._group)
 
     def store(self) -> Any:
         """The process group's store; None when the group has been destroyed."""

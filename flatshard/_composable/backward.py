@@ -38,6 +38,7 @@ import torch
 from torch.autograd import Variable
 
 from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
+from flatshard._handle.slots import SHARDED
 from flatshard._runtime import Runtime
 
 # The id of the running graph task, -1 outside of backward; whether it retains the graph; whether it will run a given node.
@@ -72,10 +73,10 @@ class Backward:
         self._ready: set[Unit] = set()  # open units that are complete
         self._tasks: list[_Task] = []  # outermost first
         self.count = 0  # backwards that have reached a unit
-        self._records: dict[Unit, BackwardRecord] = {}  # units that the current backward has reached or gathered
+        self._reached: list[Unit] = []  # by the current backward, or gathered for it: those that have a record
         self._reducing: Unit | None = None
         self._reduced: list[Unit] = []  # `.grad` is set at the end of the backward: see `_finish_reduction`
-        self._idle: dict[Unit, BackwardRecord] = {}  # reached in a graph task that has no gradients for them
+        self._idle: list[Unit] = []  # reached in a graph task that has no gradients for them
         # The current backward builds a graph (create_graph), or a graph built so is retained (retain_graph). A backward of
         # that graph runs none of flatshard's hooks, so units stay unsharded.
         self.keeps_unsharded = False
@@ -87,14 +88,15 @@ class Backward:
 
     def expect(self, unit: Unit) -> None:
         """Called in the forward of ``unit``: a backward may reach it."""
-        self._open.setdefault(unit.ref)
+        self._open.setdefault(weakref.ref(unit))
 
     def touch(self, unit: Unit) -> BackwardRecord:
         """Called when ``unit`` is unsharded in backward: it is cleaned up at the end of the backward."""
         self._enter()
         if unit.record is None:
             unit.handle.sync_thawed()
-            unit.record = self._records[unit] = BackwardRecord()
+            unit.record = BackwardRecord()
+            self._reached.append(unit)
         return unit.record
 
     def begin(self, unit: Unit) -> BackwardRecord:
@@ -103,22 +105,21 @@ class Backward:
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
         if record.task is None:
             record.task = task
-            if unit.ref not in self._open:
-                self._open[unit.ref] = None
-                self._open.move_to_end(unit.ref, last=False)
+            if (ref := weakref.ref(unit)) not in self._open:
+                self._open[ref] = None
+                self._open.move_to_end(ref, last=False)
         if task not in record.counted_tasks:
             record.counted_tasks.add(task)
             expected = self._expected(unit)
-            anchor = unit.anchor_node  # of a forward that skipped the unit: [Note: Taking part without running]
-            skipped = anchor is not None and _will_run(anchor)
-            if expected > 1 or not skipped:
-                unit.partial |= expected - skipped < len(unit.handle.gradient_nodes)
+            others = sum(map(_will_run, unit.stand_ins))
+            if expected > others or not others:
+                unit.partial |= expected - others < len(unit.handle.gradient_nodes)
             unit.handle.arrivals.expect(expected, self.waits_early)
             if expected:
                 record.reduces = self._tasks[-1].brings_gradients = True
                 self._ready.discard(unit)
             elif record.task == task:
-                self._idle[unit] = record
+                self._idle.append(unit)
         return record
 
     def come_to(self, step: Step) -> None:
@@ -130,14 +131,17 @@ class Backward:
         if not self._idle:
             return
         around = (step.unit, *step.outer)
-        over = {
-            u: r for u, r in self._idle.items() if r.task == task and not u.handle.arrivals.pending and u not in around
-        }
+        over = []
+        for unit in self._idle:
+            awaited = unit.record is not None and unit.record.task == task
+            if awaited and not unit.handle.arrivals.pending and unit not in around:
+                over.append(unit)
         if over:
             to_come = any(map(self._expected, self._open_units()))
             self._complete_all(over, to_come or any(t.brings_gradients for t in self._tasks))
-            for early in over.values():
-                early.finished_early = True
+            for early in over:
+                assert early.record is not None
+                early.record.finished_early = True
 
     def has_come_to(self, step: Step) -> bool:
         """Whether the current backward has reached this forward, in any of its graph tasks."""
@@ -164,14 +168,15 @@ class Backward:
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
         nodes = unit.handle.gradient_nodes
-        return sum(map(_will_run, nodes if unit.anchor_node is None else [*nodes, unit.anchor_node]))
+        return sum(map(_will_run, [*nodes, *unit.stand_ins] if unit.stand_ins else nodes))
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
     def complete(self, unit: Unit) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order."""
         assert unit.record is not None
-        self._idle.pop(unit, None)
+        if unit in self._idle:
+            self._idle.remove(unit)
         unit.handle.arrivals.pending = 0
         if unit.record.complete():
             if unit.requires_gradient_sync:
@@ -181,14 +186,16 @@ class Backward:
                 unit.handle.hold_gradients()  # the unit stays open, so that a later reduction keeps the order
                 self._holding.add(self)
         elif not unit.handle.holds_gradients:
-            self._open.pop(unit.ref, None)
+            self._open.pop(weakref.ref(unit), None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
         """Reduce the complete units whose turn it is. [Note: Every rank reduces in the same order]"""
         if not self._ready:
             return
         allowed: list[Unit] = []
-        for unit in self._open_units():
+        for ref in reversed(self._open):
+            if (unit := ref()) is None:
+                continue
             if unit in self._ready:
                 allowed.append(unit)
                 if len(allowed) == len(self._ready):
@@ -199,7 +206,7 @@ class Backward:
             self._reduce(unit)
             self._ready.remove(unit)
             if unit.handle.placement.replicas is None or unit.handle.reduces_replicas:  # otherwise it stays open
-                del self._open[unit.ref]
+                del self._open[weakref.ref(unit)]
 
     @staticmethod
     def _is_awaited(unit: Unit) -> bool:
@@ -210,7 +217,8 @@ class Backward:
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def _reduce(self, unit: Unit) -> None:
-        self._finish_reduction()
+        if self._reducing is not None:
+            self._finish_reduction()
         unit.handle.reduce()
         unit.handle.accumulates = not unit.requires_gradient_sync
         self._reducing = unit
@@ -220,7 +228,7 @@ class Backward:
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
-        if unit.handle.gives_late and not unit.reduced_callbacks:
+        if self._runtime.host is not None and unit.handle.gives_late:
             self._reduced.append(unit)
             unit.handle.free_reduced()
         else:
@@ -281,7 +289,7 @@ class Backward:
         others = [b for b in Backward._holding if b is not self and b.is_idle]
         if not others:
             return
-        inside = dict.fromkeys(below for unit in self._records for below in units_below(unit.module))
+        inside = dict.fromkeys(below for unit in self._reached for below in units_below(unit.module))
         contexts = {below.context for below in inside if below.context.backward in others}
         for context in sorted(contexts, key=lambda context: context.runtime.number):
             context.backward.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
@@ -305,22 +313,22 @@ class Backward:
             self._holding.discard(self)
 
     def _drop_records(self) -> None:
-        units, self._records = self._records, {}
+        units, self._reached = self._reached, []
         for unit in units:
             unit.record = None
             if unit.leaks and not self._retains_graph:
                 unit.leaks -= {step for step in unit.leaks if step.opened_in >= self._first_task}
             if self.keeps_unsharded:
                 unit.show()
-            else:
-                unit.free_if_unused()
+            elif unit.claims or unit.handle.slots.shows is not SHARDED or not unit.handle.is_sharded:
+                unit.free_if_unused()  # otherwise it was freed when it was complete
 
     def _on_death(self, callback: object) -> None:
         """The engine dropped a graph task, perhaps after an exception. Then register the user's parameters, which
         ``zero_grad`` needs. The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.is_stale:
-            for unit in self._records:
+            for unit in self._reached:
                 unit.show()
 
     def recover(self, drop_held: bool = False) -> None:
@@ -335,13 +343,13 @@ class Backward:
         self._idle.clear()
         self.keeps_unsharded = self._kept = False
         reduced, self._reducing, self._reduced = [*self._reduced, self._reducing], None, []
-        units = {*self._records, *self._open_units(), *(unit for unit in reduced if unit is not None)}
+        units = {*self._reached, *self._open_units(), *(unit for unit in reduced if unit is not None)}
         for unit in units:
             if unit.handle.holds_gradients and not drop_held:
                 continue
             unit.handle.discard_gradients()
             unit.handle.arrivals.pending = 0
-            self._open.pop(unit.ref, None)
+            self._open.pop(weakref.ref(unit), None)
         self._drop_records()
 
     @property

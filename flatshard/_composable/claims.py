@@ -19,14 +19,11 @@ from flatshard._handle.slots import Shown
 class Claim:
     """The claim of a forward. Subclasses have other reasons."""
 
-    __slots__ = ("pins", "shows")
-
     uses = True  # relies on the current values; False: only wants the storage to stay, even with outdated values
     by_user = False  # the user works with the parameters that it shows
 
-    def __init__(self) -> None:
-        self.shows: Shown | None = None  # the parameters to register; None: as the previous claim says
-        self.pins = True  # the unsharded storage must stay
+    shows: Shown | None = None  # the parameters to register; None: as the previous claim says
+    pins = True  # the unsharded storage must stay
 
     def check_forward(self, grad: bool) -> None:
         """Raise if the unit must not run a forward under this claim. ``grad``: it makes a graph, for a backward to come."""

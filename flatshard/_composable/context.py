@@ -24,7 +24,7 @@ from flatshard._composable.state import Step, Unit
 from flatshard._handle.pool import BufferPool
 from flatshard._runtime import Runtime
 
-_forwards = operator.attrgetter("_forwards")
+_forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
@@ -41,10 +41,10 @@ class Context:
         self.backward = Backward(runtime)
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # the latest step of the current pass
-        self._forwards: list[Forward] = []  # running now, outermost first
-        self._order: ForwardOrder[Unit] = ForwardOrder()
+        self.forwards: list[Forward] = []  # running now, outermost first
+        self.order: ForwardOrder[Unit] = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
-        self._pools: dict[Collectives, BufferPool] = {}
+        self.pools: dict[Collectives, BufferPool] = {}  # where there are static buffers
         self.follow(runtime)
 
     @classmethod
@@ -58,7 +58,7 @@ class Context:
         """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
         if not static_buffers and not hasattr(runtime.collectives, "allocate"):
             return None
-        return self._pools.setdefault(runtime.collectives, BufferPool(runtime))
+        return self.pools.setdefault(runtime.collectives, BufferPool(runtime))
 
     def follow(self, runtime: Runtime) -> None:
         """Make errors and the watch on ``runtime`` report how far this rank has come."""
@@ -68,7 +68,7 @@ class Context:
 
     def _place(self) -> Place:
         inside = "" if self.backward.is_idle or self.backward.is_stale else "backward"
-        return self.pass_id, self.backward.count, inside or ("forward" if self._forwards else "")
+        return self.pass_id, self.backward.count, inside or ("forward" if self.forwards else "")
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -85,26 +85,26 @@ class Context:
             frame = sys._getframe(2)
             while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # the hook may be wrapped
                 frame = frame.f_back
-        if not in_backward and (not self._forwards or not _is_inside(frame, self._forwards[-1].frame)):
+        if not in_backward and (not self.forwards or not _is_inside(frame, self.forwards[-1].frame)):
             self.settle(frame)
-            if not self._forwards:
+            if not self.forwards:
                 self._start_pass(unit, frame)
         forward = Forward(unit, frame, in_backward)
-        self._forwards.append(forward)
+        self.forwards.append(forward)
         return forward
 
     def exit_forward(self, unit: Unit) -> Forward | None:
         """Called when ``unit`` ends a forward. Returns None if the forward never started (an earlier hook raised)."""
-        if not self._forwards or self._forwards[-1].unit is not unit:
+        if not self.forwards or self.forwards[-1].unit is not unit:
             return None
-        return self._forwards.pop()
+        return self.forwards.pop()
 
     def make_step(self, forward: Forward) -> Step:
         """Create the step of a forward that has just ended, for backward to reach."""
         unit, in_backward = forward.unit, forward.in_backward
-        step = Step(unit, None if in_backward else self.last_step, [outer.unit for outer in self._forwards])
+        step = Step(unit, None if in_backward else self.last_step, list(map(_unit, self.forwards)))
         forward.step = step
-        if unit.handle.has_static_buffers:
+        if self.pools and unit.handle.has_static_buffers:
             for needed in unit.needs:
                 needed.steps = weakref.WeakSet() if needed.steps is None else needed.steps
                 needed.steps.add(step)
@@ -112,19 +112,14 @@ class Context:
             self.last_step = step
         return step
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no forward is running."""
-        return not self._forwards
-
     def is_outermost(self, unit: Unit) -> bool:
         """Whether the running forward of ``unit`` is not inside another unit's forward."""
-        return self._forwards[0].unit is unit and len(self._forwards) == 1
+        return self.forwards[0].unit is unit and len(self.forwards) == 1
 
     @property
     def is_running(self) -> bool:
         """Whether the caller is inside a forward or a backward. Interrupted ones do not count."""
-        inside = bool(self._forwards) and _is_inside(sys._getframe(1), self._forwards[-1].frame)
+        inside = bool(self.forwards) and _is_inside(sys._getframe(1), self.forwards[-1].frame)
         return inside or (current_graph_task() != -1 and not self.backward.is_idle)
 
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
@@ -134,26 +129,18 @@ class Context:
             self.checks[:] = [check for check in self.checks if check(unit)]
         self.pass_id += 1
         self.last_step = None
-        self._order = unit.order
-        self._order.start()
+        self.order = unit.order
+        self.order.start()
 
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.free_unused()
         self.last_step = None
-        self._order = ForwardOrder()
+        self.order = ForwardOrder()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
-
-    def next_forward(self, unit: Unit) -> Unit | None:
-        """Record that ``unit`` runs now. Returns the unit that is likely to run next, or None."""
-        return self._order.advance(unit)
-
-    def ran_since(self, unit: Unit) -> list[Unit]:
-        """The units that have run in this pass since ``unit`` started. At the end of its forward: those inside it."""
-        return self._order.since(unit)
 
     def prefetch(self, unit: Unit, limit: int | None) -> None:
         """Gather ``unit`` ahead of time. This is a hint: if the unit is not used, it is freed again.
@@ -164,11 +151,11 @@ class Context:
             return
         for needed in unit.needs:
             if needed.handle.is_sharded:
-                if needed.handle.is_blocked or (needed.claims and needed.shows_copies):
+                if (needed.context.pools and needed.handle.is_blocked) or (needed.claims and needed.shows_copies):
                     continue
-                if self._forwards:
+                if self.forwards:
                     needed.handle.check_parameters()
-                needed.handle.unshard(self.pass_id, again=not self._forwards)
+                needed.handle.unshard(self.pass_id, again=not self.forwards)
                 self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:
@@ -179,7 +166,7 @@ class Context:
 
     def make_room(self, unit: Unit) -> None:
         """Free the memory that ``unit`` needs, if another unit is using it. pool.py, [Note: Static buffers]"""
-        if unit.handle.is_blocked:
+        if unit.context.pools and unit.handle.is_blocked:
             self.free_unused()
             if not unit.steps:
                 unit.handle.unblock()
@@ -204,12 +191,12 @@ class Context:
         Raises:
             RuntimeError: another thread is in a forward.
         """
-        if self._forwards:
+        if self.forwards:
             frame = sys._getframe(1) if frame is None else frame
-            if not _is_inside(frame, self._forwards[-1].frame):
+            if not _is_inside(frame, self.forwards[-1].frame):
                 self._check_thread(frame)
                 self._drop_forwards(frame)
-                if not self._forwards:
+                if not self.forwards:
                     self.backward.recover()
                     self.free_unused()
         if not self.backward.is_idle and current_graph_task() == -1:
@@ -229,8 +216,8 @@ class Context:
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
-        while self._forwards and (frame is None or not _is_inside(frame, self._forwards[-1].frame)):
-            for needed, claim in self._forwards.pop().claims:
+        while self.forwards and (frame is None or not _is_inside(frame, self.forwards[-1].frame)):
+            for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
                 needed.show()
                 if not needed.is_pinned:
@@ -238,7 +225,7 @@ class Context:
 
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
-        last = self._forwards[-1]
+        last = self.forwards[-1]
         if _is_inside(frame, last.frame):
             return
         if any(_is_inside(running, last.frame) for running in sys._current_frames().values()):

@@ -16,21 +16,21 @@ T = TypeVar("T")
 class ForwardOrder(Generic[T]):
     """The units that ran in the current and in the last pass of one outermost unit, in order."""
 
-    __slots__ = ("_current", "_previous")
+    __slots__ = ("_previous", "current")
 
     def __init__(self) -> None:
         self._previous: list[T] = []
-        self._current: list[T] = []
+        self.current: list[T] = []
 
     def start(self) -> None:
         """Begin a new pass."""
-        self._previous, self._current = self._current, self._previous
-        self._current.clear()
+        self._previous, self.current = self.current, self._previous
+        self.current.clear()
 
     def advance(self, unit: T) -> T | None:
         """Record that ``unit`` runs now. Returns the unit that followed it in the last pass, or None."""
-        previous, at = self._previous, len(self._current)
-        self._current.append(unit)
+        previous, at = self._previous, len(self.current)
+        self.current.append(unit)
         if at >= len(previous) or previous[at] is not unit:
             if unit not in previous:
                 return None
@@ -38,8 +38,8 @@ class ForwardOrder(Generic[T]):
         return previous[at + 1] if at + 1 < len(previous) else None
 
     def since(self, unit: T) -> list[T]:
-        """The units that have run in this pass since ``unit`` last did."""
-        current = self._current
+        """The units that have run in this pass since ``unit`` last started. At the end of its forward: those inside it."""
+        current = self.current
         at = len(current)
         while at and current[at - 1] is not unit:
             at -= 1

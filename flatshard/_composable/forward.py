@@ -20,9 +20,11 @@ class Forward:
         self.is_hooked = True  # False: a feature asked the hooks to do nothing
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.step: Step | None = None  # set at its end, if backward may reach it
-        self.claims = [(needed, Claim()) for needed in unit.needs]
-        for needed, claim in self.claims:
+        self.claims: list[tuple[Unit, Claim]] = []
+        for needed in unit.needs:
+            claim = Claim()
             needed.claims.append(claim)
+            self.claims.append((needed, claim))
 
     @property
     def claim(self) -> Claim:

@@ -54,7 +54,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit, features: Sequence[ForwardFeature]) -> None:
         self.unit = unit
-        self.features = features
+        unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
         self._passes = _overridden(features, ForwardFeature.passes)
         self._passed = _overridden(features, ForwardFeature.passed)
@@ -83,7 +83,8 @@ class UnitHooks:
         )
 
     def _install_gradient_hooks(self) -> None:
-        self.unit.handle.on_reduced = functools.partial(_call_all, _overridden(self.features, ForwardFeature.reduced))
+        reduced = _overridden(self.unit.features, ForwardFeature.reduced)
+        self.unit.handle.on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.dtype.is_floating_point or flat.dtype.is_complex:
                 for index, compute in enumerate(flat.computes):
@@ -98,7 +99,7 @@ class UnitHooks:
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)
-        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.features])
+        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.unit.features])
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -121,11 +122,11 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
-        left_alone = False
+        is_hooked = True
         for passes in self._passes:
-            left_alone |= passes()
+            is_hooked &= not passes()
         forward = context.enter_forward(unit, in_backward, frame)
-        if left_alone:
+        if not is_hooked:
             forward.is_hooked = False
             return None
         grad = torch.is_grad_enabled()
@@ -141,7 +142,7 @@ class UnitHooks:
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
         if not in_backward:
-            following = context.next_forward(unit)
+            following = context.order.advance(unit)
             if not forward.gathers:
                 pass
             elif unit.forward_prefetch is not None:
@@ -177,13 +178,14 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.is_sharded:
-            if handle.has_static_buffers:
+            if context.pools:
                 context.make_room(unit)
             handle.unshard(context.pass_id, in_backward)
         elif handle.gathered is not None and handle.gathered.by != context.pass_id:
             handle.take_over(context.pass_id)
         if alone and grad and handle.any_trainable:
-            handle.follow_stream()
+            if context.runtime.streams is not None:
+                handle.follow_stream()
             context.backward.expect(unit)
         handle.wait()
         claim.shows = UNSHARDED
@@ -205,12 +207,12 @@ class UnitHooks:
             for after in self._after:
                 if (new := after(forward, output)) is not None:
                     output = changed = new
-            has_raised = output is None and sys.exc_info()[1] is not None
-            if not (forward.in_backward or has_raised):
-                unit.ran_inside = unit.context.ran_since(unit)
             if torch.is_grad_enabled():
                 # The module may have stored tensors in a list or dict that it was given.
-                filled = [a for a in (*args, *kwargs.values()) if isinstance(a, list | dict)]
+                filled = []
+                for given in (*args, *kwargs.values()):
+                    if isinstance(given, list | dict):
+                        filled.append(given)
                 comes_back = self._hook_outputs((output, filled) if filled else output, forward)
             leaks = self._shows_parameters(output)
             if leaks and forward.step is not None and not forward.in_backward:
@@ -223,7 +225,7 @@ class UnitHooks:
     def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
         """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
         context, in_backward = self.unit.context, forward.in_backward
-        outermost = context.is_idle
+        outermost = not context.forwards
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
             if needed.claims and needed.is_used:
@@ -320,7 +322,7 @@ class UnitHooks:
                 context.backward.touch(needed)
             elif needed is not unit:
                 context.backward.begin(needed)
-            if needed.handle.has_static_buffers:
+            if needed.context.pools:
                 context.make_room(needed)
             needed.handle.unshard(context.pass_id, again=True)
             needed.handle.wait()
@@ -375,10 +377,11 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit = self.unit
         done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
-        if done:  # before the reduction input is allocated
-            self._free()
-        unit.context.backward.complete(unit)
-        if done:
+        backward = unit.context.backward
+        if done and not backward.keeps_unsharded:  # before the reduction input is allocated
+            unit.free_if_unused()
+        backward.complete(unit)
+        if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_after()
 
     def leave(self) -> None:
@@ -387,18 +390,15 @@ class UnitHooks:
         if record is not None:
             record.leave()
         if (record is None or record.has_left) and unit.handle.arrivals.pending == 0:
-            self._free()
-            self._prefetch_after()
-
-    def _free(self) -> None:
-        if not self.unit.context.backward.keeps_unsharded:
-            self.unit.free_if_unused()
+            if not unit.context.backward.keeps_unsharded:
+                unit.free_if_unused()
+            if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+                self._prefetch_after()
 
     def _prefetch_after(self) -> None:
-        unit = self.unit
-        last = None if unit.record is None else unit.record.last_step
-        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST and last is not None:
-            prefetch_before(last)
+        record = self.unit.record
+        if record is not None and record.last_step is not None:
+            prefetch_before(record.last_step)
 
 
 def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -26,6 +24,9 @@ from flatshard.layouts import LayoutChoice
 
 if TYPE_CHECKING:
     from flatshard._composable.context import Context
+    from flatshard._composable.extensions import ForwardFeature
+
+T = TypeVar("T")
 
 _KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
@@ -74,7 +75,7 @@ class Step:
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
 
-    __slots__ = ("counted_tasks", "finished_early", "finished_in", "has_left", "last_step", "reduces", "steps", "task")
+    __slots__ = ("counted_tasks", "finished_early", "finished_in", "last_step", "reduces", "steps", "task")
 
     def __init__(self) -> None:
         self.task: int | None = None  # the graph task from which gradients for the unit are still expected, or None
@@ -82,8 +83,8 @@ class BackwardRecord:
         self.reduces = False  # gradients were expected, so there is a reduction, even if none have come
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
-        self.steps = 0  # steps that backward has reached and not left yet; only counted if some parameters are frozen
-        self.has_left = False  # backward has left all of them
+        # Steps that backward has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
+        self.steps = -1
         self.last_step: Step | None = None  # the last step that backward reached
 
     def complete(self) -> bool:
@@ -96,14 +97,17 @@ class BackwardRecord:
 
     def come_to(self, step: Step) -> None:
         """Backward reaches ``step``."""
-        self.steps += 1
-        self.has_left = False
+        self.steps = max(0, self.steps) + 1
         self.last_step = step
 
     def leave(self) -> None:
         """Backward leaves a step, through the unit's inputs."""
         self.steps = max(0, self.steps - 1)
-        self.has_left = not self.steps
+
+    @property
+    def has_left(self) -> bool:
+        """Whether backward has reached steps, and left all of them."""
+        return self.steps == 0
 
 
 # The unit that owns a sharded parameter, by the parameter's id. The unit keeps the parameter alive, so the id is unique.
@@ -125,11 +129,8 @@ class Unit:
         # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
         # unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
-        self.left_alone: list[tuple[nn.Module, str]] = []  # registrations of ignored parameters, without units below
         self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
-        # Value to restore after `no_sync`; deep copies get this one. None: not inside `no_sync`.
-        self.syncs_after: bool | None = None
         # Units to gather while this unit computes. None: according to the recorded order.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
         self.backward_prefetch: ChosenUnits[Unit] | None = None
@@ -143,23 +144,22 @@ class Unit:
         self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
 
     def _reset(self) -> None:
-        self.ref = weakref.ref(self)
-        # Called with the module each time gradients have been set in `.grad`. Not copied, like the hooks of a parameter.
-        self.reduced_callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()
+        self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims: list[Claim] = []  # claims.py, [Note: Claims]
         self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
-        # Used instead of the parameters in a forward that skips the unit. [Note: Taking part without running]
-        self.anchor: torch.Tensor | None = None
-        self.anchor_node: Node | None = None
-        # The units that its last forward ran, in order. None: no forward has ended without an error yet.
-        self.ran_inside: list[Unit] | None = None
         # Backward.
+        # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
+        self.stand_ins: list[Node] = []
         self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
+
+    def feature(self, kind: type[T]) -> T | None:
+        """Its feature of this class, or None."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def set_gradient_sync(self, value: bool) -> None:
         """Set whether backwards reduce the gradients from now on."""
@@ -245,15 +245,12 @@ class Unit:
         ChosenUnits.note_copy(self, result, memo)
         result.__dict__.update(self.__dict__)
         result._reset()
-        if result.syncs_after is not None:
-            result.requires_gradient_sync, result.syncs_after = result.syncs_after, None
         result.order = ForwardOrder()
         result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
         result.module = copy.deepcopy(self.module, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
-        result.left_alone = [(copy.deepcopy(module, memo), name) for module, name in self.left_alone]
         result._own_parameters()
         return result
 

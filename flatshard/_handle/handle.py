@@ -273,10 +273,8 @@ class FlatParamHandle:
         self.gathered = None
 
     def is_current(self, pass_id: int | None = None) -> bool:
-        """Whether the unsharded parameters have the values of the shards.
-
-        ``pass_id``: of the pass that asks. Then values from an earlier pass are not current, unless the user unsharded them:
-        C++ code may have changed the shards without changing their version.
+        """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
+        user's, because C++ code may have changed the shards since an earlier pass without changing their version.
         """
         gathered = self.gathered
         if gathered is None or gathered.version != self.version():
@@ -338,8 +336,7 @@ class FlatParamHandle:
                 with torch.inference_mode(False), torch.no_grad():
                     flat.readopt(moved)
         self.sync_requires_grad()
-        if self.slots.are_guarded:  # otherwise look each time
-            self._checked_at = changes.count
+        self._checked_at = changes.count if self.slots.are_guarded else -1
 
     def version(self) -> int:
         """Increases with every change of the parameters' values, by the same amount on all ranks."""

@@ -18,7 +18,8 @@ from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 if TYPE_CHECKING:
-    from flatshard.checkpoint._files import Reader, Writer
+    from flatshard.checkpoint._reader import Reader
+    from flatshard.checkpoint._writer import Writer
 
 __all__ = [
     "ChangedParams",
@@ -45,7 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Reader", "Writer"):  # only then is torch.distributed.checkpoint imported
-        from flatshard.checkpoint import _files
+        from flatshard.checkpoint import _reader, _writer
 
-        return getattr(_files, name)
+        return _reader.Reader if name == "Reader" else _writer.Writer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -213,7 +213,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
 def _settled_state(module: nn.Module) -> dict[str, Any]:
     """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
     for context in {unit.context for unit in units_below(module)}:
-        if not (context.is_idle or context.is_running):
+        if context.forwards and not context.is_running:
             context.recover()
     found: dict[str, Any] = module.state_dict()
     return found
@@ -255,6 +255,8 @@ def copied(value: Any, device: str | None = None) -> Any:
 
 def on_meta(value: Any, scalars: bool = False) -> Any:
     """The same with tensors that have no memory; a copy of those of no dimension, unless ``scalars``."""
+    if isinstance(value, ShardedValue):
+        return value.on_meta() if value.dim() or scalars else value.detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().to("meta") if value.dim() or scalars else value.detach().clone()
     if isinstance(value, Mapping):

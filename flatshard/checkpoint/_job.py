@@ -117,7 +117,8 @@ def load_checkpoint(
         strict: raise if a module, an optimizer or a dict in ``state`` has names that the checkpoint lacks, or the other way
             round. False: what the checkpoint lacks stays as it is.
         verify: False: do not compare the bytes with the sums that they were saved with, which is one of two readings.
-        timeout, progress: see :func:`save_checkpoint`.
+        timeout: see :func:`save_checkpoint`.
+        progress: see :func:`save_checkpoint`. Counts what this rank reads: with ``verify`` all of it twice.
 
     Returns:
         ``state``, with what was read in the place of tensors and plain values.
@@ -149,10 +150,10 @@ class _Saving:
     """One rank's part of a save."""
 
     def __init__(self, path: Path, is_first: bool, overwrite: bool, report: Report | None) -> None:
-        from flatshard.checkpoint import _files as files
+        from flatshard.checkpoint import _writer
 
-        self._files, self._path, self._is_first, self._overwrite = files, path, is_first, overwrite
-        self._planner = files.SavePlanner(Progress("saving", path, report, is_first))
+        self._files, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
+        self._planner = _writer.SavePlanner(Progress("saving", path, report, is_first))
         self._directory: disk.NewDirectory | None = None  # on rank 0
         self._metadata: Any = None  # on rank 0
 
@@ -251,11 +252,12 @@ class _Loading:
     """One rank's part of a load."""
 
     def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
-        from flatshard.checkpoint import _files as files
+        from flatshard.checkpoint import _reader
 
         self._path, self._is_first, self._strict = path, is_first, strict
-        self._planner = files.LoadPlanner(Progress("loading", path, report, is_first), strict)
-        self._reader = files.Reader(path, verify=verify)
+        self._planner = _reader.LoadPlanner(strict)
+        self._reader = _reader.Reader(path, verify=verify)
+        self._reader.progress = Progress("loading", path, report, is_first)
         self._entries: list[Entry] = []
         self._loaded: dict[str, Any] = {}
         self._later: Any = None

@@ -16,6 +16,7 @@ pickled one is this rank's part and says so: another rank refuses to load it.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardI
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._boxes import Box, Part
 from flatshard.checkpoint._roll_call import roll_call
+from flatshard.checkpoint._standard_helpers import check_writer
 
 aten = torch.ops.aten
 
@@ -70,6 +72,10 @@ class ShardedValue(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """This rank's elements: 1-D, in memory order, sharing memory with what the value was made of."""
         return self._local
+
+    def on_meta(self) -> ShardedValue:
+        """The same part, without memory."""
+        return ShardedValue(torch.empty(self._local.shape, dtype=self.dtype, device="meta"), self._part, self._source)
 
     def full_tensor(self) -> torch.Tensor:
         """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.
@@ -124,7 +130,10 @@ class ShardedValue(torch.Tensor):
 
         properties = TensorProperties(dtype=self.dtype)
         items = []
-        for box in () if self._part.is_copy else self._part.boxes:
+        boxes = () if self._part.is_copy else self._part.boxes
+        if len(boxes) > 1:
+            check_writer(fqn)
+        for box in boxes:
             offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
             data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.size())
             items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
@@ -248,17 +257,22 @@ def _is_prepared(func: Any, part: Part, value: torch.Tensor) -> bool:
 # -- parts and wholes --------------------------------------------------------------------------------------------------
 
 
+_known_part = functools.lru_cache(maxsize=2**16)(Part)  # a load asks several times, and a part finds its boxes once
+
+
 def part_of(info: ShardInfo) -> Part:
     """Which part of its whole parameter a sharded parameter holds."""
     if info.parallel is None:
-        return Part.of_whole(info.shape, info.stride, info.start, info.stop, info.is_copy)
+        whole = (0,) * len(info.shape)
+        return _known_part(info.shape, info.shape, whole, info.stride, info.start, info.stop, info.is_copy)
     # Private, and the only place where torch says what a DTensor's local tensor is of the whole.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     parallel = info.parallel
     shape, offsets = compute_local_shape_and_global_offset(parallel.shape, parallel.mesh, parallel.placements)
     assert tuple(shape) == info.shape, (shape, info)
-    return Part(tuple(parallel.shape), info.shape, tuple(offsets), info.stride, info.start, info.stop, info.is_copy)
+    place = (tuple(parallel.shape), info.shape, tuple(offsets))
+    return _known_part(*place, info.stride, info.start, info.stop, info.is_copy)
 
 
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:

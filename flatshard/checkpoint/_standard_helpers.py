@@ -1,10 +1,14 @@
-"""What ``torch.distributed.checkpoint.state_dict`` asks for while it calls ``state_dict()``.
+"""What functions of ``torch.distributed.checkpoint`` want of state: its helpers for ``state_dict()``, its writers.
 
 [Note: Whole state for the standard helpers]
 ``get_model_state_dict(full_state_dict=True)`` calls ``model.state_dict()`` and then gathers what are DTensors. There is no
 seam for others: so the hooks that make sharded values look whether this helper is calling, and what its options are, and
 give whole tensors to it. With ``cpu_offload`` the helper throws away all but the first rank's, so the others get tensors
 without memory.
+
+[Note: One box of a name]
+``HuggingFaceStorageWriter`` keeps one box of each name and rank, without a word about others. A value is asked for its boxes
+before anything is written, and can look there who is to write them.
 """
 
 from __future__ import annotations
@@ -40,3 +44,24 @@ def request(kind: str) -> Request | None:
             return Request(frame.f_locals["model"], options.full_state_dict, receives, device)
         frame = frame.f_back
     return None
+
+
+def check_writer(name: str) -> None:
+    """Raise if the writer of the save under way would not keep all of the boxes of ``name``. [Note: One box of a name]
+
+    Raises:
+        ValueError: it is torch's ``HuggingFaceStorageWriter``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        writer = frame.f_locals.get("storage_writer") if frame.f_globals.get("__name__") == _SAVER else None
+        if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in type(writer).__mro__):
+            raise ValueError(
+                f"{name!r}: this rank's part is several boxes, of which torch's HuggingFaceStorageWriter keeps one. Shard "
+                "the model by whole rows, fully_shard(..., layout=flatshard.layouts.Rows()), or write the folder by "
+                "flatshard.checkpoint.export_safetensors(module, path)"
+            )
+        frame = frame.f_back
+
+
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"

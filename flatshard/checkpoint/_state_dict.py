@@ -52,7 +52,7 @@ def full_state_dict(
     """
     flats = idle_flats(module, "full_state_dict")
     check_dtype(dtype, "full_state_dict")
-    state = module.state_dict(keep_vars=True)
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
     receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
     wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
@@ -62,7 +62,12 @@ def full_state_dict(
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in exported:
             exported[id(value)] = export(value, device, dtype)
-    return {name: exported.get(id(value), value) for name, value in state.items()}
+    for (
+        name,
+        value,
+    ) in state.items():  # stays the OrderedDict with versions that module.state_dict() is: others look for it
+        state[name] = exported.get(id(value), value)
+    return state
 
 
 def whole_parameters(

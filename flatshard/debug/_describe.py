@@ -1,7 +1,8 @@
-"""What was built: ``describe`` a sharded module, and the flat parameters themselves."""
+"""``describe``: the units of a sharded module and their flat parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +17,14 @@ class FlatDescription:
 
     fqns: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
-    dtype: torch.dtype  # of the user's parameters: the master weights
+    dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
-    grad_dtype: torch.dtype  # of the user's ``.grad``
-    reduce_dtype: torch.dtype  # of the gradients' reduction
+    grad_dtype: torch.dtype  # of ``.grad``
+    reduce_dtype: torch.dtype  # in which gradients are reduced
     trainable: bool
-    numel: int  # elements of the parameters
-    padded_numel: int  # with padding, over all ranks
-    shard_numel: int  # on this rank, padding included
+    numel: int  # elements of the whole parameters
+    padded_numel: int  # elements on all ranks, with padding
+    shard_numel: int  # elements on this rank, with padding
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
@@ -36,8 +37,8 @@ class UnitDescription:
     strategy: str
     state: str
     flats: tuple[FlatDescription, ...]
-    buffer_dtypes: tuple[torch.dtype, ...]  # of the floating-point buffers of its module and those in no unit below it
-    reshard_after_forward: bool | int | None = None  # None: as the strategy says; an int: to that many ranks
+    buffer_dtypes: tuple[torch.dtype, ...]  # of floating-point buffers in this unit and in no unit below it
+    reshard_after_forward: bool | int | None = None  # None: the strategy's default; an int: to that many ranks
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,7 @@ class Description:
                         rows.append(("  " + fqn, "x".join(map(str, shape)) or "scalar", cut, *[""] * 7))
             if not unit.flats:
                 rows.append((*name, "-", "-", "0", "0", "0", "0"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = []
-        for row in rows:
-            cells = [c.rjust(w) if i > 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            lines.append("  ".join(cells).rstrip())
-        lines.insert(1, "  ".join("-" * w for w in widths))
+        lines = table(rows, left=6)
         flats = sum(len(u.flats) for u in self.units)
         lines.append(
             f"{len(self.units)} units, {flats} flat parameters, {self.numel:,} elements over {self.world_size} ranks on "
@@ -96,6 +92,17 @@ class Description:
         if any("/" in row[4] for row in rows):
             lines.append("dtypes: master/compute/gradient/reduce")
         return "\n".join(lines)
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """``rows`` as aligned columns, with a line below the first row. The first ``left`` columns are aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return lines
 
 
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -118,9 +125,9 @@ def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
-    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))``.
+    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))`` is a table.
 
-    ``verbose`` lists every parameter with its shape under its unit.
+    ``verbose``: the table lists every parameter with its shape, below its unit.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.

@@ -1,4 +1,4 @@
-"""Checks for debugging, that cost time and change nothing."""
+"""``check_replicas``: compares values that must be equal on several ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
-    """Raise if ranks that must hold the same values do not, bit for bit.
+    """Raise if ranks that must have the same values do not have them, bit for bit.
 
-    Those are the parameters of ``NO_SHARD`` units, the shards of hybrid ones over the ranks that replicate them, what was
-    registered in a sharded module after ``fully_shard``, and, with ``buffers``, the buffers of all units over all ranks.
-    Every rank must call it, at a point where the values are to be equal, such as between an optimizer's step and the next
-    forward. It reads all values once, on the CPU, and takes one collective of 8 bytes a parameter for each process group; a
-    second tiny one tells ranks whose own replicas are equal.
+    It compares the parameters of ``NO_SHARD`` units over all ranks; the shards of hybrid units over their replicas; the
+    parameters that were registered in a sharded module after ``fully_shard``; and with ``buffers`` the buffers of all units
+    over all ranks.
+
+    Every rank must call it, at a point where the values should be equal, such as between an optimizer's step and the next
+    forward. It reads all values once, on the CPU. It takes one collective of 8 bytes per parameter for each process group,
+    and a second small one, so that all ranks raise.
 
     Args:
-        module: sharded, or with sharded modules in it.
-        buffers: compare buffers, too. (Running statistics of BatchNorm, of each rank's own data, do differ.)
+        module: a sharded module, or one that contains sharded modules.
+        buffers: also compare buffers. (The running statistics of BatchNorm differ, because each rank has its own data.)
 
     Raises:
-        RuntimeError: some differ. It names parameters and buffers, and the ranks by their numbers in the world. All ranks
-            raise it.
-        ValueError: nothing in ``module`` is sharded; or all of it is, without replicas, and ``buffers`` is False.
+        RuntimeError: some values differ. The message names the parameters and buffers, and the global ranks. All ranks raise.
+        ValueError: nothing in ``module`` is sharded; or there is nothing to compare, as no unit has replicas and ``buffers``
+            is False.
     """
     units = units_below(module)
     if not units:
@@ -47,8 +49,8 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
     added = list(added_later(module))
     if not (buffers or added) and not any(u.config.strategy.is_hybrid or _keeps_all(u) for u in units):
         raise ValueError(
-            "check_replicas: every rank holds another part of each parameter, so there is nothing to compare: no unit has "
-            "the strategy NO_SHARD or a hybrid one. For the buffers pass buffers=True"
+            "check_replicas: no unit has the strategy NO_SHARD or a hybrid one, so each rank has a different part of every "
+            "parameter, and there is nothing to compare. To compare buffers, pass buffers=True"
         )
     compared: dict[int, tuple[Runtime, Named]] = {}  # by the number of the process group
 
@@ -77,12 +79,12 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
         cure = f"{start}, and change parameters on all ranks alike"
         if names := list(dict.fromkeys(fqn for _, fqn, _ in added)):
             cure += (
-                f". Nobody averages the gradients of {name_list(names, 3)}, registered after fully_shard: add modules and "
-                "parameters before it"
+                f". Nobody averages the gradients of {name_list(names, 3)}, which were registered after fully_shard: add "
+                "modules and parameters before it"
             )
         raise RuntimeError(
             "replicas differ: "
-            + ("; ".join(problems) or "not those of this rank, but of others in its shard group, which tell more")
+            + ("; ".join(problems) or "not on this rank, but on others in its shard group; see their messages")
             + f". They must be equal, bit for bit. {cure}"
         )
 
@@ -98,7 +100,7 @@ def _parameters(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:
-    """The buffers of each unit and of what is in no other unit below it."""
+    """The buffers of each unit, without those of units below it."""
     found: list[tuple[Unit, Named]] = []
     seen: set[int] = set()
 
@@ -116,7 +118,7 @@ def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:
 
 
 def _compare(runtime: Runtime, values: Named) -> str:
-    """What differs over the ranks of ``runtime``, in words."""
+    """Compare ``values`` over the ranks of ``runtime``. Returns a text about those that differ; empty if none does."""
     if not values:
         return ""
     every = torch.empty(runtime.world_size, len(values), dtype=torch.int64, device=runtime.device)

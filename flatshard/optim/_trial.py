@@ -89,7 +89,7 @@ def _start(ndim: int) -> torch.Tensor:
     return (torch.sin(1.7 * each) * (1 + 6 * each / len(each))).reshape(shape)
 
 
-class _Gradient(torch.Tensor):
+class _TrialGradient(torch.Tensor):
     """The gradient of a part. Its norm is that of the ``whole`` gradient, as for a sharded gradient."""
 
     whole: torch.Tensor
@@ -138,7 +138,7 @@ def _stepped(
                 grad = next(grads).reshape(param.shape).clone()
                 param.grad = grad
                 if are_parts:
-                    retype([grad], _Gradient, "whole", [whole])
+                    retype([grad], _TrialGradient, "whole", [whole])
             step(instance)
     return torch.cat([param.detach().flatten() for params in ranks for param in params])
 

@@ -195,7 +195,7 @@ class WholeParameterOptimizer(Optimizer):
 
 
 class _UnderWay:
-    """The messages in progress. The `with` block ends when all are complete, and frees their memory, also on errors."""
+    """The messages in progress. When the ``with`` block ends, all are complete and their memory is freed, even on errors."""
 
     def __init__(self) -> None:
         self._gathers: list[tuple[list[Owned], Pending]] = []

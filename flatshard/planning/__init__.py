@@ -1,7 +1,8 @@
-"""What would be built, and what a step would take, before there is a process group or a GPU.
+"""``plan``: the units, collectives, memory and time of a step, without a process group or a GPU.
 
-``_plan.py`` is the entry; ``_program.py`` shards and steps a copy on the meta device; ``_clock.py`` and ``_memory.py`` record
-what it issues and holds; ``_hardware.py`` models times; ``_report.py`` and ``_trace.py`` show it.
+``_plan.py`` is the entry. ``_program.py`` shards a copy of the module on the meta device, and runs steps. ``_clock.py``
+records the collectives, and ``_memory.py`` the memory. ``_hardware.py`` models times. ``_report.py`` and ``_trace.py`` show
+the result.
 """
 
 from flatshard.planning._hardware import Bandwidths, Collective, Span, Timeline

@@ -1,4 +1,4 @@
-"""What a rank issues, recorded, and when it would run: streams, events and collectives that stand for those of a device."""
+"""Streams, events and collectives that run nothing. They record what a rank issues, and model when it would run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatshard.planning._hardware import Bandwidths, Collective, Span
 
 
 class RecordedStream:
-    """A queue of work. What it has to do so far is done at ``time``."""
+    """Stands for a stream. The work enqueued so far is done at ``time``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -32,14 +32,14 @@ class RecordedStream:
 
 
 class RecordedEvent:
-    """Something is done at ``time``: a point of a stream, or a collective that the host waits for."""
+    """Stands for an event, or for a collective that the host waits for. It is done at ``time``."""
 
     def __init__(self, clock: Clock, time: float) -> None:
         self._clock = clock
         self.time = time
 
     def query(self) -> bool:
-        return True  # the time of the host is not modelled
+        return True  # the host's time is not modelled
 
     def synchronize(self) -> None: ...
 
@@ -48,9 +48,9 @@ class RecordedEvent:
 
 
 class Clock:
-    """The streams of one rank, and what it does on them. [Note: The model of time]
+    """The streams of one rank, and the time of all work on them. [Note: The model of time]
 
-    To ``Streams`` it is what ``torch.cuda`` is: ``Stream``, ``current_stream``, ``stream``.
+    It has the functions of ``torch.cuda`` that ``Streams`` uses: ``Stream``, ``current_stream`` and ``stream``.
     """
 
     def __init__(self, hardware: Bandwidths, world_size: int) -> None:
@@ -58,11 +58,11 @@ class Clock:
         self.world_size = world_size
         self.main = self.current = RecordedStream(self)
         self.on_issue: Callable[[], object] = _nothing
-        self._ends: dict[object, float] = {}  # of the last collective, by group
+        self._ends: dict[object, float] = {}  # the time at which the last collective ends, by group
         self.begin()
 
     def begin(self) -> None:
-        """A step begins, at time 0: forget what came before."""
+        """Begin a step at time 0, and forget what was recorded before."""
         self.phase, self.unit = "forward", ""
         self.collectives: list[Collective] = []
         self.spans: list[Span] = []
@@ -88,21 +88,21 @@ class Clock:
             self.current = before
 
     def compute(self, flops: int) -> None:
-        """The program computes on the current stream."""
+        """Record ``flops`` floating-point operations on the current stream."""
         seconds = self.hardware.compute_seconds(flops)
         if seconds:
             self._add("compute", self.unit, self.current.time, self.current.time + seconds)
             self.current.time += seconds
 
     def wait(self, stream: RecordedStream, until: float) -> None:
-        """``stream`` waits."""
+        """Record that ``stream`` waits until a time."""
         if until > stream.time:
             if stream is self.main:
                 self._add("wait", self.unit, stream.time, until)
             stream.time = until
 
     def issue(self, collective: Collective, group: object) -> Pending:
-        """The program issues a collective of ``group`` on the current stream."""
+        """Record a collective of ``group`` on the current stream."""
         start = max(self.current.time, self._ends.get(group, 0.0))
         stop = self._ends[group] = start + self.hardware.seconds_of(collective, self.world_size)
         self.collectives.append(collective)
@@ -128,12 +128,12 @@ def _nothing() -> None:
 
 
 class RecordingCollectives(BuiltinCollectives):
-    """The collectives of one rank of a group that does not exist: nothing is sent, everything is noted."""
+    """The collectives of one rank of a group that does not exist. They send nothing, and record each call."""
 
     out_of_place = True
 
     def __init__(self, clock: Clock, name: str, rank: int, size: int, widens: bool) -> None:
-        """``name``: of the group: see ``Collective``. ``widens``: see ``BuiltinCollectives``."""
+        """``name``: the group's name, see ``Collective``. ``widens``: see ``BuiltinCollectives``."""
         self._clock = clock
         self._name = name
         self.rank, self.size = rank, size
@@ -141,7 +141,7 @@ class RecordingCollectives(BuiltinCollectives):
 
     @property
     def group(self) -> Any:
-        """Stands for a process group, which nobody asks for anything."""
+        """Stands for the process group. Nothing calls its methods."""
         return self
 
     def _issue(self, kind: str, tensor: torch.Tensor, name: str) -> Pending:
@@ -153,7 +153,9 @@ class RecordingCollectives(BuiltinCollectives):
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         if input.dtype is not output.dtype and self._clock.current is not self._clock.main:
-            torch.empty_like(input)  # what is received, as in ``DefaultCollectives``: gone when the stream is done
+            torch.empty_like(
+                input
+            )  # the received gradients, as in ``DefaultCollectives``; freed when the stream is done
         return self._issue("reduce-scatter", input, self._name)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:

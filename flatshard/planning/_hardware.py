@@ -1,16 +1,16 @@
-"""How long things take: a model of bandwidths and latencies.
+"""A model of the hardware: bandwidths, latencies, and the time that collectives and computing take.
 
 [Note: The model of time]
-- A collective of S bytes over N ranks is a ring: ``(N - 1) / N * S / bandwidth + latency``, an all-reduce twice that. The
-  bandwidth of a ring within a node is ``intra``. Across nodes each of the m ranks in a node has a network card, and rings
-  run side by side through all of them: ``min(intra, m * inter)``. The latency is that of N - 1 steps, of which (nodes - 1)
-  are between nodes, each taking ``latency_inter``, and the others ``latency_intra``: as NCCL's own tuning model has it
+- A collective of S bytes over N ranks is a ring. It takes ``(N - 1) / N * S / bandwidth + latency``, and an all-reduce twice
+  as long. Within a node the bandwidth is ``intra``. Across nodes each of the m ranks of a node has a network card, and
+  several rings use all cards: the bandwidth is ``min(intra, m * inter)``. A ring has N - 1 steps. (nodes - 1) of them are
+  between nodes and take ``latency_inter``; the others take ``latency_intra``. This is NCCL's own tuning model
   (``src/graph/tuning.cc``).
-- Collectives of one group run one after the other, in the order in which they are issued, as those of one communicator do.
-  Those of different groups (replicas, the ranks resharded to) run beside them, at full bandwidth.
-- Work runs on the streams that the program enqueues it on, and waits where the program waits.
-- Computing takes ``flops / (bandwidths.flops * bandwidths.efficiency)``. Not modelled are the host, copies and casts, the
-  optimizer's step, and that communication slows down what computes beside it.
+- Collectives of one group run one after the other, in the order in which they are issued. Collectives of different groups
+  (replicas, inner groups) run at the same time, each at full bandwidth.
+- Work runs on the stream where the program enqueues it, and waits where the program waits.
+- Computing takes ``flops / (bandwidths.flops * bandwidths.efficiency)``.
+- Not modelled: the host, copies and casts, the optimizer's step, and that communication slows down computing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Bandwidths:
     """
 
     intra: float = 450e9
-    """Bytes a second that a GPU sends to others of its node: NVLink 4 has 900 GB/s in both directions together."""
+    """Bytes per second that a GPU sends to other GPUs of its node. (NVLink 4 has 900 GB/s for both directions together.)"""
     inter: float = 50e9
-    """Bytes a second of a GPU's share of the network between nodes: 400 Gb/s."""
+    """Bytes per second that a GPU sends to other nodes. (400 Gb/s)"""
     gpus_per_node: int = 8
     latency_intra: float = 3.4e-6
-    """Seconds of a step of a ring within a node: NCCL's constant for NVLink (Simple protocol)."""
+    """Seconds per step of a ring within a node. (NCCL's constant for NVLink, Simple protocol.)"""
     latency_inter: float = 14e-6
-    """Seconds of a step between nodes: NCCL's constant for networks (Simple protocol)."""
+    """Seconds per step of a ring between nodes. (NCCL's constant for networks, Simple protocol.)"""
     flops: float = 989e12
-    """Of a GPU a second, at the peak: H100 SXM, dense, bf16."""
+    """Peak operations per second of a GPU. (H100 SXM, dense, bf16.)"""
     efficiency: float = 0.5
-    """The part of it that is reached while computing. 0.5 is a large language model's; measure your own."""
+    """The fraction of the peak that computing reaches. 0.5 is typical of a large language model; measure yours."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -49,7 +49,7 @@ class Bandwidths:
                 raise ValueError(f"Bandwidths: {name} must be a positive {kind}, got {value!r}")
 
     def seconds(self, kind: str, nbytes: int, ranks: int, ranks_in_node: int) -> float:
-        """Of a collective over ``ranks`` ranks, ``ranks_in_node`` of which share a node. [Note: The model of time]"""
+        """The time of a collective over ``ranks`` ranks, with ``ranks_in_node`` in each node. [Note: The model of time]"""
         if ranks < 2:
             return 0.0
         nodes = -(-ranks // ranks_in_node)
@@ -59,14 +59,14 @@ class Bandwidths:
         return 2 * once if kind == "all-reduce" else once
 
     def seconds_of(self, collective: Collective, world_size: int) -> float:
-        """The same, of a collective of a step over ``world_size`` ranks. Those sharded over are consecutive."""
+        """The time of a recorded collective of a job with ``world_size`` ranks. Ranks of a shard group are consecutive."""
         per_node = self.gpus_per_node
-        if collective.group == "replicas":  # each n-th rank, where n share what is replicated; all under NO_SHARD
+        if collective.group == "replicas":  # each n-th rank, where n is the size of the shard group
             per_node = max(1, per_node // (world_size // collective.ranks))
         return self.seconds(collective.kind, collective.nbytes, collective.ranks, min(collective.ranks, per_node))
 
     def compute_seconds(self, flops: int) -> float:
-        """Of computing."""
+        """The time of ``flops`` operations."""
         return flops / (self.flops * self.efficiency)
 
 
@@ -77,9 +77,9 @@ class Collective:
     kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
     unit: str  # FQN
     phase: str  # "forward" or "backward"
-    nbytes: int  # of the whole: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
+    nbytes: int  # of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
     ranks: int
-    group: str  # "shards", "inner" (the ranks that a unit reshards to) or "replicas"
+    group: str  # "shards", "inner" (the smaller group that a unit reshards to) or "replicas"
 
     @property
     def sent_nbytes(self) -> int:
@@ -90,12 +90,12 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that runs for a while."""
+    """Something that takes time: computing, waiting, or a collective."""
 
-    kind: str  # "compute", "wait", or of a collective
+    kind: str  # "compute", "wait", or the kind of collective
     unit: str
     phase: str
-    start: float  # seconds from the step's begin
+    start: float  # seconds since the beginning of the step
     stop: float
 
     @property
@@ -105,7 +105,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When what runs in a step."""
+    """What runs at which time of a step."""
 
     spans: tuple[Span, ...]
     step_seconds: float
@@ -119,17 +119,17 @@ class Timeline:
 
     @property
     def communication_seconds(self) -> float:
-        """Of all collectives, one after the other."""
+        """The sum of the times of all collectives."""
         return self._seconds("all-gather", "reduce-scatter", "all-reduce")
 
     @property
     def exposed_seconds(self) -> float:
-        """In which nothing computes, as it waits for communication."""
+        """The time in which nothing is computed, because computing waits for communication."""
         return self._seconds("wait")
 
     @property
     def hidden_share(self) -> float | None:
-        """The part of communication that runs beside computing. None: there is no communication, or no computing known."""
+        """The fraction of communication that runs during computing. None: no communication, or computing is not known."""
         if not self.communication_seconds or not self.compute_seconds:
             return None
         return max(0.0, 1 - self.exposed_seconds / self.communication_seconds)

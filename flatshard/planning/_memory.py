@@ -1,10 +1,10 @@
-"""What one rank holds, by category, while a program runs on the meta device.
+"""Records the memory of one rank, by category, while a program runs on the meta device.
 
 [Note: What is counted]
-Tensors on the meta device have no memory, but their storages have a size, are resized, and end, as real ones do. ``Books``
-sees every operation, and so each storage that one makes. What an operation called by a handle makes belongs to the handle:
-to the reduction, if a file of reductions calls it (``_OF_REDUCTIONS``) or a collective; else to what is gathered.
-What any other operation makes is an activation. A gradient that comes, or becomes ``.grad``, is moved to another category.
+Tensors on the meta device have no memory, but their storages have a size, are resized and are freed like real ones. ``Books``
+sees every operation, and so every new storage. The file that called the operation gives the category: files of reductions
+(``_OF_REDUCTIONS``) and collectives: "reductions"; other files of the handle: "unsharded"; any other file: "activations".
+A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Memory:
     shards: int = 0
     """This rank's part of the parameters, with padding."""
     gradients: int = 0
-    """``.grad``: this rank's part, with padding, from reduction to ``zero_grad``."""
+    """``.grad``: this rank's part, with padding, from the reduction to ``zero_grad``."""
     optimizer: int = 0
     """The optimizer's state."""
     unsharded: int = 0
-    """What was gathered and not freed yet, with casts of shards kept or on their way; static buffers of it."""
+    """Gathered parameters until they are freed, casts of shards, and static buffers."""
     reductions: int = 0
     """Inputs and outputs of gradient reductions."""
     arriving: int = 0
-    """Gradients as autograd makes them, until they are copied into a reduction's input."""
+    """Gradients that autograd has computed, until they are copied into a reduction's input."""
     activations: int = 0
-    """What forward and backward compute: inputs, what autograd saves, temporary results. Or as given."""
+    """What forward and backward compute: inputs, saved tensors, temporary results. Or the argument ``activations``."""
     others: int = 0
-    """Buffers, and parameters that are ignored."""
+    """Buffers and ignored parameters."""
 
     @property
     def total(self) -> int:
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """Bytes that flatshard and the optimizer hold: without activations, and without what was there before."""
+        """Bytes that flatshard and the optimizer allocate: all but ``activations`` and ``others``."""
         return self.total - self.activations - self.others
 
 
@@ -63,30 +63,30 @@ CATEGORIES = tuple(f.name for f in fields(Memory))
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes at a time, and what they are."""
+    """The most bytes that are in memory at the same time, and their categories."""
 
     nbytes: int = 0
     memory: Memory = Memory()
     phase: str = "forward"  # "forward", "backward" or "optimizer"
-    unit: str = ""  # the one at work
+    unit: str = ""  # that runs then
 
 
 def _higher(before: Peak, now: Peak) -> Peak:
-    """The higher one. While the same unit is at work, ``now`` knows better what the same bytes are."""
+    """The higher peak. If both are equal and in the same unit, ``now``, whose categories are more accurate."""
     if now.nbytes == before.nbytes and (now.phase, now.unit) == (before.phase, before.unit):
         return now
     return now if now.nbytes > before.nbytes else before
 
 
 class Ledger:
-    """Of one device: what there was when, and the most."""
+    """The memory of one device over time, and its peaks."""
 
     def __init__(self) -> None:
-        self.samples: list[tuple[float, Memory]] = []  # (seconds, what is held from then on)
+        self.samples: list[tuple[float, Memory]] = []  # (seconds, what is in memory from then on)
         self.held_peak = self.peak = Peak()
 
     def note(self, memory: Memory, clock: Clock) -> None:
-        """This is held now. Of one moment the most is kept."""
+        """Record what is in memory now. If several are recorded at the same time, the largest is kept."""
         self.held_peak = _higher(self.held_peak, Peak(memory.held, memory, clock.phase, clock.unit))
         self.peak = _higher(self.peak, Peak(memory.total, memory, clock.phase, clock.unit))
         if self.samples and self.samples[-1][0] == clock.now:
@@ -97,51 +97,51 @@ class Ledger:
             self.samples.append((clock.now, memory))
 
 
-class _Storage:
-    """One storage that is alive."""
+class _LiveStorage:
+    """One storage that exists."""
 
     __slots__ = ("category", "nbytes", "on_host", "ref")
 
     def __init__(self, ref: weakref.ref[torch.UntypedStorage], category: str, on_host: bool, nbytes: int) -> None:
         self.ref, self.category, self.on_host = ref, category, on_host
-        self.nbytes = nbytes  # 0 for one that may be resized
+        self.nbytes = nbytes  # 0 for a storage that may be resized: its size is read each time
 
 
-_RESIZED = ("unsharded", "reductions")  # categories in which storages are
+_RESIZED = ("unsharded", "reductions")  # categories whose storages may be resized
 
 
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The memory of one rank, and the operations that it computes. [Note: What is counted]"""
+    """Sees all operations, and records their memory and floating-point operations. [Note: What is counted]"""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
-        self._storages: dict[int, _Storage] = {}  # by id
-        self._resized: dict[int, _Storage] = {}  # those of them that may be resized
+        self._storages: dict[int, _LiveStorage] = {}  # by id
+        self._resized: dict[int, _LiveStorage] = {}  # the storages that may be resized
         self._held: tuple[dict[str, int], dict[str, int]] = (
             dict.fromkeys(CATEGORIES, 0),
             dict.fromkeys(CATEGORIES, 0),
-        )  # bytes of the others, on the device and on the host
+        )  # bytes of all other storages, on the device and on the host
         self.is_open = False
         self.device, self.host = Ledger(), Ledger()
 
     def open(self) -> None:
-        """From now on note what is held when."""
+        """Begin to record samples and peaks."""
         self.is_open = True
         self.look()
 
     def close(self) -> None:
-        """The step is over: this is what is left."""
+        """End the recording with a sample of what is left after the step."""
         for ledger, memory in zip((self.device, self.host), self.look(), strict=True):
             ledger.samples.append((self.clock.now, memory))
         self.is_open = False
 
     def add(self, category: str, on_host: bool, nbytes: int) -> None:
-        """Count bytes of which no storage is seen."""
+        """Count bytes that have no storage."""
         self._held[on_host][category] += nbytes
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
-        """Count the memory behind ``tensors`` in ``category`` from now on. On the host if it was before."""
+        """Count the storages of ``tensors`` in ``category`` from now on. Storages on the host stay there."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = id(storage)
@@ -150,7 +150,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end(key)
             resized = category in _RESIZED
             ref = weakref.ref(storage, functools.partial(self._end, key))
-            entry = self._storages[key] = _Storage(ref, category, is_there, 0 if resized else storage.nbytes())
+            entry = self._storages[key] = _LiveStorage(ref, category, is_there, 0 if resized else storage.nbytes())
             self._held[is_there][category] += entry.nbytes
             if resized:
                 self._resized[key] = entry
@@ -161,7 +161,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resized.pop(key, None)
 
     def look(self) -> tuple[Memory, Memory]:
-        """Note what is held now, on the device and on the host, and return it."""
+        """Record and return what is in memory now, on the device and on the host."""
         held = dict(self._held[False]), dict(self._held[True])
         for entry in list(self._resized.values()):
             if (storage := entry.ref()) is not None:
@@ -174,13 +174,13 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps `__torch_dispatch__`, and takes two seconds to import torch._dynamo
+        return False  # else torch wraps `__torch_dispatch__`, and imports torch._dynamo, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         category = _category(sys._getframe(1))
         if func is torch.ops.aten._local_scalar_dense.default and category != "activations":
-            return True  # "did no rank use this parameter?": what this one did not use, none did
+            return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -203,9 +203,9 @@ _OF_REDUCTIONS = (incoming.__file__, reduction.__file__, reduction_input.__file_
 
 
 def _category(frame: Any) -> str:
-    """Of what an operation makes that was called in ``frame``. [Note: What is counted]"""
+    """The category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
     path: str = frame.f_code.co_filename
-    while path == pool.__file__ and frame.f_back is not None:  # on behalf of its caller
+    while path == pool.__file__ and frame.f_back is not None:  # the pool allocates for its caller
         frame = frame.f_back
         path = frame.f_code.co_filename
     if path in _OF_REDUCTIONS:

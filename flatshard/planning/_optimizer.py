@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's state, found by asking the optimizer: it takes a step on the meta device."""
+"""The bytes of an optimizer's state, measured by a step on the meta device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.optim._hooks import steps_empty_parts
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | int | None
-"""An optimizer on the model's parameters; what makes one of parameters (a class, a ``functools.partial``); bytes of state for
-each element; None: no state."""
+"""An optimizer on the model's parameters; a function or class that makes one of a list of parameters; the bytes of state per
+element; or None: no state."""
 
 
 def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Bytes of state for each of ``params``, with what the optimizer keeps in 0-dim tensors.
+    """Bytes of state for each of this rank's parts, including 0-dim tensors such as step counts.
 
     Args:
-        params: this rank's parts on the meta device, with gradients, by the parameters that ``choice`` may hold.
+        choice: the argument ``optimizer`` of ``plan``.
+        params: from the parameters of the planned module to this rank's parts on the meta device, which have gradients.
 
     Raises:
-        TypeError: ``choice`` is none of what it may be.
-        ValueError: an optimizer holds parameters that are not the model's; it looks at whole parameters, of which ranks have
+        TypeError: ``choice`` has the wrong type.
+        ValueError: the optimizer has parameters that are not the model's; or it looks at whole parameters, and ranks have
             parts; or it cannot step on the meta device.
     """
     parts = list(params.values())
@@ -50,17 +51,17 @@ def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Param
         optimizer.step()
     except Exception as e:
         raise ValueError(
-            f"plan: the size of {type(optimizer).__name__}'s state is found by a step on the meta device, which failed "
-            f"({type(e).__name__}: {e}). If it would not fail on true parameters and gradients of these dtypes, pass "
-            "optimizer=the number of bytes of state for each element"
+            f"plan: the size of {type(optimizer).__name__}'s state is measured by a step on the meta device, which failed "
+            f"({type(e).__name__}: {e}). If it works with real parameters and gradients of these dtypes, pass the number of "
+            "bytes of state per element: optimizer=8"
         ) from e
     states = {part: optimizer.state.get(part, {}).values() for part in parts}
     return {p: sum(t.numel() * t.itemsize for t in s if isinstance(t, torch.Tensor)) for p, s in states.items()}
 
 
 _WHOLE = (
-    "What looks at whole parameters is trained by flatshard.optim.WholeParameterOptimizer, which keeps the state of each on "
-    "one rank: pass optimizer=the number of bytes of state for each element, on average"
+    "For training, flatshard.optim.WholeParameterOptimizer keeps the state of each parameter on one rank. For the plan, pass "
+    "the average number of bytes of state per element: optimizer=8"
 )
 
 
@@ -76,19 +77,19 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "plan: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a list of "
-            f"parameters, a number of bytes for each element, or None, got {choice!r}"
+            f"parameters, a number of bytes per element, or None, got {choice!r}"
         )
     return made
 
 
 def _like(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
-    """One of the class and options of ``given`` over these parts: ``given`` is not stepped."""
+    """An optimizer with the class and options of ``given`` on this rank's parts. ``given`` itself is not stepped."""
     groups = []
     for options in given.param_groups:
         if unknown := [tuple(p.shape) for p in options["params"] if p not in params and p.requires_grad]:
             raise ValueError(
-                f"plan: the optimizer holds a trainable parameter of shape {unknown[0]} that is not among those the plan "
-                "shards: build it on the parameters of the planned module, without ignored ones"
+                f"plan: the optimizer has a trainable parameter of shape {unknown[0]} that the plan does not shard: build it "
+                "on the parameters of the planned module, without ignored ones"
             )
         parts = [params[p] for p in options["params"] if p in params]
         if parts:

@@ -1,4 +1,4 @@
-"""``plan``: what ``fully_shard`` would build, and what a step would cost, before there is a process group or a GPU."""
+"""``plan``: what ``fully_shard`` would build, and what a step would cost."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def plan(
     device: str = "cuda",
     compare: bool = True,
 ) -> Plan:
-    """What :func:`fully_shard` would build of ``module``, and what a step would take, without a process group or memory.
+    """What :func:`fully_shard` would build, and the memory, collectives and time of a step. Needs no process group or memory.
 
-    A copy of the module on the meta device is sharded and stepped by the functions and hooks that train, as one rank of a
-    world that does not exist. What they issue, allocate and free is recorded: units, collectives in their order, and memory
-    are exact. Times are a model of the hardware, which ``bandwidths`` describes.
+    It shards a copy of the module on the meta device, as one rank of a process group that does not exist, and runs steps with
+    the same code and hooks as training. It records what they issue, allocate and free. So units, collectives with their
+    order, and memory are exact. Times are modelled: ``bandwidths`` describes the hardware.
 
     Example::
 
@@ -68,44 +68,48 @@ def plan(
         print(plan)
         plan.trace("step.json")  # for https://ui.perfetto.dev
 
-    What is planned is a step from the second on. Gradients are dropped (``zero_grad()``) before a forward. Without
-    ``example_inputs``, modules are taken to run one after the other, each once, in the order in which they are registered,
-    and every trainable parameter to get a gradient. Not counted: an optimizer's own temporary memory in ``step()``, a
-    communicator's buffers, the allocator's fragmentation, and what a kernel allocates for itself.
+    The result is about the second step and later ones. Gradients are dropped (``zero_grad()``) before forward. Without
+    ``example_inputs`` it assumes that modules run one after the other, each once, in the order in which they are registered,
+    and that every trainable parameter gets a gradient. Not counted are temporary memory in the optimizer's ``step()``,
+    buffers of communicators, fragmentation of the allocator, and memory that kernels allocate themselves.
 
     Args:
-        module: the module, whole, on any device; meta takes no memory. It is not changed, and must allow a deep copy.
+        module: the whole module on any device; on meta it takes no memory. It is deep-copied, and not changed.
         policy, mixed_precision, cpu_offload, ignored_states, backward_prefetch, forward_prefetch, prefetch_limit_bytes,
             reshard_after_forward, layout, static_buffers: as for :func:`fully_shard`. With collectives that have an
             ``allocate``, pass ``static_buffers=True``.
-        world_size: the number of ranks; for hybrid strategies also (replicas, ranks to shard over), as a 2-D mesh has them.
-            Default there: shard within a node of ``bandwidths.gpus_per_node``.
+        world_size: the number of ranks. For hybrid strategies it may be (replicas, ranks to shard over), like the shape of a
+            2-D mesh. With a single number they shard within a node of ``bandwidths.gpus_per_node``.
         strategy: as for :func:`fully_shard`.
-        widens: gradients are sent in the dtype that they were computed in and added in ``reduce_dtype``, as by
-            ``flatshard.comm.DefaultCollectives(group, widens=True)``. None: as the built-in collectives do: gloo's widen,
-            NCCL's do not.
-        optimizer: for the bytes of its state: a class or function that makes one of a list of parameters
-            (``torch.optim.AdamW``, ``functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)``), or one made of ``module``'s
-            parameters, or a number of bytes for each element on a rank. It takes a step on the meta device. None: no state.
-        microbatches: forwards and backwards in a step.
-        no_sync: all but the last of them run under :func:`no_sync`. Else each is reduced.
-        example_inputs: of ``module``'s forward: a tuple of arguments or a dict of keyword arguments, of which only shapes and
-            dtypes count. Then the copy runs its own forward, and backward from the sum of its outputs: the order of units,
-            activations and floating-point operations are recorded too.
-        tokens: without them: positions that each rank computes in a microbatch. Takes a forward for 2 operations for each
-            token and element of matrices, embeddings left out, and backward for as many for each gradient that is needed:
-            of the input, and of the matrix. 0: computing takes no time.
-        activations: without them: bytes that autograd saves for each unit but the outermost, or by FQN.
+        widens: whether gradients are sent in the dtype that they were computed in and added in ``reduce_dtype``, as by
+            ``flatshard.comm.DefaultCollectives(group, widens=True)``. None: as by the built-in collectives, True for gloo and
+            False for NCCL.
+        optimizer: for the size of its state: a class or function that makes an optimizer of a list of parameters
+            (``torch.optim.AdamW``, ``functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)``); or an optimizer on
+            ``module``'s parameters; or the number of bytes of state per element. None: no state. The size is measured by a
+            step on the meta device.
+        microbatches: the number of forwards and backwards in a step.
+        no_sync: whether all but the last of them run under :func:`no_sync`.
+        example_inputs: arguments of ``module``'s forward: a tuple, or a dict of keyword arguments. Only shapes and dtypes
+            matter. With them the copy runs its own forward, and backward from the sum of its outputs, so that the order of
+            units, activations and floating-point operations are recorded, too.
+        tokens: without ``example_inputs``: the number of positions that each rank computes in a microbatch. A forward is
+            assumed to take 2 operations per token and element of matrices (embeddings excepted), and backward as many for the
+            gradient of the input and for that of the matrix. 0: computing takes no time.
+        activations: without ``example_inputs``: the bytes that autograd saves in each unit except the outermost, or a dict of
+            them by FQN.
         bandwidths: the hardware, for times.
-        device: the type of device to train on. On ``"cpu"`` there is nothing to offload.
-        compare: plan the other strategies over as many ranks too, for ``Plan.strategies``.
+        device: the type of device to train on. On ``"cpu"`` nothing is offloaded.
+        compare: also plan the other strategies over as many ranks, for ``Plan.strategies``.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message says which and what to do. Or something is sharded already.
-        NotImplementedError: what is not modelled: tensor subclasses (DTensors), other collectives for single units.
+        TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
+        NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
     bandwidths = Bandwidths() if bandwidths is None else bandwidths
-    step = _Step(optimizer, microbatches, no_sync, tokens, activations, example_inputs, bandwidths, device, widens)
+    step = _StepOptions(
+        optimizer, microbatches, no_sync, tokens, activations, example_inputs, bandwidths, device, widens
+    )
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     ranks = _ranks(world_size, strategy, bandwidths)
     config = unit_config(
@@ -122,15 +126,15 @@ def plan(
     )
     if isinstance(module, nn.Module) and (units := units_below(module)):
         raise ValueError(
-            f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() tells "
-            "what was built; to plan, build the model anew: `with torch.device('meta'):` takes no memory"
+            f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() shows "
+            "its units. To plan, build the model again: `with torch.device('meta'):` takes no memory"
         )
     validate.check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
     _check(choice.planned)
     if any(c.collectives is not None for c in choice.configs.values()):
         raise NotImplementedError(
-            "plan: the policy overrides collectives for a unit; only the built-in ones are planned"
+            "plan: the policy overrides collectives for a unit, but only the built-in ones can be planned"
         )
     chosen = _Run(module, choice, ranks, step)
     alternatives = _alternatives(choice, ranks, step) if compare else []
@@ -139,7 +143,7 @@ def plan(
 
 
 def _ranks(world_size: Any, strategy: ShardingStrategy, bandwidths: Bandwidths) -> Ranks:
-    """``world_size`` as ranks to shard over and replicas."""
+    """The argument ``world_size`` as ranks to shard over and replicas."""
     sizes = world_size if isinstance(world_size, tuple) else (world_size,)
     if not sizes or len(sizes) > 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise ValueError(
@@ -149,8 +153,8 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, bandwidths: Bandwidths) 
     if len(sizes) == 2:
         if not strategy.is_hybrid:
             raise ValueError(
-                f"plan: world_size={world_size} is (replicas, ranks to shard over), which hybrid strategies take, but "
-                f"strategy is {strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
+                f"plan: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
+                f"{strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
             )
         return Ranks(sizes[1], sizes[0])
     (total,) = sizes
@@ -165,26 +169,26 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, bandwidths: Bandwidths) 
 
 
 def _check(planned: Sequence[PlannedUnit]) -> None:
-    """What ``fully_shard`` refuses, and what only this does.
+    """Check the parameters.
 
     Raises:
-        ValueError: a parameter cannot be sharded.
-        NotImplementedError: one is a tensor subclass.
+        ValueError: ``fully_shard`` could not shard a parameter.
+        NotImplementedError: a parameter is a tensor subclass, which can be sharded but not planned.
     """
     for unit in planned:
         for owned in unit.owned:
             validate.check_parameter(owned.fqn, owned.param)
             if wrapping_of(owned.param) is not None:
                 raise NotImplementedError(
-                    f"plan: parameter {owned.fqn!r} is a {type(owned.param).__name__}; sizes and collectives of tensor "
-                    "subclasses are not planned. Plan the model with plain parameters of this rank's sizes"
+                    f"plan: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses cannot be "
+                    "planned. Plan the model with plain parameters of the sizes that this rank has"
                 )
     validate.check_parameters(list(planned), torch.device("meta"), [])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
-    """What the arguments say of a step beyond those of ``fully_shard``.
+class _StepOptions:
+    """The arguments of ``plan`` that describe a step.
 
     Raises:
         TypeError, ValueError: one of them is wrong.
@@ -227,7 +231,7 @@ class _Step:
 
     @property
     def inputs(self) -> Any:
-        """Of a forward; or what is assumed."""
+        """The inputs of a forward, or what is assumed without them."""
         given = self.example_inputs
         if given is None:
             return Assumed(self.tokens, self.activations)
@@ -235,25 +239,25 @@ class _Step:
 
 
 class _Run:
-    """One choice over some ranks, recorded."""
+    """A recorded step of ``module``, sharded as ``choice`` says over ``ranks``."""
 
-    def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, step: _Step) -> None:
+    def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, step: _StepOptions) -> None:
         self.module, self.choice, self.ranks, self.step = module, choice, ranks, step
         names = [unit.fqn for unit in choice.planned]
         if isinstance(step.activations, Mapping) and (odd := [n for n in step.activations if n not in names]):
-            raise ValueError(f"plan: activations has {odd[0]!r}, which is no unit; the units are {names}")
+            raise ValueError(f"plan: activations has {odd[0]!r}, which is not a unit; the units are {names}")
         kind = step.device.partition(":")[0]
         widens = kind == "cpu" if step.widens is None else step.widens
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of fully_shard come when it is called
+            warnings.simplefilter("ignore")  # fully_shard itself will warn
             self.program = Program(module, with_config(choice, _pinned), ranks, kind, step.bandwidths, widens)
             try:
                 self.program.run(step.microbatches, step.no_sync, step.inputs, self._optimize)
             except Exception as e:
                 if step.example_inputs is not None and not str(e).startswith("plan:"):
                     e.add_note(
-                        "plan: so ended the forward or backward of a copy on the meta device, where tensors have no values. "
-                        "Where the model needs them, leave example_inputs out, and pass tokens= and activations="
+                        "plan: this was the forward or backward of a copy on the meta device, where tensors have no values. "
+                        "If the model needs values, leave example_inputs out, and pass tokens= and activations="
                     )
                 raise
         clock = self.program.clock
@@ -289,19 +293,16 @@ class _Run:
         cut = [f.layout.shard_numel * f.gradients.reduction.reduce_dtype.itemsize for f in reduced if not f.is_whole]
         inputs = [c.nbytes for c in mine if c.kind == ("reduce-scatter" if cut else "all-reduce")]
         return UnitPlan(
-            unit.fqn,
-            described.module,
-            described.strategy,
-            described.flats,
-            unit.config.reshard_after_forward,
-            sum(f.shard.nbytes for f in flats),
-            sum(grads.values()),
-            sum(self.program.states.get(p, 0) for p in params),
-            unit.handle.unsharded_nbytes,
-            sum(inputs[len(inputs) - len(reduced) :]) + sum(cut),
-            len(mine),
-            sum(c.sent_nbytes for c in mine),
-            sum(self.step.bandwidths.seconds_of(c, self.ranks.total) for c in gathers) / self.step.microbatches,
+            **vars(described),
+            shard_nbytes=sum(f.shard.nbytes for f in flats),
+            gradient_nbytes=sum(grads.values()),
+            optimizer_nbytes=sum(self.program.states.get(p, 0) for p in params),
+            unsharded_nbytes=unit.handle.unsharded_nbytes,
+            reduction_nbytes=sum(inputs[len(inputs) - len(reduced) :]) + sum(cut),
+            collectives=len(mine),
+            sent_nbytes=sum(c.sent_nbytes for c in mine),
+            gather_seconds=sum(self.step.bandwidths.seconds_of(c, self.ranks.total) for c in gathers)
+            / self.step.microbatches,
         )
 
     def report(self, others: Sequence[StrategyPlan]) -> Plan:
@@ -329,7 +330,7 @@ class _Run:
         )
 
     def warnings(self, units: tuple[UnitPlan, ...]) -> list[str]:
-        """What the user may want to change."""
+        """Warnings about layouts and sizes."""
         found = self.program.layout_warnings
         if len(found) > 3:
             found = [*found[:2], f"likewise {len(found) - 2} more flat parameters"]
@@ -350,41 +351,43 @@ class _Run:
         return found
 
     def assumptions(self) -> list[str]:
-        """What the numbers stand on."""
+        """What the numbers assume."""
         step, bandwidths, recorded = self.step, self.step.bandwidths, self.step.example_inputs is not None
-        found = ["a step from the second on; gradients dropped before forward; sizes of the fullest rank"]
+        found = [
+            "the second step or a later one; gradients dropped before forward; sizes on the rank with most elements"
+        ]
         if recorded:
             found.append(
-                "order, operations and activations as recorded on the meta device; loss: the sum of the outputs"
+                "order, operations and activations recorded on the meta device; the loss is the sum of the outputs"
             )
         else:
             found.append(
                 "modules run one after the other, in the order of registration; every trainable parameter is used"
             )
-            given = "as given" if step.activations else "not known, and not counted"
+            given = "as passed to plan" if step.activations else "not known, and not counted"
             found.append(f"activations: {given}")
         if step.microbatches > 1:
-            how = "under no_sync but for the last" if step.no_sync else "each reduced"
+            how = "all but the last under no_sync" if step.no_sync else "each one reduced"
             found.append(f"{step.microbatches} microbatches, {how}")
         if step.optimizer is None:
             found.append("no optimizer was given: no state")
         if self.timeline.compute_seconds:
-            computed = "recorded" if recorded else f"2 for each token ({step.tokens:,}) and matrix element"
+            computed = "recorded" if recorded else f"2 per token ({step.tokens:,}) and matrix element"
             found.append(
                 f"operations of a forward: {computed}; at {bandwidths.flops * bandwidths.efficiency / 1e12:.0f} TFLOP/s"
             )
         else:
-            found.append("computing is not known and takes no time: the step's time is that of communication alone")
+            found.append("computing is not known, and takes no time: the step's time is that of communication")
         found.append(
-            f"ring collectives: {bandwidths.intra / 1e9:.0f} GB/s and {in_seconds(bandwidths.latency_intra)} a hop in a node "
-            f"of {bandwidths.gpus_per_node}, {bandwidths.inter / 1e9:.0f} GB/s a GPU and "
-            f"{in_seconds(bandwidths.latency_inter)} a hop between nodes; neither the host's nor the optimizer's time"
+            f"ring collectives: {bandwidths.intra / 1e9:.0f} GB/s and {in_seconds(bandwidths.latency_intra)} per hop in a "
+            f"node of {bandwidths.gpus_per_node}, {bandwidths.inter / 1e9:.0f} GB/s per GPU and "
+            f"{in_seconds(bandwidths.latency_inter)} per hop between nodes; without the time of the host and the optimizer"
         )
         return found
 
 
-def _alternatives(choice: Choice, ranks: Ranks, step: _Step) -> list[tuple[Choice, Ranks]]:
-    """The strategies that were not chosen, over the same number of ranks. They alone say what is kept after forward."""
+def _alternatives(choice: Choice, ranks: Ranks, step: _StepOptions) -> list[tuple[Choice, Ranks]]:
+    """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
     per_node, chosen = step.bandwidths.gpus_per_node, choice.config.strategy
     plain = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
     over = dict.fromkeys(plain, Ranks(ranks.total))
@@ -400,5 +403,5 @@ def _alternatives(choice: Choice, ranks: Ranks, step: _Step) -> list[tuple[Choic
 
 
 def _pinned(config: UnitConfig) -> UnitConfig:
-    """With host memory that the books can tell: it is pinned."""
+    """The same with pinned host memory, by which ``Books`` recognises memory on the host."""
     return dataclasses.replace(config, cpu_offload=dataclasses.replace(config.cpu_offload, pin_memory=True))

@@ -1,14 +1,14 @@
-"""The program that a plan is about: a copy of the module on the meta device, really sharded, really stepped.
+"""Shards a copy of the module on the meta device, and runs steps of it.
 
 [Note: The plan is the program]
-The copy is sharded by the functions of ``fully_shard`` over a :class:`Runtime` whose collectives only write down what they
-are asked for, so there is no process group, and a world of any size. Then it takes steps, with the hooks, autograd's engine
-and the storages of a real training. What is issued, gathered and freed is recorded: no rule is said twice.
+The copy is sharded by the functions of ``fully_shard``, over a :class:`Runtime` whose collectives only record their calls. So
+no process group is needed, and the number of ranks can be any. Then the copy runs steps with the hooks, autograd's engine and
+storages of real training. Everything that they issue, allocate and free is recorded. So planning has no rules of its own.
 
 [Note: Without example inputs]
-Each unit's forward is replaced: modules run one after the other, each once, in the order in which they are registered, and
-a module uses the parameters registered in itself before its children run. Every parameter used is a node in autograd's
-graph (``_Use``), whose backward makes a gradient. What passes from one to the next is a tensor without elements.
+The forward of each unit is replaced. Modules run one after the other, each once, in the order in which they are registered. A
+module uses its own parameters before its children run. Each use of a parameter is a node in autograd's graph (``_Use``),
+whose backward makes a gradient. The tensor that is passed from one node to the next has no elements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ META = torch.device("meta")
 
 
 class Ranks(NamedTuple):
-    """How many ranks shard, and how many hold each shard."""
+    """The number of ranks that parameters are sharded over, and the number of replicas of each shard."""
 
     shards: int
     replicas: int = 1
@@ -53,13 +53,13 @@ class Ranks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """What a step computes, where no example inputs tell."""
+    """What a step computes, if there are no example inputs."""
 
     tokens: int  # positions that each rank computes in a microbatch
     activations: int | Mapping[str, int]  # bytes that autograd saves for each unit but the outermost, or by FQN
 
     def flops(self, module: nn.Module, param: Tensor) -> int:
-        """Of a forward, for one parameter."""
+        """Operations of a forward for one parameter."""
         looked_up = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         return 0 if looked_up or param.ndim < 2 else 2 * param.numel() * self.tokens
 
@@ -69,7 +69,7 @@ class Assumed:
 
 
 class Program:
-    """One module, sharded over some ranks as one of them. [Note: The plan is the program]"""
+    """A copy of a module, sharded as on one of ``ranks``. [Note: The plan is the program]"""
 
     def __init__(
         self, module: nn.Module, choice: Choice, ranks: Ranks, device: str, hardware: Bandwidths, widens: bool
@@ -97,7 +97,7 @@ class Program:
         replicas = runtime("replicas", 0, ranks.replicas) if choice.config.strategy.is_hybrid else None
         with self.books:
             made = build(self.choice, context, replicas, prepare=lambda unit: None)
-            install(self.root, self.choice, made, (*extensions(), _Watch(self.books)))
+            install(self.root, self.choice, made, (*extensions(), _Observer(self.books)))
         self.units = list(made.values())
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
@@ -107,7 +107,7 @@ class Program:
 
     @property
     def params(self) -> dict[nn.Parameter, nn.Parameter]:
-        """What the optimizer trains on this rank, by the parameters of the module that was copied."""
+        """The trainable sharded parameters, by the parameters of the original module."""
         known = {id(p): p for p in self.others if isinstance(p, nn.Parameter)}
         mine = {id(p) for flat in self.flats for p in flat.params}
         copies = ((known[key], self.memo[key]) for key in known)
@@ -116,13 +116,13 @@ class Program:
     def run(
         self, passes: int, holds: bool, inputs: Any | Assumed, optimize: Callable[[], dict[nn.Parameter, int]]
     ) -> None:
-        """Take steps, and record the last one.
+        """Run steps, and record the last one.
 
         Args:
-            passes: forwards and backwards in a step.
-            holds: all but the last of them are under ``no_sync``.
-            inputs: example inputs, or what is assumed in their place.
-            optimize: makes an optimizer, takes a step, and gives the bytes of its state for each parameter.
+            passes: the number of forwards and backwards in a step.
+            holds: run all but the last of them under ``no_sync``.
+            inputs: example inputs, or what to assume without them.
+            optimize: makes an optimizer, runs a step, and returns the bytes of its state for each parameter.
         """
         run_once: Callable[[], None]
         if isinstance(inputs, Assumed):
@@ -142,7 +142,7 @@ class Program:
             nbytes = sum(self.states.get(p, 0) for p in flat.params)
             self.books.add("optimizer", flat.is_offloaded, nbytes)
         self._drop_gradients()
-        if any(unit.handle.has_static_buffers for unit in self.units):  # the second one may take more of them
+        if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             step()
             self._drop_gradients()
         self.clock.begin()
@@ -160,32 +160,34 @@ class Program:
             param.grad = None
 
     def _run_once(self, inputs: Any) -> None:
-        """A forward with example inputs, and a backward from the sum of its outputs."""
+        """Run a forward with example inputs, and a backward from the sum of its outputs."""
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         self.clock.phase, self.clock.unit = "forward", ""
         output = self.root(*on_meta(args), **on_meta(kwargs))
         losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
         if not losses:
-            raise ValueError("plan: the outputs of the forward hold no floating-point tensor that requires grad")
+            raise ValueError(
+                "plan: the forward returned no floating-point tensor that requires grad, so backward cannot run"
+            )
         loss = functools.reduce(torch.add, losses)
         del output, losses
         self.clock.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-class _Watch(Extension):
-    """Has the books know which unit is at work, and which tensors are gradients."""
+class _Observer(Extension):
+    """Tells ``Books`` which unit runs, and which tensors are gradients."""
 
     def __init__(self, books: Books) -> None:
         self.books = books
-        self.running: list[str] = []  # units whose forwards are under way, outermost first
+        self.running: list[str] = []  # units in their forward, outermost first
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature:
         for flat in unit.handle.flats:
             for compute in flat.computes:
                 if compute.requires_grad:
                     compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
-        return _WatchedUnit(unit, self)
+        return _ObservedUnit(unit, self)
 
     def _arrive(self, param: Tensor) -> None:
         if param.grad is not None:
@@ -193,21 +195,21 @@ class _Watch(Extension):
             self.books.look()
 
 
-class _WatchedUnit(ForwardFeature):
-    def __init__(self, unit: Unit, watch: _Watch) -> None:
+class _ObservedUnit(ForwardFeature):
+    def __init__(self, unit: Unit, observer: _Observer) -> None:
         self.unit = unit
-        self.watch = watch
-        self.clock = watch.books.clock
+        self.observer = observer
+        self.clock = observer.books.clock
 
     def _turn_to(self, *grads: Any) -> None:
         self.clock.unit = self.unit.fqn
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.watch.running.append(self.unit.fqn)
+        self.observer.running.append(self.unit.fqn)
         self._turn_to()
 
     def after(self, forward: Forward, output: Any) -> None:
-        running = self.watch.running
+        running = self.observer.running
         del running[running.index(self.unit.fqn) :]
         self.clock.unit = running[-1] if running else ""
 
@@ -219,11 +221,11 @@ class _WatchedUnit(ForwardFeature):
     def reduced(self) -> None:
         for flat in self.unit.handle.flats:
             grads = [p.grad for p in flat.params if p.grad is not None]
-            self.watch.books.track(grads, "gradients", flat.is_offloaded)
+            self.observer.books.track(grads, "gradients", flat.is_offloaded)
 
 
 class _InOrder:
-    """Runs units whose forwards are replaced. [Note: Without example inputs]"""
+    """Runs units with replaced forwards. [Note: Without example inputs]"""
 
     def __init__(self, program: Program, assumed: Assumed) -> None:
         self.program = program
@@ -232,7 +234,7 @@ class _InOrder:
             unit.module.forward = functools.partial(self._forward, unit)
 
     def run_once(self) -> None:
-        """A forward and its backward."""
+        """Run a forward and its backward."""
         self.done = {self.program.root, *self.program.choice.ignored}
         clock = self.program.clock
         clock.phase, clock.unit = "forward", ""
@@ -259,7 +261,7 @@ class _InOrder:
 
 
 class _Use(torch.autograd.Function):
-    """Stands for what a module computes with one parameter."""
+    """A node in autograd's graph that stands for what a module computes with one parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor, saved: Tensor | None, flops: int, clock: Clock) -> Tensor:
@@ -279,13 +281,13 @@ class _Use(torch.autograd.Function):
 
 
 def with_config(choice: Choice, change: Callable[[UnitConfig], UnitConfig]) -> Choice:
-    """The same choice with another configuration of every unit."""
+    """``choice`` with the configuration of every unit changed."""
     configs = {module: change(config) for module, config in choice.configs.items()}
     return dataclasses.replace(choice, config=change(choice.config), configs=configs)
 
 
 def on_meta(value: Any) -> Any:
-    """The same with tensors on the meta device, in containers and dataclasses of the same types."""
+    """``value`` with its tensors on the meta device. Containers and dataclasses keep their types."""
     if isinstance(value, Tensor):
         return torch.empty_like(value, device=META, requires_grad=value.requires_grad)
     if not any(True for _ in tensors_in(value)):
@@ -306,7 +308,7 @@ def on_meta(value: Any) -> Any:
 
 
 def _put_on_meta(root: nn.Module, memo: dict[int, Any]) -> Iterator[Tensor]:
-    """Have ``memo`` know a tensor on the meta device for each tensor of ``root``, which are given."""
+    """Put a meta tensor into ``memo``, for ``copy.deepcopy``, for each tensor of ``root``. Yields the tensors of ``root``."""
     for module in root.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
@@ -319,8 +321,8 @@ def _put_on_meta(root: nn.Module, memo: dict[int, Any]) -> Iterator[Tensor]:
 
 
 def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], list[str]]:
-    """Elements of parameters, without padding, that each rank holds; and where layouts are not as asked for."""
-    steps = [0] * (shards + 1)  # differences between a rank and the one before
+    """The elements that each rank has, without padding; and warnings about layouts that are not as requested."""
+    steps = [0] * (shards + 1)  # the difference of each rank to the rank before
     loads = [0] * shards
     warnings = []
     for unit in choice.planned:

@@ -1,4 +1,4 @@
-"""What a plan says: numbers, tables for ``print``, and what is worth a warning."""
+"""The result of ``plan``: its numbers, the tables that ``print`` shows, and warnings about sizes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flatshard._errors import name_list
-from flatshard.debug._describe import FlatDescription
+from flatshard.debug._describe import UnitDescription, table
 from flatshard.planning._hardware import Collective, Timeline
 from flatshard.planning._memory import CATEGORIES, Memory, Peak
 from flatshard.planning._trace import write_picture, write_trace
 
 
-@dataclass(frozen=True)
-class UnitPlan:
-    """One unit. Bytes are those of one rank."""
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan(UnitDescription):
+    """One unit, as ``describe`` would show it, and its bytes on one rank."""
 
-    fqn: str
-    module: str  # class name
-    strategy: str
-    flats: tuple[FlatDescription, ...]  # as in ``describe``
-    reshard_after_forward: bool | int | None
     shard_nbytes: int
     gradient_nbytes: int  # of `.grad`
     optimizer_nbytes: int
@@ -39,13 +34,19 @@ class UnitPlan:
 
     @property
     def padding(self) -> int:
-        """Elements over all ranks."""
+        """Elements of padding on all ranks."""
         return sum(f.padded_numel - f.numel for f in self.flats)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of bytes, in the order of the table's columns."""
+        own = (self.shard_nbytes, self.gradient_nbytes, self.optimizer_nbytes, self.unsharded_nbytes)
+        return (*own, self.reduction_nbytes, self.sent_nbytes)
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """A strategy beside the others."""
+    """One line of the table that compares strategies."""
 
     strategy: str
     world_size: tuple[int, int]  # (replicas, ranks to shard over)
@@ -59,7 +60,7 @@ class StrategyPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found. ``print(plan(...))`` shows it as tables; sizes are bytes on one rank, the fullest."""
+    """The result of :func:`plan`. ``print`` shows it as tables. Sizes are bytes on the rank that has most elements."""
 
     module: str  # class name
     strategy: str
@@ -67,23 +68,23 @@ class Plan:
     device: str
     units: tuple[UnitPlan, ...]  # in module order
     between_steps: Memory
-    """What is held between steps, gradients dropped."""
+    """What is in memory between steps, without gradients."""
     host: Memory
-    """The same off the device, with ``cpu_offload``."""
+    """The same in host memory, with ``cpu_offload``."""
     peak: Peak
-    """The most that flatshard and the optimizer hold during a step: without activations, buffers and ignored parameters."""
+    """The peak of what flatshard and the optimizer allocate: without activations, buffers and ignored parameters."""
     total_peak: Peak
-    """The most of everything known."""
+    """The peak of everything that is recorded."""
     host_peak: Peak
     collectives: tuple[Collective, ...]
-    """Of a step, in the order in which they are issued."""
+    """All collectives of a step, in the order in which they are issued."""
     timeline: Timeline
     memory: tuple[tuple[float, Memory], ...]
-    """(seconds, what is held from then on)."""
+    """Samples: (seconds, what is in memory from then on)."""
     strategies: tuple[StrategyPlan, ...]
-    """This plan's strategy and, if asked for, others, side by side."""
+    """This plan's strategy, and with ``compare`` the others."""
     rank_numels: tuple[int, int]
-    """Elements of parameters on the emptiest and on the fullest rank, without padding."""
+    """The fewest and the most elements of parameters that a rank has, without padding."""
     warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -93,17 +94,17 @@ class Plan:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that a rank sends in a step by ring algorithms."""
+        """Bytes that a rank sends in a step, by ring algorithms."""
         return sum(c.sent_nbytes for c in self.collectives)
 
     @property
     def step_seconds(self) -> float:
-        """Modelled, without the optimizer's step."""
+        """The modelled time of a step, without the optimizer's."""
         return self.timeline.step_seconds
 
     @property
     def hidden_share(self) -> float | None:
-        """The part of communication that runs while something computes. None: no communication, or computing unknown."""
+        """See :attr:`Timeline.hidden_share`."""
         return self.timeline.hidden_share
 
     def __str__(self) -> str:
@@ -115,11 +116,11 @@ class Plan:
         return f"{self.module}, {self.strategy} over {world(self.world_size)}"
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a step as JSON that https://ui.perfetto.dev and chrome://tracing open: spans, and memory by category."""
+        """Write a step as a JSON trace, to open in https://ui.perfetto.dev: spans, and memory by category."""
         write_trace(path, self.title, self.timeline, self.memory)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the same as a picture, by matplotlib; the file's extension says in which format.
+        """Draw the same as a picture, by matplotlib. The extension of ``path`` gives the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -128,7 +129,7 @@ class Plan:
 
 
 def in_bytes(nbytes: int) -> str:
-    """``1.5 GiB``: three digits at least."""
+    """``1.5 GiB``: with three digits."""
     size, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if size < 1000 or unit == "PiB":
@@ -146,19 +147,8 @@ def in_seconds(seconds: float) -> str:
 
 
 def in_percent(share: float | None) -> str:
-    """``34%``, or ``-`` where it is not known."""
+    """``34%``, or ``-`` if it is not known."""
     return "-" if share is None else f"{share:.0%}"
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """``rows``, the first being the head, in columns; the first ``left`` ones to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return lines
 
 
 def world(sizes: tuple[int, int]) -> str:
@@ -167,7 +157,7 @@ def world(sizes: tuple[int, int]) -> str:
 
 
 def as_text(plan: Plan) -> str:
-    """The whole plan."""
+    """The text that ``print(plan)`` shows."""
     lines = [f"{plan.title}: {plan.numel:,} elements"]
     lines += ["", "units (bytes on a rank, of a step; units that are alike share a line)"]
     lines += table(_unit_rows(plan.units), left=2)
@@ -192,52 +182,22 @@ def as_text(plan: Plan) -> str:
 
 
 def _unit_rows(units: Sequence[UnitPlan]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        (
-            "unit",
-            "module",
-            "numel",
-            "padding",
-            "shard",
-            ".grad",
-            "optimizer",
-            "unsharded",
-            "reducing",
-            "collectives",
-            "sent",
-        )
-    ]
-    for numbers, alike in itertools.groupby(units, key=_numbers_of):
-        found = list(alike)
-        name = found[0].fqn or "<root>"
-        if len(found) > 1:
-            name = f"{name} ... {found[-1].fqn} ({len(found)})"
-        rows.append((name, *numbers))
-    count = sum(u.collectives for u in units)
-    totals = [sum(n) for n in zip(*(_bytes_of(u) for u in units), strict=True)]
-    sent = totals.pop()
-    rows.append(
-        (
-            "all",
-            "",
-            f"{sum(u.numel for u in units):,}",
-            f"{sum(u.padding for u in units):,}",
-            *map(in_bytes, totals),
-            f"{count:,}",
-            in_bytes(sent),
-        )
+    head = "unit,module,numel,padding,shard,.grad,optimizer,unsharded,reducing,collectives,sent"
+    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
+    for cells, group in itertools.groupby(units, key=lambda unit: (unit.module, *_cells([unit]))):
+        alike = list(group)
+        name = alike[0].fqn or "<root>"
+        rows.append((name if len(alike) == 1 else f"{name} ... {alike[-1].fqn} ({len(alike)})", *cells))
+    return [*rows, ("all", "", *_cells(units))]
+
+
+def _cells(units: Sequence[UnitPlan]) -> tuple[str, ...]:
+    """The numbers of ``units`` together, as the cells of one line."""
+    numel, padding, collectives = (
+        sum(n) for n in zip(*((u.numel, u.padding, u.collectives) for u in units), strict=True)
     )
-    return rows
-
-
-def _bytes_of(unit: UnitPlan) -> tuple[int, ...]:
-    own = (unit.shard_nbytes, unit.gradient_nbytes, unit.optimizer_nbytes, unit.unsharded_nbytes, unit.reduction_nbytes)
-    return (*own, unit.sent_nbytes)
-
-
-def _numbers_of(unit: UnitPlan) -> tuple[str, ...]:
-    *sizes, sent = map(in_bytes, _bytes_of(unit))
-    return (unit.module, f"{unit.numel:,}", f"{unit.padding:,}", *sizes, f"{unit.collectives:,}", sent)
+    *sizes, sent = (in_bytes(sum(n)) for n in zip(*(u.sizes for u in units), strict=True))
+    return (f"{numel:,}", f"{padding:,}", *sizes, f"{collectives:,}", sent)
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -254,9 +214,8 @@ def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _strategy_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden")
-    ]
+    head = "strategy,over,between steps,peak,collectives,sent,step,hidden"
+    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
     for each in plan.strategies:
         rows.append(
             (
@@ -274,15 +233,15 @@ def _strategy_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 MUCH_PADDING = 0.05
-"""Of a unit's elements, from which on it is worth a warning."""
+"""Warn if more than this part of a unit's elements is padding."""
 MUCH_IMBALANCE = 0.1
-"""By which the fullest rank is over the average, likewise."""
+"""Warn if the fullest rank has more elements than the average, by more than this part."""
 DOMINANT = 0.5
-"""Of all elements in one unit, likewise."""
+"""Warn if one unit has more than this part of all elements."""
 
 
 def size_warnings(units: Sequence[UnitPlan], mean_numel: float, fullest_numel: int) -> list[str]:
-    """What is odd about sizes."""
+    """Warnings about the sizes of units and shards."""
     found = []
     padded = [u for u in units if u.padding > MUCH_PADDING * u.numel]
     if padded:
@@ -290,7 +249,7 @@ def size_warnings(units: Sequence[UnitPlan], mean_numel: float, fullest_numel: i
         found.append(
             f"{_named(padded)} more than {MUCH_PADDING:.0%} padding ({worst.fqn or '<root>'!r}: "
             f"{worst.padding / max(1, worst.numel):.0%}). Parameters begin at multiples of 16 bytes and shards are multiples "
-            "of 128 bytes, so other sizes, few elements for many ranks, and layouts by rows or blocks leave gaps: make "
+            "of 128 bytes. So other sizes, few elements for many ranks, and layouts by rows or blocks need padding: make "
             "larger units"
         )
     if fullest_numel > (1 + MUCH_IMBALANCE) * mean_numel:
@@ -302,8 +261,8 @@ def size_warnings(units: Sequence[UnitPlan], mean_numel: float, fullest_numel: i
         for unit in units:
             if unit.numel > DOMINANT * numel:
                 found.append(
-                    f"unit {unit.fqn or '<root>'!r} has {unit.numel / numel:.0%} of all elements, which are unsharded at "
-                    "once: choose units inside it too"
+                    f"unit {unit.fqn or '<root>'!r} has {unit.numel / numel:.0%} of all elements, which are unsharded "
+                    "at the same time: choose units inside it, too"
                 )
     return found
 

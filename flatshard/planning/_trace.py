@@ -1,4 +1,4 @@
-"""A step as a trace, which Perfetto and chrome://tracing open, and as a picture, where matplotlib is installed."""
+"""Writes a step as a trace for Perfetto and chrome://tracing, or as a picture, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = {"compute": "#59a14f", "all-gather": "#e15759", "reduce-scatter": "#e
 
 
 def write_trace(path: str | os.PathLike[str], title: str, timeline: Timeline, memory: Samples) -> None:
-    """Write the trace: a track of spans for computing and for each kind of collective, and counters of memory."""
+    """Write the trace: one track for computing, one for each kind of collective, and counters of memory by category."""
     kinds = dict.fromkeys(["compute", *(s.kind for s in timeline.spans if s.kind != "wait")])
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}]
     for kind in kinds:
@@ -37,7 +37,7 @@ def write_trace(path: str | os.PathLike[str], title: str, timeline: Timeline, me
 
 
 def write_picture(path: str | os.PathLike[str], title: str, timeline: Timeline, memory: Samples) -> None:
-    """Draw memory by category, sample by sample, and below what runs when.
+    """Draw memory by category for each sample, and the spans below.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerator.harness import WIDTH, Block, Cases, Env, Net, check, mean_square, numbers, sgd
 from no_communication import NoCommunication
 from pool import Pool
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
-from accelerator.harness import WIDTH, Block, Cases, Env, Net, check, mean_square, numbers, sgd
 from flatshard import MixedPrecision, register_forward_method
 from flatshard import ShardingStrategy as S
 from flatshard.checkpoint import ShardedValue

@@ -323,6 +323,62 @@ def save_anyhow(ctx, path: str) -> None:
     loss.backward()
 
 
+class StopsInBackward(torch.autograd.Function):
+    """Nothing in forward; in backward it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ctx.error
+
+
+def save_after(ctx, path: str) -> None:
+    """Ctrl-C and exceptions in each part of a step, caught: what is saved is the state before, or with the step whole."""
+    at = ""
+
+    class Stops(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if at == "forward":
+                raise error
+            return StopsInBackward.apply(super().forward(x), error) if at == "backward" else super().forward(x)
+
+    def stop(*_: Any) -> None:
+        if at in ("before step", "after step"):
+            raise error
+
+    model = nn.Sequential(nn.Linear(3, 3), Stops(3, 3), nn.Linear(3, 3))
+    fully_shard(model, policy={nn.Linear, Stops}, process_group=ctx.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    optimizer.register_step_pre_hook(lambda *_: stop() if at == "before step" else None)
+    optimizer.register_step_post_hook(lambda *_: stop() if at == "after step" else None)
+    state = {"m": model, "o": optimizer}
+    for number, (where, error) in enumerate(
+        itertools.product(["forward", "backward", "before step", "after step"], [KeyboardInterrupt, ValueError])
+    ):
+        ctx.note(f"{error.__name__} in {where}")
+        before, at = values(model, optimizer), where
+        with pytest.raises(error):
+            step(model, optimizer)
+        at = ""
+        save_checkpoint(f"{path}/{number}", state, process_group=ctx.group)
+        saved = values(model, optimizer)
+        assert same(saved, before) == (where != "after step")
+        optimizer.zero_grad()
+        step(model, optimizer)  # training goes on
+        assert not same(values(model, optimizer), saved)
+        load_checkpoint(f"{path}/{number}", state, process_group=ctx.group)
+        assert same(values(model, optimizer), saved)
+
+
+def test_saved_after_an_exception_in_any_part_of_a_step(pool, tmp_path):
+    pool.run(save_after, str(tmp_path), world_size=2)
+
+
 def test_saved_after_an_interrupted_forward_and_after_unshard(pool, tmp_path):
     pool.run(save_anyhow, str(tmp_path), world_size=2)
 
@@ -401,12 +457,12 @@ class Job:
     @contextlib.contextmanager
     def metadata(self) -> Iterator[Any]:
         """What the metadata says, to be changed, with the right sum."""
-        from flatshard.checkpoint import _files
+        from flatshard.checkpoint import _metadata
 
-        found = _files._read_metadata((self.path / METADATA).read_bytes())
+        found = _metadata.unpickled((self.path / METADATA).read_bytes())
         yield found
         data = pickle.dumps(found)
-        (self.path / METADATA).write_bytes(data + _files._seal(data))
+        (self.path / METADATA).write_bytes(data + _metadata.seal(data))
 
 
 def test_a_missing_chunk(job):
@@ -706,10 +762,15 @@ def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
     load_checkpoint(tmp_path / "x", state)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"saving '{tmp_path}/x': 0.00 of 0.00 GiB on rank 0 after 0 s")
-    assert [line.split()[0] for line in lines] == ["saving"] * 4 + ["loading"] * 4
+    assert [line.split()[0] for line in lines] == ["saving"] * 4 + ["loading"] * 2  # 4 MiB at a time; verified first
     at: list[tuple[int, int]] = []
     save_checkpoint(tmp_path / "y", state, progress=lambda *a: at.append(a))
     assert at == [(i * 2**20, 4 * 2**20) for i in range(1, 5)]
+    for verify in (True, False):
+        at.clear()
+        load_checkpoint(tmp_path / "y", state, progress=lambda *a: at.append(a), verify=verify)
+        assert [done for done, _ in at] == sorted({done for done, _ in at})
+        assert at[-1] == (total := 4 * 2**20 * (1 + verify), total)
     assert capsys.readouterr().err == ""
 
 

@@ -35,6 +35,8 @@ def export(ctx) -> None:
             state = flatshard.checkpoint.full_state_dict(model)
             same(state, source)
             assert state["head.weight"] is state["down.weight"]
+            assert type(state) is type(source), "an OrderedDict, by which accelerate knows a model's state"
+            assert state._metadata == source._metadata
             addresses = {t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
             assert not addresses & {t.data_ptr() for t in state.values() if t.numel()}
             same(

@@ -306,16 +306,16 @@ def fail_to_save(ctx, path: str) -> None:
     with expect(r"a name with a dot"):
         save_checkpoint(at, {"a.b": 1}, process_group=ctx.group)
     # The disk is full on one rank.
-    write = flatshard.checkpoint._files.Writer.write_data
+    write = flatshard.checkpoint.Writer.write_data
     if ctx.rank == 1:
-        flatshard.checkpoint._files.Writer.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        flatshard.checkpoint.Writer.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
     try:
         with unchanged(job), expect(r"rank 1: OSError: .*No space left"):
             job.save(at, overwrite=True)
         with expect(r"rank 1: OSError: .*No space left"):
             job.save(at, overwrite=True, wait=False).result()
     finally:
-        flatshard.checkpoint._files.Writer.write_data = write
+        flatshard.checkpoint.Writer.write_data = write
     job.load(at)
     assert_same(job.values(), saved)
     dist.barrier(ctx.group)
@@ -441,18 +441,3 @@ class Evil:
 def test_damaged_checkpoints(pool, tmp_path):
     pool.run(save, str(tmp_path / "x"), {}, world_size=3)
     pool.run(damage, str(tmp_path / "x"), world_size=2)
-
-
-def run_example(ctx, directory: str) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    example = text.partition("<!-- example: checkpoint -->\n```python\n")[2].partition("```")[0]
-    assert "save_checkpoint" in example
-    found: dict[str, Any] = {}
-    with contextlib.chdir(directory):
-        exec(compile(example, "README.md", "exec"), found)
-    assert found["step"] == 1
-
-
-def test_the_example_of_the_readme(pool, tmp_path):
-    pool.run(run_example, str(tmp_path), world_size=4)
-    assert (tmp_path / "run" / "step-1" / METADATA).exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import CommunicationWatch, MemoryWatch, Model, make, same, shard
+from saving import CommunicationWatch, MemoryWatch, Model, make, same, shard, train
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -38,14 +38,6 @@ def momentum(model: Model) -> Optimizer:
 
 
 KINDS = [one_group, two_groups, momentum]
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
-    torch.manual_seed(5)
-    for _ in range(steps):
-        model(torch.randn(3, 5)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from saving import MemoryWatch, make, shard
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
@@ -150,6 +153,29 @@ def refuse(ctx, path: str) -> None:
 
 def test_one_rank_that_cannot_write(pool, tmp_path):
     pool.run(refuse, str(tmp_path / "folder"), world_size=2)
+
+
+def write_by_torch(ctx, path: str) -> None:
+    """torch's own writer keeps one box of each name: before it writes anything, it is refused what has several."""
+    for layout in (flatshard.layouts.Elements(), flatshard.layouts.Rows()):
+        model = nn.Linear(5, 9)  # each rank has rows, and a part of one
+        fully_shard(model, layout=layout, process_group=ctx.group)
+        at = Path(path) / f"{type(layout).__name__} {ctx.rank}"
+        writer = dcp.HuggingFaceStorageWriter(str(at), save_distributed=True)
+        if isinstance(layout, flatshard.layouts.Elements):
+            with pytest.raises(
+                CheckpointException,
+                match=r"'weight': .* several boxes.*layouts\.Rows\(\).*export_safetensors",
+            ):
+                dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
+            assert list(at.glob("*")) == []
+        elif importlib.util.find_spec("safetensors"):
+            dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
+        dcp.save(model.state_dict(), checkpoint_id=at, no_dist=True)  # others keep all of them
+
+
+def test_what_torchs_writer_would_lose_is_refused(pool, tmp_path):
+    pool.run(write_by_torch, str(tmp_path), world_size=2)
 
 
 def test_the_library_reads_it(world, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from saving import MemoryWatch, Net, make, net, same, shard, step
+from saving import MemoryWatch, Net, make, net, same, shard, step, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -114,14 +114,6 @@ def test_loading_whole_state(pool, world_size):
 
 WHOLE = StateDictOptions(full_state_dict=True)
 WHOLE_ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
-    torch.manual_seed(5)
-    for _ in range(steps):
-        model(torch.randn(3, 5)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def check_whole(model: nn.Module, optimizer: Optimizer, source: dict[str, Tensor], trained: dict[str, Any]) -> None:

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from clean import storage_nbytes
-from counted import SMALL_WIDTH, WIDTH, Block, Net
-from counting import CopiedBytes, Wire
+from counting import CopiedBytes, Wire, storages
+from models import SMALL_WIDTH, WIDTH
+from models import NormBlock as Block
+from models import NormNet as Net
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -221,12 +223,6 @@ def test_collectives_and_their_payload(world, size):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def storages(tensors: Any) -> dict[int, int]:
-    """Bytes of the memory behind tensors, by address: each once. What is freed has no address."""
-    found = [t.untyped_storage() for t in tensors]
-    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
-
-
 def parameter_storages(model: nn.Module) -> dict[int, int]:
     tensors: list[Tensor] = [*model.parameters()]
     for unit in units_below(model):
@@ -411,6 +407,34 @@ def test_operations_per_unit(world, width, expected):
     for strategy in (FULL, GRAD_OP, NO_SHARD):
         operations[strategy.name] = (host_costs(6, strategy, width)[0] - host_costs(4, strategy, width)[0]) / 2
     assert operations == expected
+
+
+def calls_in_a_step(units: int) -> int:
+    """Calls of functions of this library, comprehensions included, in a step and ``zero_grad``."""
+    model = sharded(units, SMALL_WIDTH)
+    for _ in range(3):
+        step(model)
+        model.zero_grad()
+    folder, calls = str(Path(flatshard.__file__).parent), [0]
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step(model)
+        model.zero_grad()
+    finally:
+        sys.setprofile(before)
+    return calls[0]
+
+
+def test_calls_per_unit(world):
+    """Features that a unit does not use add none; those that look at each unit (escapes, transforms, ...) add one or two."""
+    world(8)
+    per_unit = (calls_in_a_step(20) - calls_in_a_step(10)) / 10
+    assert per_unit <= 195
 
 
 @pytest.mark.parametrize("accumulates", [False, True])

@@ -171,7 +171,7 @@ def test_a_child_chosen_by_the_policy_and_then_sharded(fake_group):
 def test_a_child_sharded_after_its_parent(fake_group):
     model = fully_shard(Net())
     message = (
-        "'weight' in this Linear is sharded already, as 'head.weight' of a unit around it, a Net: shard inner modules"
+        "'weight' in this Linear is sharded already, as 'head.weight' of the unit around it, a Net: shard inner modules"
     )
     with refused(model, ValueError, message):
         fully_shard(model.head)
@@ -317,14 +317,14 @@ def test_wrong_or_missing_choices_of_a_policy(fake_group, overrides, kind, messa
         (lambda m: m.blocks, TypeError, "e.g. ignored_states=[model.embed], got a ModuleList"),
         (lambda m: m.head.weight, TypeError, "e.g. ignored_states=[model.embed], got a Parameter"),
         (lambda m: 3, TypeError, "ignored_states takes a list of modules or parameters"),
-        (lambda m: ["head"], TypeError, "ignored_states holds a str; it takes modules and parameters"),
-        (lambda m: "head", TypeError, "ignored_states holds a str; it takes modules and parameters"),
-        (lambda m: [m.blocks[0].seen], TypeError, "ignored_states holds a Tensor"),
-        (lambda m: [Block], TypeError, "ignored_states holds a type"),
-        (lambda m: [None], TypeError, "ignored_states holds a NoneType"),
+        (lambda m: ["head"], TypeError, "ignored_states contains a str; it takes modules and parameters"),
+        (lambda m: "head", TypeError, "ignored_states contains a str; it takes modules and parameters"),
+        (lambda m: [m.blocks[0].seen], TypeError, "ignored_states contains a Tensor"),
+        (lambda m: [Block], TypeError, "ignored_states contains a type"),
+        (lambda m: [None], TypeError, "ignored_states contains a NoneType"),
         (lambda m: [m.head, Block()], ValueError, "ignored_states: a Block is not a submodule of Net"),
         (lambda m: [nn.Parameter(torch.ones(3, 2))], ValueError, "a parameter of shape (3, 2) is not in Net"),
-        (lambda m: [m], ValueError, "ignored_states holds the module that is to be sharded"),
+        (lambda m: [m], ValueError, "ignored_states contains the module that is to be sharded"),
     ],
 )
 def test_what_cannot_be_ignored(fake_group, ignored: Callable[[Net], Any], kind, message: str):
@@ -337,9 +337,7 @@ def test_what_cannot_be_ignored(fake_group, ignored: Callable[[Net], Any], kind,
 def test_a_unit_inside_an_ignored_module(fake_group, ignored: str):
     model = Net()
     fully_shard(model.blocks[1].linear)
-    message = (
-        "'blocks.1.linear' is sharded already, but lies in an ignored module: leave it unsharded, or do not ignore it"
-    )
+    message = "'blocks.1.linear' is sharded already, but is in an ignored module: do not shard it, or do not ignore"
     with refused(model, ValueError, message):
         fully_shard(model, ignored_states=[model.get_submodule(ignored)])
 
@@ -386,13 +384,13 @@ def _dtensor() -> nn.Parameter:
         (
             _dtensor,
             ValueError,
-            "parameter 'blocks.1.linear.weight' is a DTensor over ranks [0, 1, 2, 3], and is to be sharded over ranks [0, ",
+            "parameter 'blocks.1.linear.weight' is a DTensor over ranks [0, 1, 2, 3], and would be sharded over ranks [0, ",
         ),
         (
             lambda: nn.Parameter(Labelled(torch.ones(4, 4))),
             ValueError,
-            "parameter 'blocks.1.linear.weight' is a Labelled, a tensor subclass that does not say what is inside: give it "
-            "__tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states",
+            "parameter 'blocks.1.linear.weight' is a Labelled, a tensor subclass that does not say which tensors are inside: "
+            "give it __tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states",
         ),
         (lambda: Watched(torch.ones(4, 4)), ValueError, "parameter 'blocks.1.linear.weight' is a Watched"),
         (
@@ -606,7 +604,7 @@ def test_a_failure_after_the_change_has_begun_says_so(fake_group):
     """What an initialiser leaves out can only show when it has run, unit by unit, with earlier units sharded by then."""
     model = _on_meta(Forgetful)
     with pytest.raises(
-        RuntimeError, match=r"'1\.table' were on the meta device and nothing initialised them\. Gi"
+        RuntimeError, match=r"'1\.table' were on the meta device and have not been initialised\. Gi"
     ) as e:
         fully_shard(model, policy={Forgetful})
     assert e.value.__notes__ == ["fully_shard had begun to change this Sequential: build it anew before you try again."]
@@ -629,6 +627,6 @@ def test_an_error_of_the_users_own_initialiser_comes_through(fake_group, in_func
 
 def test_a_param_init_fn_that_leaves_something_out(fake_group):
     model = _on_meta(Bare)
-    message = r"'1\.table' were on the meta device and nothing initialised them \(param_init_fn was called for their "
+    message = r"'1\.table' were on the meta device and have not been initialised \(param_init_fn was called for their "
     with pytest.raises(RuntimeError, match=message):
         fully_shard(model, param_init_fn=lambda m: None)

@@ -374,7 +374,7 @@ def memory_after(ctx) -> None:
     for unit in units(run.model):
         assert not unit.claims
         assert unit.handle.slots.shows is SHARDED
-    assert unit_of(run.model).context.is_idle
+    assert not unit_of(run.model).context.forwards
     check_no_more_than(run.model, 0)
     # In backward: what is under way is left until the next forward, or until recover.
     explode(run, PLACES["backward of a function in a unit"], 1, ValueError)

@@ -217,7 +217,7 @@ def refusals(ctx) -> None:
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
             fully_shard(Net(), strategy=HYBRID[0], **arguments)
-    with pytest.raises(ValueError, match="process_group is a tuple, which hybrid strategies take"):
+    with pytest.raises(ValueError, match="process_group is a tuple, which is for hybrid strategies"):
         fully_shard(Net(), process_group=(mesh.get_group(1), mesh.get_group(0)))
     with pytest.raises(ValueError, match=r"or strategy=ShardingStrategy\.HYBRID_SHARD to replicate"):
         fully_shard(Net(), device_mesh=mesh)

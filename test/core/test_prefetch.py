@@ -8,13 +8,11 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
@@ -214,13 +212,6 @@ def exact(ctx) -> None:
 
 def test_limit_of_one_unit(pool):
     pool.run(exact)
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1GB"])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
@@ -170,13 +167,6 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_changing_it_changes_no_number(pool, world_size):
     pool.run(parity, world_size=world_size)
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_what_describe_says(fake_group):

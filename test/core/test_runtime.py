@@ -87,8 +87,8 @@ def check_settled(model: nn.Module) -> None:
         assert unit.handle.slots.shows is SHARDED, unit
         assert all(f.gradients.incoming.is_empty for f in unit.handle.flats), unit
         backward = unit.context.backward
-        assert unit.context.is_idle
-        assert unit not in backward._records
+        assert not unit.context.forwards
+        assert unit not in backward._reached
         assert [*backward._ready, *backward._tasks, *backward._idle] == []
         assert backward._reducing is None
 

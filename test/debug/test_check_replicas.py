@@ -68,7 +68,7 @@ def hybrid(ctx) -> None:
     if ctx.rank in (1, 3):
         assert re.search(r"1 of 6 values: 'first\.bias' \(rank 3 against rank 1\)", found), found
     else:
-        assert "not those of this rank, but of others in its shard group, which tell more" in found
+        assert "not on this rank, but on others in its shard group; see their messages" in found
 
 
 def test_hybrid(pool: Pool):

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from parity import adamw, check_parity, full_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -388,13 +386,6 @@ def test_deepcopy(pool):
 # ---------------------------------------------------------------------------------------------------------------------
 # Registering
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_what_it_looks_like(fake_group):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp
-from parity import adamw, check_parity, full_params, mean_square
+from parity import adamw, check_parity, full_params, mean_square, shard_with
 from torch import Tensor, nn
 
 import flatshard
@@ -54,10 +54,6 @@ POLICIES: tuple[Any, ...] = (None, {Block}, {Block, nn.GRU, nn.Linear})
 def vectors(step: int, n: int) -> Tensor:
     """The same for the same step, whoever asks."""
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:
-    return fully_shard(model, policy=policy, strategy=strategy, process_group=group)
 
 
 def sharded_and_plain(

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
 from clean import check_clean
 from parity import adamw, full_params
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ from flatshard import (
     no_sync,
     summon_full_params,
 )
+from flatshard._composable.features.user_hooks import UserHooksOfUnit
 from flatshard._composable.state import unit_of, units_below
 from flatshard.checkpoint import full_state_dict
 from flatshard.optim import register_gradients_reduced_hook
@@ -500,20 +499,13 @@ def test_optimizer_in_backward_under_checkpoint_wrapper(pool):
     pool.run(steps_in_backward)
 
 
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
 def test_misuse(fake_group):
     model = shard(None, make())
     with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself"):
         register_gradients_reduced_hook(model.blocks[0].linear, print)
     with pytest.raises(TypeError, match="register_gradients_reduced_hook takes a callable, got None"):
         register_gradients_reduced_hook(model, None)
-    assert not unit_of(model).reduced_callbacks
+    assert not unit_of(model).feature(UserHooksOfUnit).callbacks
     kept = model.front.weight
     del model
     assert kept.register_hook(print) is not None  # of a model that is gone

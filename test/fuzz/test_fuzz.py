@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz_options import HOOKS, Options, Rounded, draw_options, layout_named, make_halves
+from fuzz_programs import make_world_size
 from parity import check_parity, mean_square
 from pool import RankFailure
 from torch import Tensor, nn
@@ -746,10 +747,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             chunk = seeds[start : start + CHUNK]
             params.append(pytest.param(world_size, chunk, id=f"world{world_size}-seeds{chunk[0]}to{chunk[-1]}"))
     metafunc.parametrize(("world_size", "seeds"), params)
-
-
-def make_world_size(seed: int) -> int:
-    return 1 + seed % 4
 
 
 @pytest.mark.time_limit(300)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clean import storage_nbytes
-from parity import adamw, adamw_float32, check_parity, full_params, mean_square, sgd
+from parity import adamw, adamw_float32, check_parity, full_params, mean_square, sgd, shard_with
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -281,10 +281,6 @@ CASES = {
 def strategies(ctx: Any) -> Sequence[ShardingStrategy]:
     """All of them at one world size; they differ in what is freed when, which the number of ranks has no part in."""
     return STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]
-
-
-def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:
-    return fully_shard(model, policy=policy, strategy=strategy, process_group=group)
 
 
 def train_case(ctx, name: str) -> None:

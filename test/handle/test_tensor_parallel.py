@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import all_pairs
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -161,9 +162,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
-@pytest.mark.parametrize("hidden", [8, 7])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("sequence", "hidden", "case"), all_pairs((False, True), (8, 7), list(CASES)))
 def test_parity(pool, sequence: bool, hidden: int, case: str):
     pool.run(train, sequence, hidden, CASES[case], world_size=4)
 

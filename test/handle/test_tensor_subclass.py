@@ -391,7 +391,9 @@ def refuse(ctx) -> None:
     cases = {
         r"is a Quantised, which requires grad, but has 3 tensors inside.*freeze it": linear(quantised, True),
         r"is a Copying, which copies the tensors that its __tensor_unflatten__ is given": linear(Copying.of(weight)),
-        r"is a Opaque, a tensor subclass that does not say what is inside": linear(weight.as_subclass(Opaque)),
+        r"is a Opaque, a tensor subclass that does not say which tensors are inside": linear(
+            weight.as_subclass(Opaque)
+        ),
         r"is a Wrapped, which has a DTensor inside": linear(Wrapped(distributed)),
         r"is a Wrapped on the meta device": linear(Wrapped(weight.to("meta"))),
     }

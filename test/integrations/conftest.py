@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pool import Pool
@@ -20,13 +21,36 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"not installed: {', '.join(absent)}; pip install -e '.[clients]' installs all clients")
 
 
-def _prepare_rank() -> None:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+# Before any pool starts, as ranks have the environment that their libraries were imported in.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+
+TIMEOUT = 240.0  # seconds from a body's last note: the first one imports its libraries, on a busy machine slowly
+PRELOAD = (
+    "accelerate",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+
+
+class PatientPool(Pool):
+    """Waits longer."""
+
+    def run(self, fn: Any, *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[Any]:
+        return super().run(fn, *args, timeout=timeout, **kwargs)
 
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pool]:
     """Two ranks whose default group has these two: the clients train on the default group."""
-    p = Pool(2, prepare=_prepare_rank)
+    p = PatientPool(2, preload=PRELOAD)
+    yield p
+    p.close()
+
+
+@pytest.fixture(scope="session")
+def single() -> Iterator[Pool]:
+    """One process without a process group: what two ranks are compared with."""
+    p = PatientPool(1, backend=None, preload=PRELOAD)
     yield p
     p.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import shutil
@@ -108,6 +109,27 @@ def test_the_core_alone(tmp_path):
     finally:
         for process in ranks:
             process.kill()
+
+
+# What features are about. Identifiers only: docstrings may say where a fact is used.
+OF_FEATURES = (
+    *("inner_shard", "anchor", "skip", "pass_by", "ran_inside", "summon", "keep_unsharded", "no_sync", "escape"),
+    *("left_alone", "late_tie", "layerdrop", "layer_drop", "callback", "quantized", "functorch", "dynamo"),
+)
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    fields = ("id", "attr", "arg", "name", "asname")
+    return {name for node in ast.walk(tree) for f in fields if isinstance(name := getattr(node, f, None), str)}
+
+
+def test_the_core_names_no_feature():
+    core = [name for name in core_modules() if name.startswith(("_composable", "_handle", "_runtime"))]
+    found = {(name, i) for name in core for i in identifiers(TREES[name])}
+    assert {(name, i) for name, i in found if any(word in i.lower() for word in OF_FEATURES)} == {
+        ("_composable.backward", "callback"),  # of autograd's engine
+        ("_composable.backward", "queue_callback"),
+    }
 
 
 # -- each of them ------------------------------------------------------------------------------------------------------

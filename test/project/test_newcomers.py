@@ -167,7 +167,7 @@ def test_sharded_twice(world):
         shown,
         """\
 ValueError: this Net is sharded already: fully_shard was called on it, or a policy chose
-    it. Call fully_shard once a module, inner modules first""",
+    it. Call fully_shard once per module, and on inner modules first""",
     )
 
 
@@ -178,9 +178,9 @@ def test_inside_after_outside(world):
     assert_expected_inline(
         shown,
         """\
-ValueError: 'weight' in this Linear is sharded already, as 'head.weight' of a unit
-    around it, a Net: shard inner modules before outer ones, or choose them by the
-    policy of one call on the outermost""",
+ValueError: 'weight' in this Linear is sharded already, as 'head.weight' of the unit
+    around it, a Net: shard inner modules before outer ones, or call fully_shard once,
+    on the outermost module, with a policy that chooses them""",
     )
 
 

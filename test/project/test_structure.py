@@ -42,13 +42,17 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, what it imports from further up)."""
 
 TYPE_CHECKING_IMPORTS = {
-    "_composable.state": {"_composable.context"},  # a unit holds its context, and the context makes and orders units
+    # A unit holds its context and its features; the context orders units, and features take part in what they do.
+    "_composable.state": {"_composable.context", "_composable.extensions"},
     # A flat parameter has its gradients, and each of their parts reads its layout and memory.
     **{
         f"_handle.{name}": {"_handle.flat_param"}
         for name in ("gradients", "incoming", "parts", "reduction", "reduction_input")
     },
-    "checkpoint": {"checkpoint._files"},  # public names that are imported when they are asked for
+    "checkpoint": {
+        "checkpoint._reader",
+        "checkpoint._writer",
+    },  # public names that are imported when they are asked for
 }
 """Imports that only a type checker sees. They may go up; each is a knot to know of."""
 
@@ -145,29 +149,29 @@ def needed(name: str, type_checking: bool = False) -> set[str]:
     return {m for _, module, names in chosen for m in imported_modules(module, names)} - {name}
 
 
-def test_imports_go_down():
+def imports_go_down():
     row = {package: number for number, packages in enumerate(PACKAGES) for package in packages}
     up = {(n, m) for n in TREES for m in needed(n) if row[package_of(m)] > row[package_of(n)]}
     assert up == UPWARD_IMPORTS
 
 
-def test_no_imports_go_round():
+def no_imports_go_round():
     order = graphlib.TopologicalSorter({name: needed(name) for name in TREES})
     order.prepare()
 
 
-def test_the_core_imports_no_feature_and_no_product():
+def the_core_imports_no_feature_and_no_product():
     core = {n for n in TREES if package_of(n) in CORE}
     known = {(n, m) for n in core for m in needed(n) - core}
     assert known == UPWARD_IMPORTS
 
 
-def test_imports_for_the_type_checker_are_listed():
+def imports_for_the_type_checker_are_listed():
     found = {name: needed(name, type_checking=True) for name in TREES}
     assert {name: modules for name, modules in found.items() if modules} == TYPE_CHECKING_IMPORTS
 
 
-def test_imports_inside_functions_are_listed():
+def imports_inside_functions_are_listed():
     found = set()
     for name, tree in TREES.items():
         for function in ast.walk(tree):
@@ -176,7 +180,16 @@ def test_imports_inside_functions_are_listed():
     assert found == INNER_IMPORTS
 
 
-def test_nothing_imports_the_fsdp_of_torch():
+def test_imports_go_down():
+    """And no way but down: no rings, nothing hidden, nothing of a feature in the core."""
+    imports_go_down()
+    no_imports_go_round()
+    the_core_imports_no_feature_and_no_product()
+    imports_for_the_type_checker_are_listed()
+    imports_inside_functions_are_listed()
+
+
+def nothing_imports_the_fsdp_of_torch():
     """This project re-does it, and it is on its way out upstream. Its policies are known by their shape."""
     for name in TREES:
         banned = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed._tools")
@@ -185,13 +198,13 @@ def test_nothing_imports_the_fsdp_of_torch():
             assert not any(f.startswith(banned) for f in full), show(name, statement)
 
 
-def test_nothing_imports_beyond_torch_and_the_standard_library():
+def nothing_imports_beyond_torch_and_the_standard_library():
     ours = {n: tree for n, tree in TREES.items() if package_of(n) != "integrations"}
     found = {module.partition(".")[0] for tree in ours.values() for _, module, _ in imports(tree)}
     assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions"}
 
 
-def test_integrations_use_public_names():
+def integrations_use_public_names():
     for name in [n for n in TREES if package_of(n) == "integrations"]:
         for statement, module, names in imports(TREES[name]):
             public = [part for n in names or [""] for part in f"{module}.{n}".split(".")]
@@ -200,10 +213,17 @@ def test_integrations_use_public_names():
             )
 
 
+def test_only_torch_and_the_standard_library_are_imported():
+    """And of torch not what it does the same by; integrations import other libraries, and of this one what is public."""
+    nothing_imports_the_fsdp_of_torch()
+    nothing_imports_beyond_torch_and_the_standard_library()
+    integrations_use_public_names()
+
+
 # -- one writer per fact -----------------------------------------------------------------------------------------------
 
 
-def test_only_lifetime_assigns_a_state():
+def only_lifetime_assigns_a_state():
     for name, node in outside("_handle.lifetime"):
         for target in written(node):
             assert ".lifetime." not in dotted(target), show(name, node)
@@ -212,7 +232,7 @@ def test_only_lifetime_assigns_a_state():
             assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
 
 
-def test_only_unsharded_and_reduction_input_resize_storages():
+def only_unsharded_and_reduction_input_resize_storages():
     for name, node in outside("_handle.unsharded", "_handle.reduction_input"):
         assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
 
@@ -220,7 +240,7 @@ def test_only_unsharded_and_reduction_input_resize_storages():
 WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem__", "__delitem__"}
 
 
-def test_only_slots_registers_parameters():
+def only_slots_registers_parameters():
     for name, node in outside("_handle.slots"):
         for target in written(node):
             if isinstance(target, ast.Subscript):
@@ -261,7 +281,7 @@ DISTRIBUTED_MODULES = {
 }
 
 
-def test_only_backends_communicates():
+def only_backends_communicates():
     for name, node in outside("_comm.backends", "_comm.messages"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
@@ -276,7 +296,7 @@ def test_only_backends_communicates():
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now", "exchange"}
 
 
-def test_only_handles_start_collectives_and_construction_broadcasts():
+def only_handles_start_collectives_and_construction_broadcasts():
     """``_composable`` decides when; ``_handle`` and the runtime do. Only new modules are broadcast from above.
 
     Left out is what collectives are made of others.
@@ -296,7 +316,7 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
     }
 
 
-def test_only_hooks_registers_hooks():
+def only_hooks_registers_hooks():
     features = {n for n in TREES if n.startswith("_composable.features.")}
     # Those of a copy on meta; and hooks of no forward.
     others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_hooks", "optim._hooks")
@@ -309,10 +329,21 @@ def test_only_hooks_registers_hooks():
             assert not (writes_hooks and isinstance(node.ctx, ast.Store | ast.Del)), show(name, node)
 
 
-def test_only_config_reads_the_environment():
+def only_config_reads_the_environment():
     for name, node in outside("_config"):
         assert dotted(node) not in ("os.environ", "os.getenv", "os.putenv"), show(name, node)
         assert not (isinstance(node, ast.ImportFrom) and node.module == "os"), show(name, node)
+
+
+def test_each_fact_has_one_writer():
+    """Each rule names the only modules that may do a thing."""
+    only_lifetime_assigns_a_state()
+    only_unsharded_and_reduction_input_resize_storages()
+    only_slots_registers_parameters()
+    only_backends_communicates()
+    only_handles_start_collectives_and_construction_broadcasts()
+    only_hooks_registers_hooks()
+    only_config_reads_the_environment()
 
 
 # -- what a layer must not know ----------------------------------------------------------------------------------------
@@ -320,7 +351,7 @@ def test_only_config_reads_the_environment():
 TREE_WORDS = {"modules", "named_modules", "children", "named_children", "get_submodule", "_modules", "named_parameters"}
 
 
-def test_a_handle_knows_no_hooks_and_no_module_tree():
+def a_handle_knows_no_hooks_and_no_module_tree():
     """Only ``slots`` looks at a module, by its parameters. Others may name the type, and hand modules on."""
     for name in [n for n in TREES if n.startswith("_handle.")]:
         for node in ast.walk(TREES[name]):
@@ -332,16 +363,23 @@ def test_a_handle_knows_no_hooks_and_no_module_tree():
                 assert word not in ("_parameters", "_buffers"), show(name, node)
 
 
-def test_layout_knows_no_torch():
+def layout_knows_no_torch():
     found = {module for _, module, _ in imports(TREES["_handle.layout"])}
     assert not any(m.startswith("torch") for m in found)
 
 
-def test_nothing_outside_layout_computes_an_offset():
+def nothing_outside_layout_computes_an_offset():
     """Whether by rows, in blocks or whole, it is all in ``layout`` and ``packing``. Nobody else rounds up or cuts shards."""
     for name, node in outside("_handle.layout", "_handle.packing"):
         word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "round_up", "pack"), show(name, node)
+
+
+def test_a_layer_knows_nothing_of_those_above():
+    """The words of other layers do not occur."""
+    a_handle_knows_no_hooks_and_no_module_tree()
+    layout_knows_no_torch()
+    nothing_outside_layout_computes_an_offset()
 
 
 # -- private API of torch ----------------------------------------------------------------------------------------------
@@ -394,12 +432,12 @@ _handle.tensors.sharded_gradient: torch.utils._foreach_utils
 _handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
 _trace: torch.autograd._profiler_enabled
 checkpoint._container: torch._utils._rebuild_tensor_v3
-checkpoint._files: torch.distributed.checkpoint._nested_dict.flatten_state_dict
-checkpoint._files: torch.distributed.checkpoint.filesystem._StorageInfo
+checkpoint._reader: torch.distributed.checkpoint._nested_dict.flatten_state_dict
 checkpoint._sharded_value: torch.Tensor._make_wrapper_subclass
 checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
 checkpoint._sharded_value: torch.utils._pytree
 checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
+checkpoint._writer: torch.distributed.checkpoint.filesystem._StorageInfo
 planning._memory: torch.ops.aten._local_scalar_dense.default
 planning._memory: torch.utils._python_dispatch.TorchDispatchMode""",
     )
@@ -410,7 +448,7 @@ planning._memory: torch.utils._python_dispatch.TorchDispatchMode""",
 # -- size and prose ----------------------------------------------------------------------------------------------------
 
 
-def test_files_read_in_a_sitting():
+def files_read_in_a_sitting():
     for name in TREES:
         lines = SOURCES[name].count("\n")
         assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines"
@@ -420,7 +458,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-def test_functions_fit_on_a_screen_or_two():
+def functions_fit_on_a_screen_or_two():
     """Docstrings not counted: arguments deserve prose."""
     for name in TREES:
         for function in functions(TREES[name]):
@@ -431,12 +469,18 @@ def test_functions_fit_on_a_screen_or_two():
             assert lines <= MAX_FUNCTION_LINES, f"{name}.{function.name} has {lines} lines"
 
 
-def test_every_module_begins_with_what_it_is_for():
+def test_files_and_functions_are_short():
+    """Files read in a sitting, functions on a screen or two."""
+    files_read_in_a_sitting()
+    functions_fit_on_a_screen_or_two()
+
+
+def every_module_begins_with_what_it_is_for():
     for name in TREES:
         assert ast.get_docstring(TREES[name])
 
 
-def test_what_a_user_calls_is_documented():
+def what_a_user_calls_is_documented():
     for name in flatshard.__all__:
         thing = getattr(flatshard, name)
         assert thing.__doc__, name
@@ -447,7 +491,7 @@ def test_what_a_user_calls_is_documented():
                 assert value.__doc__, f"{name}.{method}"
 
 
-def test_all_is_sorted_and_complete():
+def all_is_sorted_and_complete():
     assert flatshard.__all__ == sorted(flatshard.__all__)
     assert len(set(flatshard.__all__)) == len(flatshard.__all__)
     imported = {n for _, module, names in imports(TREES["_"]) for n in names if not n.startswith("_")}
@@ -457,7 +501,7 @@ def test_all_is_sorted_and_complete():
 NOTE = re.compile(r"\[Note: ([^\]]+)\]")
 
 
-def test_every_note_that_is_cited_is_defined_once():
+def every_note_that_is_cited_is_defined_once():
     """A note is defined where its title stands alone on a line of a docstring, and cited everywhere else."""
     defined: dict[str, list[str]] = {}
     cited: dict[str, list[str]] = {}
@@ -472,21 +516,44 @@ def test_every_note_that_is_cited_is_defined_once():
     assert not missing
 
 
+def test_what_is_public_is_documented():
+    """As are modules, and every note that is cited."""
+    every_module_begins_with_what_it_is_for()
+    what_a_user_calls_is_documented()
+    all_is_sorted_and_complete()
+    every_note_that_is_cited_is_defined_once()
+
+
 IMPORT_TESTS = {
     ("test_core_alone.py", "test_structure"),  # the packages as they are listed there
 }
 
 
+TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path(__file__).parents[1].rglob("*.py"))}
+
+
 def test_no_tests_import_from_other_tests():
     """What two files of tests need is in a module beside them: see test/README.md."""
     found = set()
-    for path in Path(__file__).parents[1].rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in TESTS.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {getattr(node, "module", None) or "", *(alias.name for alias in node.names)}
                 modules = {part for name in names for part in name.split(".")}
                 found |= {(path.name, m) for m in modules if m.startswith("test_")}
     assert found <= IMPORT_TESTS
+
+
+def test_no_two_files_of_tests_have_the_same_helper():
+    """A function or a class that is there twice, under whatever name, belongs into a module of its own."""
+    where: dict[str, set[str]] = {}
+    for path, tree in TESTS.items():
+        for node in tree.body:
+            helper = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("test_")
+            if helper and (node.end_lineno or 0) - node.lineno > 2:
+                anonymous = ast.unparse(node).replace(node.name, "_")
+                where.setdefault(anonymous, set()).add(f"{path.name}: {node.name}")
+    assert not [places for places in where.values() if len(places) > 1]
 
 
 def test_no_line_speaks_of_unfinished_business():

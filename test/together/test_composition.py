@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import BF16, FULL, GRAD_OP, HYBRID, Block, Inner, Net
+from checkpointed import BF16, FULL, GRAD_OP, HYBRID, Block, Inner, Net, loss_of
 from pairs import all_pairs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,13 +45,6 @@ def make(kind: str, place: str, sequence: bool) -> Net:
         if sequence and isinstance(module, nn.Dropout):
             module.p = 0.0  # of a part of the sequence it would draw other numbers than of the whole
     return model
-
-
-def loss_of(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
-    torch.manual_seed(
-        100 * step + rank
-    )  # the dropout of each data-parallel rank, the same on its tensor-parallel ranks
-    return model(x).double().square().mean()
 
 
 def train(ctx, mesh: DeviceMesh, kind: str, place: str, sequence: bool, options: dict[str, Any]) -> dict[str, Tensor]:

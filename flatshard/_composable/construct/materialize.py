@@ -1,13 +1,13 @@
-"""From what the user built to parameters with values on the right device: one unit at a time.
+"""Initialises, moves and broadcasts the parameters and buffers of one unit, before it is sharded.
 
 [Note: Nothing trains on garbage]
-A module built on the meta device is given memory, filled with a byte pattern that no initialiser leaves behind. What
-still shows the pattern afterwards was never initialised: an error with its FQN, not a parameter of random bytes (the
-classic victim is a non-persistent buffer such as a rotary embedding's ``inv_freq``). Memory that a ``param_init_fn``
-allocates itself (``module.to_empty``) is filled by torch with NaN or the largest integer, and looked at likewise.
+A module on the meta device gets memory that is filled with a byte pattern. No initialiser writes this pattern. If a tensor
+still has the pattern afterwards, it was never initialised, and an error names it. This happens most often to non-persistent
+buffers, such as ``inv_freq`` of a rotary embedding. If a ``param_init_fn`` allocates memory itself (``module.to_empty``),
+torch fills it with NaN or the largest integer, and these are checked in the same way.
 
-What a meta module was initialised to is always broadcast from rank 0: ranks whose random generators differ would
-otherwise train different models. Where rank 0 was not on meta (``sync_module_states``), the others may leave it out.
+The values of a module that was on meta are always broadcast from rank 0, because ranks may have different random generators.
+If rank 0 has values already (``sync_module_states``), the other ranks need not initialise theirs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def check_initialisers(
     param_init_fn: Callable[[nn.Module], None] | None,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Raise for what nothing can initialise, before anything is changed. What an initialiser leaves out shows later.
+    """Raise if a tensor on meta has no initialiser, before anything is changed. ``materialize`` checks what initialisers do.
 
     Raises:
         TypeError: ``param_init_fn`` cannot be called with a module.
-        RuntimeError: something is on the meta device that nothing initialises.
+        RuntimeError: a parameter or buffer is on the meta device, and its module has no ``reset_parameters``.
     """
     if param_init_fn is not None:
         _check_callable(param_init_fn)
@@ -67,7 +67,7 @@ def _check_callable(param_init_fn: Any) -> None:
         inspect.signature(param_init_fn).bind("module")
     except TypeError as e:
         raise TypeError(f"param_init_fn={param_init_fn!r} cannot be called with a module ({e}): {wanted}") from None
-    except ValueError:  # a callable that tells no signature
+    except ValueError:  # a callable without a signature
         pass
 
 
@@ -90,13 +90,19 @@ def materialize(
     ignored: set[nn.Parameter],
     overwritten: bool,
 ) -> None:
-    """Give values to what is on meta in ``unit``, in place.
+    """Initialise the parameters and buffers of ``unit`` that are on meta, in place. Parameters stay the same objects, and
+    tied.
 
-    The parameters keep their identity and their ties. ``names``: each module's FQN. ``overwritten``: the values will come
-    from another rank, so memory is enough.
+    Args:
+        unit: the unit.
+        names: each module's FQN.
+        device: where to allocate.
+        param_init_fn: the argument of ``fully_shard``.
+        ignored: parameters to leave alone.
+        overwritten: another rank will broadcast the values, so it is enough to allocate memory.
 
     Raises:
-        RuntimeError: something was left uninitialised.
+        RuntimeError: a parameter or buffer was not initialised.
     """
     todo = [m for m in unit.holders if any(t.is_meta for _, t in _tensors(m, ignored))]
     for module in todo:
@@ -113,7 +119,7 @@ def materialize(
     ]
     if left:
         raise RuntimeError(
-            f"{name_list(left)} were on the meta device and nothing initialised them"
+            f"{name_list(left)} were on the meta device and have not been initialised"
             + (" (param_init_fn was called for their modules)" if param_init_fn is not None else "")
             + f". {_CURE}"
         )
@@ -129,19 +135,21 @@ def _fqn(module: str, name: str) -> str:
 
 
 def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) -> None:
-    # A param_init_fn may begin with module.to_empty(...), as FSDP1's had to: with swapping, the Parameter objects survive.
+    # A param_init_fn written for FSDP1 begins with module.to_empty(...). With swapping, the Parameter objects stay the same.
     before = torch.__future__.get_swap_module_params_on_conversion()
     attributes = [(p, dict(p.__dict__)) for p in module.parameters(recurse=False)]
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # only in this mode does torch fill what it allocates
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # only in this mode torch fills the memory that it allocates
     try:
         param_init_fn(module)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     for param, kept in attributes:
-        param.__dict__.update(kept)  # swapping gave them away
+        param.__dict__.update(kept)  # swapping moved the attributes to another object
 
 
 def _tensors(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,7 +184,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _untouched(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` still shows what it was filled with. [Note: Nothing trains on garbage]"""
+    """Whether ``tensor`` still has the values that it was filled with. [Note: Nothing trains on garbage]"""
     tensor = local_tensor(tensor).detach()
     if not tensor.numel() or is_wrapper(tensor):
         return False
@@ -202,7 +210,9 @@ def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) ->
             else:
                 module._buffers[name] = tensor.to(device)
 
-    for owned in unit.owned:  # of a tensor subclass another object is sharded in any case
+    for (
+        owned
+    ) in unit.owned:  # for a tensor subclass another object will be registered in any case, so it may be replaced
         if is_wrapper(owned.param) and owned.param.device != device:
             moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
             moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
@@ -210,9 +220,9 @@ def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) ->
 
 
 def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -> None:
-    """Give every rank the parameters and buffers of the group's rank 0."""
+    """Broadcast the parameters and buffers of ``unit`` from the group's rank 0."""
     buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None)
-    # Shared parameters of units below are broadcast with their owner.
+    # Parameters shared with units below are broadcast with the unit that owns them.
     tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
     try:
         for tensor in tensors.values():

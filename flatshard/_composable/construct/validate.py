@@ -1,4 +1,4 @@
-"""The user's mistakes, found before anything is changed. Each message names the FQN and the cure."""
+"""Checks the arguments of ``fully_shard``, before anything is changed. Each message names the FQN and the cure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, plain_tensors
 
-# Classes of torch that manage the parameters below them, by name: importing FSDP costs time. "DDP" is what `replicate`
-# makes a module an instance of.
+# Classes of torch that manage the parameters below them. By name, because importing FSDP takes time. "DDP" is the class of
+# modules that `torch.distributed._composable.replicate` was called on.
 _FOREIGN_WRAPPERS = ("FullyShardedDataParallel", "ReplicateModule", "FSDPModule", "DistributedDataParallel", "DDP")
 _SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself. Shard the module that calls it"
 
 
 def check_module(module: Any, what: str = "module") -> None:
-    """``module`` can be a unit."""
+    """Raise if ``module`` cannot be a unit. ``what``: the name of the argument."""
     if not isinstance(module, nn.Module):
         hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
         if isinstance(module, Iterator):
@@ -39,12 +39,12 @@ def check_module(module: Any, what: str = "module") -> None:
     if unit_of(module) is not None:
         raise ValueError(
             f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
-            "fully_shard once a module, inner modules first"
+            "fully_shard once per module, and on inner modules first"
         )
     if is_never_called(module):
         raise ValueError(
-            "this is the out_proj of an nn.MultiheadAttention, which reads its weight and never calls it, so its hooks would "
-            "never run. Shard the MultiheadAttention"
+            "this is the out_proj of an nn.MultiheadAttention, which reads its weight but never calls it, so its hooks would "
+            "never run. Shard the MultiheadAttention instead"
         )
     if not _has_forward(module):
         raise ValueError(
@@ -54,7 +54,7 @@ def check_module(module: Any, what: str = "module") -> None:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    # torch.compile(module) is a module with a forward of its own, in the instance.
+    # torch.compile(module) is a module whose forward is an attribute of the instance.
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -79,14 +79,14 @@ def resolve_groups(
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass the one to shard over, "
-                "such as mesh['dp'], or strategy=ShardingStrategy.HYBRID_SHARD to replicate over the first of two"
+                "such as mesh['dp']; or strategy=ShardingStrategy.HYBRID_SHARD, which replicates over the first of two"
             )
         return device_mesh.get_group(), None
     if process_group is None:
         return dist.distributed_c10d._get_default_group(), None
     if isinstance(process_group, tuple):
         raise ValueError(
-            f"process_group is a tuple, which hybrid strategies take, but strategy is {strategy}: pass the group to shard "
+            f"process_group is a tuple, which is for hybrid strategies, but strategy is {strategy}: pass the group to shard "
             "over, or strategy=ShardingStrategy.HYBRID_SHARD"
         )
     return _checked_group(process_group), None
@@ -95,13 +95,13 @@ def resolve_groups(
 def _hybrid_groups(
     process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(group to shard over, group of replicas): never one of them alone, as that would be another strategy."""
+    """(group to shard over, group of replicas). Both must be given: with one of them it would be another strategy."""
     wanted = f"strategy={strategy} shards over one group and replicates over another"
     if process_group is not None:
         if not isinstance(process_group, tuple) or len(process_group) != 2:
             raise ValueError(
-                f"{wanted}: pass process_group=(group to shard over, group of replicas), a 2-D device_mesh, or neither for "
-                "one shard group a node"
+                f"{wanted}: pass process_group=(group to shard over, group of replicas), or a 2-D device_mesh, or neither to "
+                "shard within each node"
             )
         shard, replicas = map(_checked_group, process_group)
     else:
@@ -116,7 +116,7 @@ def _hybrid_groups(
     common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicas))
     if common != {dist.get_rank()}:
         raise ValueError(
-            f"{wanted}: the two groups must have only this rank in common, and share ranks {sorted(common)}"
+            f"{wanted}: the two groups must have only this rank in common, but share ranks {sorted(common)}"
         )
     return shard, replicas
 
@@ -125,7 +125,7 @@ _node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
 
 
 def _node_mesh() -> DeviceMesh:
-    """One row of ranks for each node. Made once for each default group: making groups communicates."""
+    """A 2-D mesh with one row per node. It is made once for each default group, because making groups communicates."""
     world = dist.distributed_c10d._get_default_group()
     found = _node_meshes.get(id(world))
     if found is not None and found[0]() is world:
@@ -152,7 +152,7 @@ def _checked_group(group: Any) -> dist.ProcessGroup:
 
 
 def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """``ignored_states`` as modules (with all below them) and parameters."""
+    """The modules (with all submodules) and the parameters in ``ignored_states``."""
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
     if isinstance(ignored_states, nn.Module | torch.Tensor) or not isinstance(ignored_states, Iterable | None):
@@ -168,7 +168,7 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
                     f"ignored_states: a {type(state).__name__} is not a submodule of {type(root).__name__}"
                 )
             if state is root:
-                raise ValueError("ignored_states holds the module that is to be sharded")
+                raise ValueError("ignored_states contains the module that is to be sharded")
             modules.update(state.modules())
             params.update(state.parameters())
         elif isinstance(state, nn.Parameter):
@@ -178,18 +178,18 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
                 )
             params.add(state)
         else:
-            raise TypeError(f"ignored_states holds a {type(state).__name__}; it takes modules and parameters")
+            raise TypeError(f"ignored_states contains a {type(state).__name__}; it takes modules and parameters")
     for module in modules:
         if unit_of(module) is not None:
             name = next(n for n, m in root.named_modules() if m is module)
             raise ValueError(
-                f"{name!r} is sharded already, but lies in an ignored module: leave it unsharded, or do not ignore it"
+                f"{name!r} is sharded already, but is in an ignored module: do not shard it, or do not ignore the module"
             )
     return modules, params
 
 
 def check_chosen(root: nn.Module, chosen: Iterable[nn.Module]) -> None:
-    """What a policy chose can be units."""
+    """Raise if a module that a policy chose cannot be a unit."""
     names = {m: n for n, m in root.named_modules()}
     for module in chosen:
         what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
@@ -200,7 +200,7 @@ def check_chosen(root: nn.Module, chosen: Iterable[nn.Module]) -> None:
 
 
 def check_tree(root: nn.Module, ignored: set[nn.Module]) -> None:
-    """Nothing in the tree is managed by another wrapper."""
+    """Raise if a module in the tree is managed by another wrapper, such as FSDP or DDP."""
     for fqn, module, _ in walk(root, ignored):
         bases = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
         found = [w for w in _FOREIGN_WRAPPERS if w in bases]
@@ -211,22 +211,22 @@ def check_tree(root: nn.Module, ignored: set[nn.Module]) -> None:
 
 
 def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
-    """Nothing in ``root`` was sharded as a part of a unit around it."""
+    """Raise if a parameter in ``root`` was sharded already as a part of a unit around ``root``."""
     for unit in units:
         for _, name, param in unit.foreign:
             owner = owner_of(param)
             if owner is not None and any(m is root for m in owner.module.modules()):
                 raise ValueError(
-                    f"{name!r} in this {type(root).__name__} is sharded already, as {param._flatshard_info.fqn!r} of a unit "
-                    f"around it, a {type(owner.module).__name__}: shard inner modules before outer ones, or choose them by "
-                    "the policy of one call on the outermost"
+                    f"{name!r} in this {type(root).__name__} is sharded already, as {param._flatshard_info.fqn!r} of the "
+                    f"unit around it, a {type(owner.module).__name__}: shard inner modules before outer ones, or call "
+                    "fully_shard once, on the outermost module, with a policy that chooses them"
                 )
 
 
 def check_parameters(
     units: list[PlannedUnit], device: torch.device | None, groups: Sequence[dist.ProcessGroup]
 ) -> torch.device:
-    """Every parameter can be flattened, and sharded over ``groups``. Returns the device that they are on, or will be."""
+    """Raise if a parameter cannot be sharded over ``groups``. Returns the device of the parameters after ``fully_shard``."""
     by_device: dict[torch.device, list[str]] = {}
     ranges: list[tuple[torch.device, int, int, str]] = []
     for unit in units:
@@ -254,7 +254,7 @@ def check_parameters(
 
 
 def default_device() -> torch.device:
-    """Where a meta module is materialised: the current accelerator, else the CPU."""
+    """The device for modules on meta: the current accelerator, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     backends = str(dist.get_backend_config())
     if accelerator is None or ("cpu:" in backends and f"{accelerator.type}:" not in backends):
@@ -263,13 +263,14 @@ def default_device() -> torch.device:
 
 
 def check_parameter(fqn: str, param: nn.Parameter) -> None:
+    """Raise if ``param`` cannot be sharded."""
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")
     if (subclass := TensorSubclass.of(param)) is not None:
         if any(t.is_meta for t in plain_tensors(param)):
             raise ValueError(
-                f"parameter {fqn!r} is a {type(param).__name__} on the meta device, which cannot be initialised there: build "
-                "it with its values (quantise after loading)"
+                f"parameter {fqn!r} is a {type(param).__name__} on the meta device, which fully_shard cannot initialise: "
+                "build it with its values (quantise after loading)"
             )
         if (why := subclass.check(param)) is not None:
             raise ValueError(
@@ -278,13 +279,13 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
     elif is_dtensor(param) and type(local_tensor(param)) is not torch.Tensor:
         kind = type(local_tensor(param)).__name__
         raise NotImplementedError(
-            f"parameter {fqn!r} is a DTensor with a {kind} inside: a tensor subclass is sharded without tensor parallelism "
-            "only; pass it in ignored_states"
+            f"parameter {fqn!r} is a DTensor with a {kind} inside: tensor subclasses can be sharded only without tensor "
+            "parallelism. Pass it in ignored_states"
         )
     elif not is_dtensor(param) and not _is_plain(param):
         raise ValueError(
-            f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass that does not say what is inside: give it "
-            "__tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states"
+            f"parameter {fqn!r} is a {type(param).__name__}, a tensor subclass that does not say which tensors are inside: "
+            "give it __tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states"
         )
     if param.layout is not torch.strided:
         raise ValueError(f"parameter {fqn!r} has layout {param.layout}: only dense parameters can be sharded")
@@ -293,7 +294,7 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
 
 
 def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> None:
-    """A DTensor over a tensor-parallel mesh that crosses the ``groups`` to shard over. See ``TensorParallel``."""
+    """Raise if a DTensor's mesh has ranks in common with the ``groups`` to shard over, or if its placements do not fit."""
     odd = [p for p in param.placements if not (p.is_replicate() or (p.is_shard() and type(p).__name__ == "Shard"))]
     if odd:
         raise ValueError(
@@ -304,10 +305,10 @@ def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> No
     for group in groups:
         if shared := sorted((inside & set(dist.get_process_group_ranks(group))) - {mine}):
             raise ValueError(
-                f"parameter {fqn!r} is a DTensor over ranks {sorted(inside)}, and is to be sharded over ranks "
-                f"{dist.get_process_group_ranks(group)}: rank {mine} would share it with rank {shared[0]} twice. Shard "
-                "over the other dimension of the mesh: fully_shard(..., device_mesh=mesh['dp']), where "
-                "mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+                f"parameter {fqn!r} is a DTensor over ranks {sorted(inside)}, and would be sharded over ranks "
+                f"{dist.get_process_group_ranks(group)}: rank {mine} has rank {shared[0]} in both. Shard over the other "
+                "dimension of the mesh: fully_shard(..., device_mesh=mesh['dp']), where mesh = init_device_mesh(..., "
+                "mesh_dim_names=('dp', 'tp'))"
             )
 
 
@@ -320,10 +321,10 @@ def _is_plain(param: nn.Parameter) -> bool:
 
 
 def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:
-    """Two different parameters in the same memory would come apart silently."""
+    """Raise if two different parameters are in the same memory: after sharding they would silently be independent."""
     ranges.sort(key=lambda r: (str(r[0]), r[1]))
     for (device, _, stop, fqn), (other_device, start, _, other) in itertools.pairwise(ranges):
-        if device == other_device and start < stop and fqn != other:  # within a tensor subclass each is copied
+        if device == other_device and start < stop and fqn != other:  # those inside one subclass are copied
             raise ValueError(
                 f"parameters {fqn!r} and {other!r} are different Parameter objects in the same memory. Register one "
                 "object under both names to tie them, or clone one"

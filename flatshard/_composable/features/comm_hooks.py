@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ class CommHookHandle:
     """Returned by :func:`register_comm_hook`, to remove the hook."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._units = [unit.ref for unit in units]
+        self._units = [weakref.ref(unit) for unit in units]
 
     def remove(self) -> None:
         """Remove the hook: from now on the units' own collectives reduce their gradients. Idempotent."""

@@ -59,7 +59,7 @@ class EscapeWatch(ForwardFeature):
         """Register a hook of our own on inner modules that have the user's hooks, to see the same tensors."""
         if forward.in_backward or not torch.is_grad_enabled():
             return
-        if self.unit.is_alone(forward.claim):  # else a forward of the same unit around this one may have found some
+        if self._caught and self.unit.is_alone(forward.claim):  # else a forward of the unit around this one found them
             self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]

@@ -88,7 +88,6 @@ class _Summoned(Claim):
     by_user = True
 
     def __init__(self, unit: Unit, with_grads: bool, offload_to_cpu: bool, on_rank0: bool) -> None:
-        super().__init__()
         self.unit = unit
         self.on_rank0 = on_rank0  # the other ranks show sharded parameters
         # The values to restore if nothing is written back: those at entry, or those that an inner context has written back

@@ -8,10 +8,13 @@ the reduce dtype.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
+from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.full_params import shows_gradients
 from flatshard._composable.find import units_for
 from flatshard._composable.state import Unit
@@ -41,19 +44,44 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
         ValueError: nothing in ``module`` is sharded.
     """
     units = units_for(module, recurse, "no_sync")
-    before = [(unit.requires_gradient_sync, unit.syncs_after) for unit in units]
     for unit in units:
-        if unit.syncs_after is None:
-            unit.syncs_after = unit.requires_gradient_sync
+        _held_back(unit).append(unit.requires_gradient_sync)
         unit.set_gradient_sync(False)
     held_back_units.append(units)
     try:
         yield
     finally:
         held_back_units.remove(units)
-        for unit, values in zip(units, before, strict=True):
-            sync, unit.syncs_after = values
-            unit.set_gradient_sync(sync)
+        for unit in units:
+            unit.set_gradient_sync(_held_back(unit).pop())
+
+
+class GradSync(Extension):
+    """Has units know what to restore when ``no_sync`` ends."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> HeldBack:
+        return HeldBack(unit)
+
+
+class HeldBack(ForwardFeature):
+    """The ``no_sync`` that one unit is inside of."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.outside: list[bool] = []  # ``requires_gradient_sync`` outside of each, the outermost first
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldBack:
+        """For the copied unit, which is in none."""
+        result = HeldBack(copy.deepcopy(self.unit, memo))
+        if self.outside:
+            result.unit.set_gradient_sync(self.outside[0])
+        return result
+
+
+def _held_back(unit: Unit) -> list[bool]:
+    held = unit.feature(HeldBack)
+    assert held is not None
+    return held.outside
 
 
 def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:

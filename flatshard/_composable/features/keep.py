@@ -50,13 +50,10 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 class Keep(Claim):
     """One unit in one ``keep_unsharded``. Its storage stays allocated, but the values in it may be outdated."""
 
-    __slots__ = ("full_precision",)
-
     uses = False
+    pins = False
 
     def __init__(self, unit: Unit) -> None:
-        super().__init__()
-        self.pins = False
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
         gathered, context = unit.handle.gathered, unit.context

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from flatshard._composable.extensions import Extension
+from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.state import Unit, unit_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
@@ -24,22 +24,34 @@ Slot = tuple[Unit, str, nn.Module, str, nn.Parameter]
 class LeftAlone(Extension):
     """Adds the parameters that are not sharded at construction to each unit's list ``left_alone``."""
 
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> Noted:
+        return Noted()
+
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         for unit, _, holder, name, _ in _plain(module):
-            if unit in made:
-                unit.left_alone.append((holder, name))
+            if unit in made and (noted := unit.feature(Noted)) is not None:
+                noted.slots.append((holder, name))
+
+
+class Noted(ForwardFeature):
+    """The registrations of parameters in one unit, and in no unit below, that it left alone."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[nn.Module, str]] = []
 
 
 def leave_to_others(module: nn.Module) -> None:
     """Note that somebody else (DDP) averages the gradients of the parameters in ``module`` that are not sharded now."""
     for unit, _, holder, name, _ in _plain(module):
-        unit.left_alone.append((holder, name))
+        if (noted := unit.feature(Noted)) is not None:
+            noted.slots.append((holder, name))
 
 
 def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
     """The parameters registered in units of ``module`` since then: the nearest unit, the FQN in ``module``, the parameter."""
     for unit, fqn, holder, name, param in _plain(module):
-        if not any(holder is each and name == other for each, other in unit.left_alone):
+        noted = unit.feature(Noted)
+        if noted is not None and not any(holder is each and name == other for each, other in noted.slots):
             yield unit, fqn, param
 
 

@@ -20,13 +20,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatshard._composable.backward import current_graph_task
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.forward import Forward
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Unit
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+_anchors: weakref.WeakKeyDictionary[Unit, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+class PassBy(Extension):
+    """Has units note what runs inside them, for ranks that pass by later."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
+        return RanInside()
+
+
+class RanInside(ForwardFeature):
+    """The units that one unit's last forward ran. None: no forward has ended without an error yet."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
+        return RanInside()
+
+    def after(self, forward: Forward, output: Any) -> None:
+        if not forward.in_backward and (output is not None or sys.exc_info()[1] is None):
+            order = forward.unit.context.order
+            self.units = [] if order.current[-1] is forward.unit else order.since(forward.unit)
 
 
 def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
@@ -51,8 +79,8 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
             tensors = marked = _mark(unit, inside(tensors))
         else:
             tensors = inside(tensors)
-        if current_graph_task() == -1:
-            unit.ran_inside = unit.context.ran_since(unit)
+        if (ran := unit.feature(RanInside)) is not None and current_graph_task() == -1:
+            ran.units = unit.context.order.since(unit)
     finally:
         if (forward := unit.context.exit_forward(unit)) is not None:
             hooks.end_forward(forward, hooks.come_back(marked, forward), False)
@@ -68,12 +96,13 @@ def _mark(unit: Unit, tensors: Tensors) -> Tensors:
 
 
 def _anchor(unit: Unit) -> torch.Tensor:
-    if unit.anchor is None:
+    anchor = _anchors.get(unit)
+    if anchor is None:
         device = unit.handle.flats[0].unsharded.flat.device
-        unit.anchor = torch.empty(0, device=device, requires_grad=True)
-        unit.anchor_node = get_gradient_edge(unit.anchor).node
-        unit.anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]
-    return unit.anchor
+        anchor = _anchors[unit] = torch.empty(0, device=device, requires_grad=True)
+        unit.stand_ins.append(get_gradient_edge(anchor).node)
+        anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]
+    return anchor
 
 
 def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.features.pass_by import Tensors, pass_by
+from flatshard._composable.features.pass_by import RanInside, Tensors, pass_by
 from flatshard._composable.state import Unit, units_below
 
 
@@ -94,4 +94,5 @@ class _Inside:
         while self._at < len(self._order) and self._order[self._at] in below:
             inside.append(self._order[self._at])
             self._at += 1
-        return pass_by(unit, tensors, _Inside(inside if unit.ran_inside is None else unit.ran_inside))
+        ran = unit.feature(RanInside)
+        return pass_by(unit, tensors, _Inside(inside if ran is None or ran.units is None else ran.units))

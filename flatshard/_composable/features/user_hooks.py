@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +30,11 @@ class UserHooksOfUnit(ForwardFeature):
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()  # with the unit's module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserHooksOfUnit:
+        """For the copied unit, without callbacks: as with hooks on a parameter."""
+        return UserHooksOfUnit(copy.deepcopy(self.unit, memo))
 
     def reduced(self) -> None:
         """Run the post-accumulate-grad hooks of the unit's parameters, then the unit's own hooks."""
@@ -40,12 +48,12 @@ class UserHooksOfUnit(ForwardFeature):
                 for param in given:
                     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                         hook(param)
-        if unit.reduced_callbacks:
+        if self.callbacks:
             # A callback that calls `module.parameters()` must get the sharded parameters, which have the gradients.
             slots, shown = unit.handle.slots, unit.handle.slots.shows
             slots.show(SHARDED)
             try:
-                for callback in list(unit.reduced_callbacks.values()):
+                for callback in list(self.callbacks.values()):
                     callback(unit.module)
             finally:
                 slots.show(shown)
@@ -94,6 +102,10 @@ def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module
     unit = unit_for(module, "register_gradients_reduced_hook")
     if not callable(hook):
         raise TypeError(f"register_gradients_reduced_hook takes a callable, got {hook!r}")
-    handle = RemovableHandle(unit.reduced_callbacks)
-    unit.reduced_callbacks[handle.id] = hook
+    hooks = unit.feature(UserHooksOfUnit)
+    assert hooks is not None
+    for flat in unit.handle.flats:
+        flat.is_watched = True
+    handle = RemovableHandle(hooks.callbacks)
+    hooks.callbacks[handle.id] = hook
     return handle

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+import operator
 import sys
 from collections.abc import ItemsView, Iterator, ValuesView
 from types import CodeType, FrameType
@@ -68,6 +70,9 @@ class GuardedParameters(Parameters):
         return super().__iter__()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
+        # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
+        if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
+            return super().items()
         return {name: self._look(name) for name in self}.items()
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
@@ -166,7 +171,7 @@ def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
             raise RuntimeError(
                 f"parameter {held._flatshard_info.fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard "
                 "this rank's part of it once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn "
-                "its FSDP off), and build the module anew"
+                "its FSDP off), and build the module again"
             )
         frame = None if frame is None else frame.f_back
 

@@ -29,8 +29,8 @@ def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute:
     consume(map(setattr, tensors, itertools.repeat(attribute), values))
 
 
-class _Source(NamedTuple):
-    """The ranks that hold the parts, the order of the norms, and their device."""
+class _Origin(NamedTuple):
+    """What a partial norm is a part of: the ranks that hold the parts, the order of the norm, and its device."""
 
     runtime: Runtime
     ord: float
@@ -44,12 +44,12 @@ class PartialNorm(torch.Tensor):
     ranks must do it.
     """
 
-    _source: _Source
+    _origin: _Origin
 
     @classmethod
     def mark(cls, norms: Sequence[torch.Tensor], runtime: Runtime, ord: float, device: torch.device) -> None:
         """Turn 0-dim plain ``norms`` on ``device`` into partial norms, in place. ``runtime``: its ranks hold the parts."""
-        retype(norms, cls, "_source", itertools.repeat(_Source(runtime, ord, device)))
+        retype(norms, cls, "_origin", itertools.repeat(_Origin(runtime, ord, device)))
 
     @classmethod
     def __torch_function__(
@@ -62,18 +62,18 @@ class PartialNorm(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, because torch.nn.utils calls it for each of many norms
         """As ``torch.Tensor.to``. The result is partial, too."""
-        source = self._source
-        if args == (source.device,) and not kwargs:
+        origin = self._origin
+        if args == (origin.device,) and not kwargs:
             return self
         with plainly():
             result = super().to(*args, **kwargs)
             device = result.device
         if result is not self:
-            self.mark([result], source.runtime, source.ord, device)
+            self.mark([result], origin.runtime, origin.ord, device)
         return result
 
 
-_source = operator.attrgetter("_source")
+_origin = operator.attrgetter("_origin")
 
 
 class PartialNorms(torch.Tensor):
@@ -110,21 +110,21 @@ class PartialNorms(torch.Tensor):
     def _total(self, ord: float) -> torch.Tensor | None:
         """The total norm of order ``ord``. None if it cannot be computed from the ranks' own totals."""
         with plainly():
-            by_source = self._by_source()
-            if ord == 0 or any(source is not None and source.ord != ord for source in by_source):
+            by_origin = self._by_origin()
+            if ord == 0 or any(origin is not None and origin.ord != ord for origin in by_origin):
                 return None
-            norms = {source: torch.linalg.vector_norm(values, ord) for source, values in by_source.items()}
-            sharded = {source.runtime: norm for source, norm in norms.items() if source is not None}
+            norms = {origin: torch.linalg.vector_norm(values, ord) for origin, values in by_origin.items()}
+            sharded = {origin.runtime: norm for origin, norm in norms.items() if origin is not None}
             return total_norm(sharded, norms.get(None), ord, f"the total norm of order {ord}")
 
-    def _by_source(self) -> dict[_Source | None, torch.Tensor]:
-        """The norms by source. None: norms that are whole."""
-        if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_source, self._norms))) == 1:  # the usual case
-            return {_source(self._norms[0]): self}
-        found: dict[_Source | None, list[torch.Tensor]] = {}
+    def _by_origin(self) -> dict[_Origin | None, torch.Tensor]:
+        """The norms by origin. None: norms of whole gradients."""
+        if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_origin, self._norms))) == 1:  # the usual case
+            return {_origin(self._norms[0]): self}
+        found: dict[_Origin | None, list[torch.Tensor]] = {}
         for norm in self._norms:
-            found.setdefault(norm._source if isinstance(norm, PartialNorm) else None, []).append(norm)
-        return {source: torch.stack(norms) for source, norms in found.items()}
+            found.setdefault(norm._origin if isinstance(norm, PartialNorm) else None, []).append(norm)
+        return {origin: torch.stack(norms) for origin, norms in found.items()}
 
     def _make_whole(self) -> None:
         make_whole(self._norms)
@@ -177,21 +177,21 @@ def _call_when_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 def make_whole(*arguments: Any) -> None:
     """Reduce all partial numbers in ``arguments``, which may be nested, to plain tensors with the whole values. In place."""
-    norms: dict[_Source, dict[int, PartialNorm]] = {}
+    norms: dict[_Origin, dict[int, PartialNorm]] = {}
     for found in _partial_in(arguments):
         if isinstance(found, PartialNorm):
-            norms.setdefault(found._source, {})[id(found)] = found
+            norms.setdefault(found._origin, {})[id(found)] = found
         else:
             found._make_whole()
-    for source in sorted(norms, key=lambda source: source.runtime.number):
-        parts: list[Any] = list(norms[source].values())
+    for origin in sorted(norms, key=lambda origin: origin.runtime.number):
+        parts: list[Any] = list(norms[origin].values())
         with plainly():
             values = torch.stack(parts)
-            question = f"{len(parts)} norms of order {source.ord}"
-            whole = Aggregate("norm", source.ord).over_ranks(values, source.runtime, question)
+            question = f"{len(parts)} norms of order {origin.ord}"
+            whole = Aggregate("norm", origin.ord).over_ranks(values, origin.runtime, question)
             for part, value in zip(parts, whole.unbind(), strict=True):
                 part.copy_(value)
-                del part._source
+                del part._origin
                 part.__class__ = torch.Tensor
 
 

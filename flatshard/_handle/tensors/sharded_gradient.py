@@ -1,17 +1,17 @@
-"""The ``.grad`` of a sharded parameter: this rank's part. torch's own tools compute norms of the whole gradient from it.
+"""The ``.grad`` of a sharded parameter: this rank's part. Norms that torch computes of it are those of the whole gradient.
 
 [Note: Right with torch's own tools]
-Without this, ``torch.nn.utils.clip_grad_norm_`` would use a local norm, and ``torch.amp.GradScaler`` only the infinities of
-this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor whose ``__class__`` is set, like that of a
-:class:`ShardedParameter`. Its ``__torch_function__`` (it has no ``__torch_dispatch__``) treats some functions differently:
+If ``.grad`` were a plain tensor, ``torch.nn.utils.clip_grad_norm_`` would use the norm of this rank's part, and
+``torch.amp.GradScaler`` would only find infinities on this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor
+whose ``__class__`` is set, like that of a :class:`ShardedParameter`. It has a ``__torch_function__``, and no
+``__torch_dispatch__``. It treats these functions differently:
 
 - Norms of a gradient, and ``_amp_foreach_non_finite_check_and_unscale_``, which ``GradScaler`` calls, communicate.
 - ``detach``, ``.data`` and casts return a sharded gradient again, as in ``p.grad.detach().float().norm()``.
 
-All other functions treat it as a plain tensor, and return plain tensors, which have no relation to other ranks:
-``p.grad.sum()``, ``p.grad.max()`` and ``p.grad.isnan().any()`` are about this rank's part. So are norms of tensors computed
-from it, such as ``(p.grad / 2).norm()``. The gradient of a parameter that is not sharded (``NO_SHARD``, a world of one) is
-plain.
+All other functions treat it as a plain tensor, and return plain tensors. So ``p.grad.sum()``, ``p.grad.max()`` and
+``p.grad.isnan().any()`` are about this rank's part, and so are norms of tensors computed from it, such as
+``(p.grad / 2).norm()``. The gradient of a parameter that is not sharded (``NO_SHARD``, a single rank) is plain.
 """
 
 from __future__ import annotations
@@ -97,13 +97,6 @@ _foreach_utils._foreach_supported_types.append(ShardedGradient)
 
 plain_grad: Any = torch.Tensor.grad
 """The attribute of a plain parameter: a descriptor in C."""
-
-
-def set_gradient(param: nn.Parameter, grad: torch.Tensor | None, info: GradientInfo) -> None:
-    """``param.grad = grad``. If the parameter is sharded, a plain dense ``grad`` becomes a sharded gradient."""
-    plain_grad.__set__(param, grad)
-    if grad is not None and info.runtime is not None:
-        mark(grad, info)
 
 
 def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""What the user and the optimizer see between steps: the user's own parameters, holding this rank's part.
+"""The parameters that the user and the optimizer see between steps: the user's own objects, with this rank's part.
 
 [Note: The user's Parameter objects survive]
 An optimizer, an EMA or a weight-decay rule may have been built from ``model.parameters()`` before sharding. So the
@@ -42,7 +42,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradient
+from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
@@ -53,7 +53,7 @@ _TO_EMPTY = nn.Module.to_empty.__code__
 class Home(Protocol):
     """The flat parameter that a sharded parameter is a slice of."""
 
-    is_watched: bool  # one of its parameters has a post-accumulate-grad hook
+    is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
@@ -163,7 +163,9 @@ class ShardedParameter(nn.Parameter):
     _flatshard_info: ShardInfo
 
     def _set_grad(self, grad: torch.Tensor | None) -> None:
-        set_gradient(self, grad, self._flatshard_info)
+        plain_grad.__set__(self, grad)
+        if grad is not None and self._flatshard_info.runtime is not None:
+            mark(grad, self._flatshard_info)
 
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
@@ -276,16 +278,16 @@ _SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__"
 
 
 def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False) -> None:
-    """[Note: Parts are not matrices]. ``of_vectors``: the use is of a part of a vector no more than of a matrix."""
+    """Raise if ``param`` is a 1-D part of a matrix. ``of_vectors``: also of a vector. [Note: Parts are not matrices]"""
     info = param._flatshard_info
     shape = tuple(full_shape(param))
     if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
         return
     raise RuntimeError(
         f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape} as a 1-D part, "
-        f"and {_SYMBOLS.get(use, use)!r} means the whole. It is whole inside "
-        "`with flatshard.summon_full_params(module):` and in the forward of its module; a method of yours that "
-        "computes with it is one for flatshard.register_forward_method"
+        f"and {_SYMBOLS.get(use, use)!r} needs the whole. It is whole inside "
+        "`with flatshard.summon_full_params(module):` and in the forward of its module. If a method of yours computes with "
+        "it, register the method by flatshard.register_forward_method"
     )
 
 
@@ -296,9 +298,9 @@ def refuse_to_empty(param: ShardedParameter, writer: FrameType) -> None:
         frame = frame.f_back
     if frame is not None and frame.f_code is _TO_EMPTY and not param.is_meta:
         raise RuntimeError(
-            f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. "
-            "fully_shard gives modules on the meta device their memory and values itself, by param_init_fn=... or their "
-            "reset_parameters(): leave to_empty out. To move a sharded module use module.to(device)"
+            f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. Do not "
+            "call to_empty: fully_shard itself allocates and initialises modules on the meta device, by param_init_fn=... "
+            "or their reset_parameters(). To move a sharded module use module.to(device)"
         )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator.harness import Block, Cases, Env, Net, check, mean_square, numbers, sgd
 from pool import Pool
 from torch import Tensor, nn
 
 import flatshard
-from accelerator.harness import Block, Cases, Env, Net, check, mean_square, numbers, sgd
 from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
 

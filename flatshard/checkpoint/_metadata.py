@@ -1,0 +1,93 @@
+"""What is in a checkpoint, and where: torch's metadata, with a sum, and read without executing anything.
+
+[Note: No pickle is executed]
+torch's reader unpickles the metadata, and its planner the values that are not tensors, whatever they say. Here the metadata
+may name the classes of metadata and nothing else, and values are read as ``torch.load(weights_only=True)`` does: so what that
+would refuse is refused when it is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+
+class Body(NamedTuple):
+    """Of an entry that we wrote: its own bytes, within the bytes that torch's reader is told of."""
+
+    start: int  # in the file
+    nbytes: int
+    stride: tuple[int, ...] | None  # in elements; None: the bytes are what torch.save wrote
+    sums: bytes
+
+
+_MAGIC = b"flatshard seal 1"
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
+            return found
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata names {module}.{name}, which no metadata holds: not read"
+        )
+
+
+def seal(data: bytes) -> bytes:
+    """What follows the metadata, where a reader of pickles has stopped."""
+    return _MAGIC + hashlib.blake2b(data, digest_size=32).digest()
+
+
+def unpickled(data: bytes) -> Metadata:
+    """Raises ValueError if it is damaged, or not the metadata of a checkpoint."""
+    size = len(data) - len(seal(b""))
+    sealed = data[max(size, 0) :].startswith(_MAGIC)
+    if sealed and data[size:] != seal(data[:size]):
+        raise ValueError(
+            "the checkpoint's .metadata is damaged: its bytes do not have the sum that they were saved with"
+        )
+    stream = io.BytesIO(data)
+    try:
+        found = _MetadataUnpickler(stream).load()
+        ours = any(hasattr(info, "flatshard") for info in found.storage_data.values())
+        fits = isinstance(found, Metadata) and all(map(_is_entry, found.state_dict_metadata.items()))
+    except pickle.UnpicklingError as e:
+        raise ValueError(f"the checkpoint's .metadata cannot be read: {e}") from None
+    except Exception as e:
+        raise ValueError(f"the checkpoint's .metadata is damaged or cut off: {type(e).__name__}: {e}") from None
+    if not fits or (not sealed and (ours or stream.tell() != len(data))):
+        raise ValueError("the checkpoint's .metadata is damaged or cut off")
+    return found  # type: ignore[no-any-return]
+
+
+def _is_entry(entry: tuple[Any, Any]) -> bool:
+    name, kind = entry
+    if isinstance(kind, TensorStorageMetadata):
+        numbers = [*kind.size, *(n for c in kind.chunks for n in (*c.offsets, *c.sizes))]
+        return isinstance(name, str) and all(isinstance(n, int) and n >= 0 for n in numbers)
+    return isinstance(name, str) and isinstance(kind, BytesStorageMetadata)

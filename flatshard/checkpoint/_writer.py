@@ -1,0 +1,178 @@
+"""Writing the files of a checkpoint, as ``torch.distributed.checkpoint`` has them, at the speed of the disk.
+
+Any reader of torch's reads them. Each rank writes one file. Where an entry's own bytes lie, and their sums, is said in its
+place in the metadata, which torch's reader passes over. [Note: Memory as it is]
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from flatshard._errors import name_list
+from flatshard.checkpoint import _disk as disk
+from flatshard.checkpoint._boxes import memory_dims
+from flatshard.checkpoint._container import ALIGNMENT, BLOCK, around, checksums, memory_of
+from flatshard.checkpoint._metadata import Body, seal
+from flatshard.checkpoint._progress import Progress
+
+_BATCH = 4 * BLOCK  # bytes in one call
+
+
+class Writer(FileSystemWriter):
+    """``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``: one flushed file a rank, without copies.
+
+    Any reader reads what it writes; ``flatshard.checkpoint.Reader`` verifies it.
+    """
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """See torch."""
+        future: Future[list[WriteResult]] = Future()
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        future.set_result(_write_file(Path(self.path), name, plan.items, planner) if plan.items else [])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """See torch."""
+        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
+        metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
+        data = pickle.dumps(metadata)
+        file = disk.create(Path(self.path) / f"{disk.METADATA}.tmp")
+        try:
+            disk.write(file, [memoryview(data), memoryview(seal(data))])
+            disk.flush(file)
+        finally:
+            os.close(file)
+        disk.rename(Path(self.path) / f"{disk.METADATA}.tmp", Path(self.path) / disk.METADATA)
+
+
+def _write_file(directory: Path, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
+    results: list[WriteResult] = []
+    buffers: list[memoryview] = []
+    at = ready = 0
+    file = disk.create(directory / name)
+    try:
+        for item in items:
+            data, head, tail, stride = _pieces(planner.resolve_data(item))
+            memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
+            pad = -at % ALIGNMENT
+            body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
+            info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
+            info.flatshard = tuple(body)  # type: ignore[attr-defined]
+            results.append(WriteResult(item.index, info.length, info))
+            buffers += [memoryview(b) for b in (bytes(pad), head, memory, tail) if len(b)]
+            at += pad + info.length
+            if at - ready > _BATCH:
+                disk.write(file, buffers)
+                ready = at
+                buffers.clear()
+        disk.write(file, buffers)
+        disk.flush(file)
+    except OSError as e:
+        raise type(e)(e.errno, e.strerror, str(directory / name)) from e
+    finally:
+        os.close(file)
+    return results
+
+
+def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:
+    """A tensor on CPU, or a stream; what comes before and after; the strides."""
+    if isinstance(data, io.BytesIO):
+        return data, b"", b"", None
+    tensor = data.detach().cpu()
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        stream = io.BytesIO()
+        torch.save(tensor, stream)
+        return stream, b"", b"", None
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.permute(memory_dims(tensor.shape, tensor.stride())).is_contiguous():
+        tensor = tensor.contiguous()
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return tensor, *around(tensor.dtype, shape, stride, tensor.nbytes), stride
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's, which makes bytes of values at once, refuses what could not be loaded, and counts what it hands out."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+        self._streams: dict[str, io.BytesIO] = {}
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        """See torch.
+
+        Raises:
+            ValueError: with the names of all values that a load would refuse.
+        """
+        super().set_up_planner(state_dict, *args, **kwargs)
+        wrong = []
+        for name, value in self.state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                stream = self._streams[name] = io.BytesIO()
+                try:
+                    torch.save(value, stream)
+                    stream.seek(0)
+                    torch.load(stream, weights_only=True)
+                except Exception as e:
+                    named = re.search(r"(?:GLOBAL|instantiate) (\S+)", str(e))
+                    wrong.append(f"{name!r}: {named[1] if named else f'{type(e).__name__}: {e}'}")
+        if wrong:
+            raise ValueError(
+                "a load would refuse these, as it executes nothing: make them tensors, numbers, strings, or lists and "
+                f"dicts of such; or name their classes to torch.serialization.add_safe_globals. {'; '.join(wrong)}"
+            )
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """See torch."""
+        self._progress.total = sum(map(_write_nbytes, new_plan.items))
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """See torch."""
+        self._progress.add(_write_nbytes(write_item))
+        return self._streams.get(write_item.index.fqn) or super().resolve_data(write_item)
+
+
+def _write_nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def check_plans(plans: Iterable[SavePlan], names: Iterable[str]) -> None:
+    """Every element of every tensor is written by some rank.
+
+    Raises:
+        ValueError: with all names of which elements are missing, or written twice.
+    """
+    sizes: dict[str, int] = {}
+    boxes: dict[str, dict[tuple[int, ...], int]] = {}
+    seen: Counter[str] = Counter()
+    for item in (item for plan in plans for item in plan.items):
+        seen[item.index.fqn] += 1
+        if item.tensor_data is not None:
+            sizes[item.index.fqn] = math.prod(item.tensor_data.size)
+            chunk = item.tensor_data.chunk  # replicated tensors come from every rank: once each
+            boxes.setdefault(item.index.fqn, {})[tuple(chunk.offsets)] = math.prod(chunk.sizes)
+    wrong = [
+        f"{n!r} ({sum(boxes[n].values())} of {size})" for n, size in sizes.items() if sum(boxes[n].values()) != size
+    ]
+    if wrong:
+        raise ValueError(f"elements that the ranks would write, and of the tensor: {', '.join(wrong)}")
+    if lost := [n for n in names if n not in seen]:
+        raise ValueError(f"no rank would write {name_list(lost, 20)}")

@@ -1,0 +1,53 @@
+"""What several clients need: whole state as one process has it, and the layers that a model of transformers names itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import flatshard
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``model`` has units."""
+    return any(isinstance(p, flatshard.tensors.ShardedParameter) for p in model.parameters())
+
+
+def policy_of(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of ``model``'s layers that it names itself, in ``_no_split_modules``, as models of transformers do.
+
+    Raises:
+        ValueError: it names none, or has none of them.
+    """
+    names = {n for m in model.modules() for n in getattr(m, "_no_split_modules", None) or ()}
+    found = {type(m) for m in model.modules() if type(m).__name__ in names}
+    if not found:
+        raise ValueError(f"{type(model).__name__} does not name its layers (_no_split_modules): pass policy={{Block}}")
+    return found
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+    """``optimizer.state_dict()`` as one process has it: by number, with whole tensors. All ranks must call it.
+
+    ``rank0_only``: the other ranks get ``{}``.
+    """
+    state = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=rank0_only)
+    if not state:
+        return state
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return flatshard.checkpoint.rekey(state, names, to="ids")
+
+
+def load_whole(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """``model.load_state_dict(state)``, where ``state`` has tied parameters under one name each, as safetensors do."""
+    first = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in state}
+    tied = {
+        name: state[first[id(p)]]
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if name not in state and id(p) in first
+    }
+    model.load_state_dict({**state, **tied})

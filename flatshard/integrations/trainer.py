@@ -1,0 +1,81 @@
+"""transformers' Trainer: :class:`ShardedTrainer`, or :class:`Sharded` before another Trainer in a class's bases.
+
+What is overridden is where Trainer would put DistributedDataParallel around the model, and what only one rank does though
+all must. A checkpoint is the one that a single process writes: any number of processes resumes from it, with or without this.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+import flatshard
+from flatshard.integrations.accelerate import shard
+from flatshard.integrations.state import is_sharded, policy_of, whole_optimizer_state
+
+
+class Sharded:
+    """Makes a Trainer shard its model: ``class Mine(Sharded, Seq2SeqTrainer)``. All ranks call its methods.
+
+    The model is sharded when training or evaluation begins. Then ``trainer.model`` is the same object, and its parameters are
+    parts: save it by ``trainer.save_model``, and generate inside ``flatshard.keep_unsharded(trainer.model)``.
+    """
+
+    model: nn.Module
+    accelerator: Any
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, sharding: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """As the Trainer's.
+
+        Args:
+            sharding: arguments of ``fully_shard``. ``policy``, if left out: the layers that the model names itself.
+
+        Raises:
+            ValueError: no policy is given, and the model names no layers; or ``fsdp`` or ``deepspeed`` of the Trainer's
+                arguments is set.
+        """
+        super().__init__(*args, **kwargs)
+        if self.args.fsdp or self.args.deepspeed:
+            raise ValueError("the model would be sharded twice: leave out fsdp= and deepspeed= of TrainingArguments")
+        self._sharding = dict(sharding or {})
+        if "policy" not in self._sharding:
+            self._sharding["policy"] = policy_of(self.model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Where the Trainer puts its wrappers: before training, and before evaluation without it."""
+        shard(self.accelerator, self.model, **self._sharding)
+        return self.model
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """What ``from_pretrained`` opens. All ranks must call it."""
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        state = flatshard.checkpoint.full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
+        self._save(folder, state_dict=state)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer asks for the optimizer's state on the rank that saves; here all have a part of it."""
+        state = whole_optimizer_state(self.model, self.optimizer, rank0_only=not self.args.save_on_each_node)
+        if not self.args.should_save:
+            return
+        torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*save.*the state of the optimizer")
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+
+class ShardedTrainer(Sharded, Trainer):
+    """transformers' Trainer of a sharded model: ``ShardedTrainer(model, args, sharding={"policy": {Block}})``."""

@@ -1,0 +1,53 @@
+"""Weights of a sharded model for a copy that generates: verl's and TRL's way, and one that needs no whole state dict.
+
+verl and TRL walk ``model.state_dict().items()`` and call ``value.full_tensor()`` on every rank: that works as it stands, as
+sharded values have it. :func:`sync_weights` gathers unit by unit, which is fewer and larger collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+import flatshard
+
+
+def iter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of what ``model.state_dict()`` has, tied parameters by their first name. All ranks must iterate.
+
+    What ``load_weights`` of an inference engine takes. Buffers come last, this rank's own.
+
+    Args:
+        dtype: cast floating-point values. None: each in its own dtype.
+    """
+    yield from flatshard.checkpoint.iter_full_params(model, dtype=dtype)
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in model.state_dict().items():
+        if name not in params and isinstance(value, torch.Tensor):
+            yield name, value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def sync_weights(
+    model: nn.Module,
+    receive: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    *,
+    dtype: torch.dtype | None = None,
+    on_ranks: Iterable[int] | None = None,
+) -> None:
+    """Call ``receive`` with the whole weights of ``model``, one by one. All ranks must call it.
+
+    Args:
+        receive: ``engine.load_weights``, as of vLLM. It may stop early: the rest is gathered all the same, as other ranks do.
+        dtype: cast floating-point values. None: each in its own dtype.
+        on_ranks: the ranks of the default group that call ``receive``; the others take part in the collectives only. None:
+            all.
+    """
+    weights = iter_weights(model, dtype=dtype)
+    try:
+        if on_ranks is None or torch.distributed.get_rank() in set(on_ranks):
+            receive(weights)
+    finally:
+        for _ in weights:
+            pass

@@ -1,1 +1,0 @@
-"""A simulated accelerator, and the tests that train on it. See ``sim.py``."""

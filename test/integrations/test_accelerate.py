@@ -1,0 +1,195 @@
+"""accelerate around a sharded model: two ranks against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import flatshard
+
+pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), pytest.mark.time_limit(600)]
+
+BATCH, ACCUMULATE = 2, 2
+
+
+def start(model: nn.Module, mixed: str, batch: int = BATCH, **sharding: Any) -> tuple[Any, ...]:
+    """``accelerator, model, optimizer, loader, scheduler``, as a script has them; plain without a process group."""
+    from accelerate import Accelerator
+
+    from flatshard.integrations.accelerate import prepare
+
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=mixed,
+        gradient_accumulation_steps=ACCUMULATE,
+        step_scheduler_with_optimizer=False,  # else a step of it counts once per process
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    objects = (model, optimizer, DataLoader(Tokens(24), batch_size=batch), scheduler)
+    if accelerator.num_processes == 1:
+        return accelerator, *accelerator.prepare(*objects)
+    return accelerator, *prepare(accelerator, *objects, **sharding)
+
+
+def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> list[tuple[float, float]]:
+    """(loss, norm) of each step: the loop of accelerate's own examples."""
+    seen, losses = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                seen.append((sum(losses) / len(losses), float(norm)))
+                losses.clear()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def alone(ctx, kind: str, mixed: str, folder: str, epochs: int) -> tuple[Any, dict[str, Tensor]]:
+    be_alone()
+    parts = start(MODELS[kind](), mixed, batch=2 * BATCH)
+    seen = []
+    for epoch in range(epochs):
+        seen += train(*parts)
+        if epoch == 0:
+            parts[0].save_state(folder)
+    return seen, copied(parts[1])
+
+
+def sharded(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, dict[str, Tensor]]:
+    """Two epochs; the second one once more in a new model, from ``save_state``; and once from the state of one process."""
+    be_a_rank(ctx)
+    parts = start(MODELS[kind](), mixed)
+    accelerator, model = parts[:2]
+    assert accelerator.num_processes == 2
+    assert accelerator.unwrap_model(model) is model
+    assert flatshard.describe(model).units
+    seen = train(*parts)
+    accelerator.save_state(f"{folder}/two")
+    seen += train(*parts)
+    whole = flatshard.checkpoint.full_state_dict(model)
+    again = []
+    for saved in ("two", "one"):
+        be_a_rank(ctx)
+        fresh = start(MODELS[kind](), mixed)
+        fresh[0].load_state(f"{folder}/{saved}")
+        again.append((train(*fresh), flatshard.checkpoint.full_state_dict(fresh[1])))
+    assert again[0][0] == seen[len(seen) // 2 :]
+    for name, value in whole.items():
+        assert torch.equal(value, again[0][1][name]), name
+    return seen, whole, again[1]
+
+
+def resumed_alone(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, dict[str, Tensor]]:
+    """The second epoch in plain accelerate, from what two ranks have saved."""
+    be_alone()
+    parts = start(MODELS[kind](), mixed, batch=2 * BATCH)
+    parts[0].load_state(f"{folder}/two")
+    return train(*parts), copied(parts[1])
+
+
+MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+
+
+@pytest.mark.parametrize(("kind", "mixed"), [("llama", "no"), ("gpt2", "no"), ("llama", "bf16")])
+def test_as_one_process(pair, single, tmp_path: Path, kind: str, mixed: str):
+    """Losses, norms, weights; state saved by either and loaded by the other."""
+    [(expected, weights)] = single.run(alone, kind, mixed, str(tmp_path / "one"), 2, world_size=1)
+    results = pair.run(sharded, kind, mixed, str(tmp_path), world_size=2)
+    [again] = single.run(resumed_alone, kind, mixed, str(tmp_path), world_size=1)
+    close = {"rtol": 2e-2, "atol": 2e-2} if mixed == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
+    second = expected[len(expected) // 2 :]
+    for seen, whole, from_one in results:
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), **close)
+        torch.testing.assert_close(torch.tensor(from_one[0]), torch.tensor(second), **close)
+        for found in (whole, from_one[1]):
+            torch.testing.assert_close({n: found[n] for n in weights}, weights, **close)
+    torch.testing.assert_close(torch.tensor(again[0]), torch.tensor(second), **close)
+    torch.testing.assert_close(again[1], weights, **close)
+
+
+def autocast(ctx) -> list[torch.dtype]:
+    """The dtypes of what a layer and the model put out under accelerate's autocast."""
+    be_a_rank(ctx)
+    _, model, *_ = start(tiny_llama(), "bf16")
+    found = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: found.append(out.dtype))
+    found.append(model(**{n: v[None] for n, v in Tokens(1)[0].items()}).logits.dtype)
+    return found
+
+
+def test_autocast_is_kept(pair):
+    assert pair.run(autocast, world_size=2) == [[torch.bfloat16, torch.float32]] * 2
+
+
+def saving(ctx, folder: str) -> None:
+    be_a_rank(ctx)
+    accelerator, model, *_ = start(tiny_gpt2(), "no")
+    whole = flatshard.checkpoint.full_state_dict(model)
+    state = accelerator.get_state_dict(model)
+    assert (set(state) == set(whole)) if ctx.rank == 0 else (state == {})
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{folder}/pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+
+
+def test_saving(pair, tmp_path: Path):
+    """``save_model`` and ``save_pretrained`` of accelerate's examples write what plain libraries open."""
+    from safetensors.torch import load_file
+    from transformers import GPT2LMHeadModel
+
+    pair.run(saving, str(tmp_path), world_size=2)
+    expected = tiny_gpt2().state_dict()
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert expected.keys() - found.keys() in ({"lm_head.weight"}, {"transformer.wte.weight"})
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+    opened = GPT2LMHeadModel.from_pretrained(tmp_path / "pretrained").state_dict()
+    for name, value in expected.items():
+        assert torch.equal(value, opened[name]), name
+
+
+class Both(nn.Module):
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+
+def refused(ctx) -> list[str]:
+    from accelerate import Accelerator
+
+    from flatshard.integrations.accelerate import prepare
+
+    be_a_rank(ctx)
+    accelerator = Accelerator(cpu=True)
+    messages = []
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    for objects, sharding in [
+        ((nn.Linear(2, 2),), {}),
+        ((a, torch.optim.SGD(Both(a, b).parameters())), {"policy": None}),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            prepare(accelerator, *objects, **sharding)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused(pair):
+    [first, second], _ = pair.run(refused, world_size=2)
+    assert first == "Linear does not name its layers (_no_split_modules): pass policy={Block}"
+    assert "SGD steps parameters of none of the prepared models" in second

@@ -1,0 +1,124 @@
+"""transformers' Trainer with a sharded model: two ranks against one process, checkpoints of either resumed by the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import flatshard
+
+pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), pytest.mark.time_limit(600)]
+
+BATCH, STEPS, HALF = 2, 4, 2
+MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+Log = list[tuple[float, float]]
+
+
+def trainer(kind: str, folder: str, batch: int, **sharding: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from flatshard.integrations.trainer import ShardedTrainer
+
+    args = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_steps=STEPS,
+        save_steps=HALF,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    made, sizes = MODELS[kind](), {"train_dataset": Tokens(32), "eval_dataset": Tokens(8)}
+    return ShardedTrainer(made, args, **sizes, **sharding) if sharding else Trainer(made, args, **sizes)
+
+
+def log_of(trained: Any) -> Log:
+    return [(entry["loss"], float(entry["grad_norm"])) for entry in trained.state.log_history if "loss" in entry]
+
+
+def alone(ctx, kind: str, folder: str) -> tuple[Log, dict[str, Tensor], float]:
+    be_alone()
+    plain = trainer(kind, folder, 2 * BATCH)
+    plain.train()
+    return log_of(plain), copied(plain.model), plain.evaluate()["eval_loss"]
+
+
+def sharded(ctx, kind: str, folder: str) -> tuple[Log, dict[str, Tensor], float, Any, Any]:
+    be_a_rank(ctx)
+    first = trainer(kind, f"{folder}/two", BATCH, sharding={})
+    first.train()
+    assert flatshard.describe(first.model).units
+    loss = first.evaluate()["eval_loss"]
+    whole = flatshard.checkpoint.full_state_dict(first.model)
+    first.save_model(f"{folder}/saved")
+    with torch.no_grad(), flatshard.keep_unsharded(first.model):
+        generated = first.model.generate(Tokens(2).tokens, max_new_tokens=4, do_sample=False)
+    ctx.note("resume what two ranks have saved")
+    be_a_rank(ctx)
+    again = trainer(kind, f"{folder}/two", BATCH, sharding={})
+    again.train(resume_from_checkpoint=f"{folder}/two/checkpoint-{HALF}")
+    assert log_of(again) == log_of(first)
+    for name, value in flatshard.checkpoint.full_state_dict(again.model).items():
+        assert torch.equal(value, whole[name]), name
+    ctx.note("resume what one process has saved")
+    be_a_rank(ctx)
+    other = trainer(kind, f"{folder}/two", BATCH, sharding={})
+    other.train(resume_from_checkpoint=f"{folder}/one/checkpoint-{HALF}")
+    return log_of(first), whole, loss, flatshard.checkpoint.full_state_dict(other.model), generated
+
+
+def afterwards(ctx, kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """In one process: training resumed from what two ranks have saved; their model by ``from_pretrained``, and its tokens."""
+    be_alone()
+    plain = trainer(kind, f"{folder}/one", 2 * BATCH)
+    plain.train(resume_from_checkpoint=f"{folder}/two/checkpoint-{HALF}")
+    opened = type(plain.model).from_pretrained(f"{folder}/saved")
+    with torch.no_grad():
+        generated = opened.generate(Tokens(2).tokens, max_new_tokens=4, do_sample=False)
+    return copied(plain.model), copied(opened), generated
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_as_one_process(pair, single, tmp_path: Path, kind: str):
+    folder = str(tmp_path)
+    [(log, weights, loss)] = single.run(alone, kind, f"{folder}/one", world_size=1)
+    results = pair.run(sharded, kind, folder, world_size=2)
+    [(resumed, opened, tokens)] = single.run(afterwards, kind, folder, world_size=1)
+    close = {"rtol": 1e-3, "atol": 1e-4}  # Trainer logs losses with four digits
+    for seen, whole, evaluated, from_one, generated in results:
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(log), **close)
+        assert evaluated == pytest.approx(loss, rel=1e-4)
+        for found in (whole, from_one):
+            torch.testing.assert_close({n: found[n] for n in weights}, weights, rtol=1e-4, atol=1e-5)
+        for name, value in opened.items():
+            assert torch.equal(value, whole[name]), name
+        assert torch.equal(generated, tokens)
+    torch.testing.assert_close(resumed, weights, rtol=1e-4, atol=1e-5)
+
+
+def evaluates_first(ctx, folder: str) -> tuple[float, list[str]]:
+    """Evaluation without training shards; then it trains. Arguments that would shard twice are refused."""
+    be_a_rank(ctx)
+    first = trainer("llama", folder, BATCH, sharding={"strategy": flatshard.ShardingStrategy.SHARD_GRAD_OP})
+    loss = first.evaluate()["eval_loss"]
+    units = [unit.fqn for unit in flatshard.describe(first.model).units]
+    first.train()
+    return loss, units
+
+
+def test_evaluation_first(pair, tmp_path: Path):
+    (loss, units), (other, _) = pair.run(evaluates_first, str(tmp_path), world_size=2)
+    assert loss == other
+    assert units == ["", "model.layers.0", "model.layers.1"]

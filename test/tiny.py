@@ -1,0 +1,94 @@
+"""Tiny models of transformers from configs, their data, and what its libraries ask of a rank's environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+VOCABULARY = 61
+
+
+def tiny_llama(tied: bool = False, **changes: Any) -> nn.Module:
+    """Two layers, of sizes that two ranks don't divide evenly. The same values whenever it is called."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=36,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **changes,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def tiny_gpt2() -> nn.Module:
+    """Tied embeddings and dropout of zero. The same values whenever it is called."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=36,
+        n_layer=2,
+        n_head=6,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config)
+
+
+class Tokens(Dataset):
+    """Random tokens, each sample its own labels."""
+
+    def __init__(self, count: int, length: int = 7) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(3, VOCABULARY, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
+def be_a_rank(ctx: Any) -> None:
+    """What ``torchrun`` sets, and a fresh state of accelerate, whose singletons outlive a body."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    rank, size = str(ctx.rank), str(ctx.world_size)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def be_alone() -> None:
+    """One process without a process group, and a fresh state of accelerate."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a plain model's parameters."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
