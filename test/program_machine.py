@@ -500,7 +500,10 @@ class Machine:
         if found == "copied unsharded":
             assert twin, text
             busy = (
-                twin.shown or twin.kept or self.interrupted or any(u.gathered_in == -1 for u in units_below(twin.model))
+                twin.shown
+                or twin.kept
+                or self.interrupted
+                or any(u.is_unsharded_by_user for u in units_below(twin.model))
             )
             assert busy, f"nothing of the user's is unsharded: {text}"
         return found
@@ -846,9 +849,7 @@ class Machine:
         if (seen is own) == (shown is not None):
             return  # unsharded by the user: what becomes of a change is not said
         unnoticed = shown is None and s.how == "mul_data"
-        if unnoticed and (
-            twin.kept or any(u.gathered_in == -1 and not u.handle.is_sharded for u in units_below(twin.model))
-        ):
+        if unnoticed and (twin.kept or any(u.is_unsharded_by_user for u in units_below(twin.model))):
             return
         for p in (seen, plain):
             with torch.no_grad():

@@ -205,7 +205,7 @@ class Backward:
         for unit in allowed:
             self._reduce(unit)
             self._ready.remove(unit)
-            if unit.handle.replicas is None or unit.handle.reduces_replicas:  # otherwise it stays open
+            if unit.handle.placement.replicas is None or unit.handle.reduces_replicas:  # otherwise it stays open
                 del self._open[weakref.ref(unit)]
 
     @staticmethod
@@ -243,7 +243,7 @@ class Backward:
         """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
         if self._reducing is None:
             return
-        if self._reducing.handle.replicas is None:
+        if self._reducing.handle.placement.replicas is None:
             self._finish_reduction()
         else:
             self._reducing.handle.advance_reduce()

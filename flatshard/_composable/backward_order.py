@@ -27,7 +27,7 @@ def gather(unit: Unit) -> None:
         for needed in unit.needs:
             unit.context.backward.touch(needed)
             unit.context.make_room(needed)
-            needed.handle.unshard(again=True)
+            needed.handle.unshard(unit.context.pass_id, again=True)
 
 
 def gather_last_inside(step: Step) -> None:

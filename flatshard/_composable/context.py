@@ -155,10 +155,7 @@ class Context:
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()
-                needed.handle.unshard(again=not self.forwards)
-                if self.forwards or (needed.claims and needed.is_kept):  # in backward the version is not needed
-                    needed.note_gathered()
-                needed.gathered_in = self.pass_id
+                needed.handle.unshard(self.pass_id, again=not self.forwards)
                 self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:

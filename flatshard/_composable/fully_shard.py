@@ -38,6 +38,7 @@ from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.placement import Placement
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice, check_layout
@@ -397,11 +398,11 @@ def _make_unit(
     flats = plan_flats(planned, config, context.runtime.world_size, loads)
     runtime = context.runtime.using(config.collectives)
     if config.strategy is ShardingStrategy.NO_SHARD:
-        replicas = runtime
-    elif replicas is not None:
-        replicas = replicas.using(config.collectives)
+        placement = Placement.of(None, runtime)
+    else:
+        placement = Placement.of(runtime, replicas and replicas.using(config.collectives))
     pool = context.pool_of(runtime, config.static_buffers)
-    handle = FlatParamHandle(planned.fqn, flats, runtime, replicas, pool)
+    handle = FlatParamHandle(planned.fqn, flats, runtime, placement, pool)
     unit = Unit(planned.module, handle, context, config)
     set_unit(planned.module, unit)
     return unit

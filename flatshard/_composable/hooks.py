@@ -162,14 +162,16 @@ class UnitHooks:
     def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
         alone = len(unit.claims) == 1 or sum([each.pins for each in unit.claims]) == 1
-        prefetched = context.used(unit)
+        context.used(unit)
         if in_backward:
             context.backward.touch(unit)
+            if handle.is_alias:  # it shows the shards themselves, so the values are current
+                handle.reshard()
         elif alone:
             handle.check_parameters()
             if not handle.is_sharded and unit.is_outdated(context.pass_id):
                 handle.reshard()
-        elif unit.gathered_version != handle.version():
+        elif not handle.is_current():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (by an optimizer step, for example) "
                 "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
@@ -178,16 +180,13 @@ class UnitHooks:
         if handle.is_sharded:
             if context.pools:
                 context.make_room(unit)
-            handle.unshard(in_backward)
-            unit.note_gathered()
-        elif alone and (not prefetched or unit.gathered_in != context.pass_id or handle.is_alias):
-            handle.sync_requires_grad()
-            unit.gathered_version = handle.version()
+            handle.unshard(context.pass_id, in_backward)
+        elif handle.gathered is not None and handle.gathered.by != context.pass_id:
+            handle.take_over(context.pass_id)
         if alone and grad and handle.any_trainable:
             if context.runtime.streams is not None:
                 handle.follow_stream()
             context.backward.expect(unit)
-        unit.gathered_in = context.pass_id
         handle.wait()
         claim.shows = UNSHARDED
         handle.slots.show(UNSHARDED)
@@ -325,7 +324,7 @@ class UnitHooks:
                 context.backward.begin(needed)
             if needed.context.pools:
                 context.make_room(needed)
-            needed.handle.unshard(again=True)
+            needed.handle.unshard(context.pass_id, again=True)
             needed.handle.wait()
             needed.handle.slots.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
         if step.version != unit.handle.version():

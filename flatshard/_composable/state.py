@@ -18,6 +18,7 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, Shown
 from flatshard.layouts import LayoutChoice
 
@@ -65,7 +66,9 @@ class Step:
         self.unit = unit
         self.previous = previous
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
-        self.version = unit.gathered_version  # of the parameters in this forward
+        gathered = unit.handle.gathered
+        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
+        self.version = gathered.version  # of the parameters in this forward
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
 
@@ -148,8 +151,6 @@ class Unit:
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
-        self.gathered_in = -1  # the pass that unsharded the parameters; -1: the user called `unshard`
-        self.gathered_version = -1  # `handle.version()` at that time
         # Backward.
         # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
         self.stand_ins: list[Node] = []
@@ -220,29 +221,20 @@ class Unit:
         return self.handle.label.unit
 
     @property
-    def is_rank0(self) -> bool:
-        """Whether this rank is the first of all ranks that have the unit."""
-        replicas = self.handle.replicas
-        return self.context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
-
-    @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
         return self.handle.all_trainable and not self.partial
 
-    def note_gathered(self) -> None:
-        """Record that the unsharded parameters have the current values of the shards."""
-        self.gathered_version = self.handle.version()
-
     def is_outdated(self, pass_id: int) -> bool:
-        """Whether the shards have changed, or may have, since the parameters were unsharded.
+        """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
+        handle = self.handle
+        return not (handle.is_current(pass_id) or (self.is_kept and handle.is_current()))
 
-        Values from an earlier pass count as outdated, because C++ code may change parameters without changing their version.
-        Values that the user unsharded do not.
-        """
-        if self.gathered_version != self.handle.version():
-            return True
-        return self.gathered_in not in (-1, pass_id) and not (self.claims and self.is_kept)
+    @property
+    def is_unsharded_by_user(self) -> bool:
+        """Whether the user called ``unshard``, and no forward has used the parameters since."""
+        gathered = self.handle.gathered
+        return gathered is not None and gathered.by == BY_USER
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"

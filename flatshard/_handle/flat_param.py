@@ -38,6 +38,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import FlatLayout
+from flatshard._handle.placement import Placement
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
@@ -70,43 +71,40 @@ class FlatParam:
         self,
         layout: FlatLayout,
         originals: Sequence[nn.Parameter],
-        rank: int,
         options: FlatOptions,
-        runtime: Runtime | None = None,
-        replicas: Runtime | None = None,
-        pool: BufferPool | None = None,
-        label: Label | None = None,
+        runtime: Runtime,
+        placement: Placement,
+        pool: BufferPool | None,
+        label: Label,
     ) -> None:
         """Shard ``originals`` in place: each of them becomes its part of the new local shard.
 
-        ``runtime``: of the ranks that hold the shards; norms of gradients are taken over these. ``replicas``: of the ranks
-        that hold the same shard, or None. ``pool``: allocates the unsharded buffer and the reduction's memory; None:
+        ``runtime``: of the unit's collectives. ``pool``: allocates the unsharded buffer and the reduction's memory; None:
         allocated here. ``label``: the unit, for collectives and errors.
         """
         self.layout = layout
-        self._runtime = None if layout.world_size == 1 else runtime  # for norms of gradients: see `ShardInfo`
-        self.rank = rank
+        self.placement = placement
         self.options = options
         self.pool = pool
-        self.label = label or Label("")
+        self.label = label
         self.dtype = originals[0].dtype  # of the shard
-        self._host = None if runtime is None else runtime.host
+        self._host = runtime.host
         at = originals[0].device
         # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
-        self._compute_device = runtime.device if at.type == "meta" and runtime is not None else at
+        self._compute_device = runtime.device if at.type == "meta" else at
         self.device = self._wanted_device if at == self._compute_device else at  # of the shard
         self.filling: Filling | None = None  # from ``allocate`` until the parameters have values
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
+        self._cast_version = -1  # `FlatParamHandle.version` of its values
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
-        self.is_whole = layout.world_size == 1  # the shard is all of the flat parameter
         self._follow_kind()
-        self.slices = layout.shard_slices(rank)
+        self.slices = layout.shard_slices(placement.rank)
+        self.wrappings = tuple(map(wrapping_of, originals))  # None for a plain parameter
         self.shard = self._new_shard()
         self._fill_shard(originals)
-        self.unsharded = UnshardedBuffer(layout, rank, originals, pool, self._compute_device)
+        self.unsharded = self._make_unsharded(originals, pool)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
-        self._beside = next((t for t in map(wrapping_of, originals) if isinstance(t, TensorParallel)), None)
         self.is_watched = False  # see `Home`
         self._place()
         for index, param in enumerate(originals):
@@ -117,14 +115,14 @@ class FlatParam:
         self._synced_at = -1  # `changes.count` at that time
         self.epoch = 0  # increases when the compute parameters need new AccumulateGrad nodes
         self._compute_version = 0
-        self.gradients = FlatGradients(self, replicas)
+        self.gradients = FlatGradients(self)
 
     def _follow_kind(self) -> None:
         """Set what follows from the parameters' dtype and device."""
         self.compute_dtype = self.options.compute_dtype or self.dtype  # of the unsharded parameters
         self.is_offloaded = self.options.offload and self.device == self._host  # the shard is not on the compute device
         same = self.compute_dtype is self.dtype and self._compute_device == self.device and not self.is_offloaded
-        self.is_alias = self.is_whole and same  # the unsharded buffer is the shard
+        self.is_alias = self.placement.shards is None and same  # the unsharded buffer is the shard
 
     @property
     def _wanted_device(self) -> torch.device:
@@ -140,6 +138,9 @@ class FlatParam:
         """Whether the parameters have memory, and perhaps no values yet. [Note: Filled later]"""
         return self.filling is not None
 
+    def _make_unsharded(self, params: Sequence[nn.Parameter], pool: BufferPool | None) -> UnshardedBuffer:
+        return UnshardedBuffer(self.layout, self.placement.rank, params, self.wrappings, self._compute_device, pool)
+
     def _new_shard(self) -> torch.Tensor:
         pinned = self.options.pin_memory and self.is_offloaded
         return torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=pinned)
@@ -147,9 +148,8 @@ class FlatParam:
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _fill_shard(self, originals: Sequence[torch.Tensor]) -> None:
-        for info, part, param in zip(self.layout.params, self.slices, originals, strict=True):
+        for info, part, param, wrapping in zip(self.layout.params, self.slices, originals, self.wrappings, strict=True):
             if part.numel:
-                wrapping = wrapping_of(param)
                 plain = param.detach() if wrapping is None else wrapping.unwrap(param)
                 whole = in_memory_order(plain, info.stride)
                 self.shard[part.start : part.stop].copy_(whole[part.offset : part.offset + part.numel])
@@ -165,7 +165,7 @@ class FlatParam:
     def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
         """Reshape 1-D ``part`` (parameter ``index``'s part, in memory order) to the shape of the user's parameter."""
         info = self.layout.params[index]
-        if self.is_whole:
+        if self.placement.shards is None:
             return part.as_strided(info.shape, info.stride)
         return part.as_strided(info.shape_of(self.slices[index]), info.stride) if info.by_rows else part
 
@@ -174,11 +174,12 @@ class FlatParam:
         grad, param.grad = param.grad, None
         param.data = self.part_view(index)
         end = part.offset + part.numel
-        wrapping, runtime = wrapping_of(param), self._runtime
+        wrapping, runtime = self.wrappings[index], self.placement.shards
         if wrapping is not None:
             runtime = wrapping.norm_runtime(runtime, self._compute_device)
         world = self.layout.world_size
-        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, self._beside)
+        beside = next((w for w in self.wrappings if isinstance(w, TensorParallel)), None)
+        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
         holders = self.layout.holders(index)
         owner = None if len(holders) > 1 else holders[0] if holders else 0
         shard_info = ShardInfo(
@@ -204,7 +205,7 @@ class FlatParam:
         result = copy.copy(self)
         result.label = label
         result.shard = self._new_shard().copy_(self.shard)
-        result.unsharded = UnshardedBuffer(self.layout, self.rank, params, self.pool, self._compute_device)
+        result.unsharded = result._make_unsharded(params, self.pool)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
         result.is_watched = False
@@ -260,6 +261,11 @@ class FlatParam:
                 compute.requires_grad_(requires_grad)
             self.requires_grad = now
             self.epoch += 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the flat parameter."""
+        return self.placement.shards is None
 
     @property
     def is_trainable(self) -> bool:
@@ -376,13 +382,15 @@ class FlatParam:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, runtime: Runtime, again: bool) -> Pending:
-        """Fill the unsharded buffer from all ranks' shards. ``again``: with the values of the last gather."""
+    def gather(self, runtime: Runtime, version: int, again: bool) -> Pending:
+        """Fill the unsharded buffer from all ranks' shards. ``again``: these have not changed since the last gather, unless
+        their ``version`` has.
+        """
         shard = self.shard
         if self.options.keep_cast:
-            if self._cast is None or not again:
+            if self._cast is None or not again or version != self._cast_version:
                 self._cast = None  # frees the old one before the new one is allocated
-                self._cast = self._on_compute_device(runtime).to(self.compute_dtype)
+                self._cast, self._cast_version = self._on_compute_device(runtime).to(self.compute_dtype), version
             shard = self._cast
         elif self.options.offload:
             shard = self._on_compute_device(runtime)
@@ -399,19 +407,19 @@ class FlatParam:
     def _gather_into(
         self, target: UnshardedBuffer, shard: torch.Tensor, runtime: Runtime, again: bool = False
     ) -> Pending:
-        from_elsewhere = getattr(runtime.collectives, "out_of_place", False) and not self.is_whole
+        from_elsewhere = getattr(runtime.collectives, "out_of_place", False) and self.placement.shards is not None
         sent = target.as_sent(shard) if from_elsewhere else None
         if sent is not None:
             target.allocate(None)
             return runtime.all_gather(target.wire, sent, self.label, again)
         target.allocate(shard)
-        if self.is_whole:
+        if self.placement.shards is None:
             return runtime.issued(Done())
         return runtime.all_gather(target.wire, target.own_wire, self.label, again)
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
         """The unsharded values in the parameters' own dtype, in a new buffer."""
-        full = UnshardedBuffer(self.layout, self.rank, self.params, None, self._compute_device)
+        full = self._make_unsharded(self.params, None)
         full.place(self.dtype, self._compute_device, None)
         self._gather_into(full, self._on_compute_device(runtime), runtime.exact).wait()
         return full

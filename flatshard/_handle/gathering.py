@@ -30,19 +30,19 @@ class Gathering:
         self._handle, self._owner = handle, flat
         layout = flat.layout
         self._pending: Pending = Done()
-        if pieces is None and flat.is_whole:
+        if pieces is None and flat.placement.shards is None:
             self.flat = flat.shard
             return
         found = [p for p in pieces or [flat.shard] if p is not None]
         self.flat = torch.zeros(layout.padded_numel, dtype=found[0].dtype, device=flat.unsharded.flat.device)
-        own = self.flat[flat.rank * layout.shard_numel :][: layout.shard_numel]
+        own = self.flat[flat.placement.rank * layout.shard_numel :][: layout.shard_numel]
         if pieces is None:
             own.copy_(flat.shard)
         else:
             for part, piece in zip(flat.slices, pieces, strict=True):
                 if piece is not None:
                     own[part.start : part.stop].copy_(piece)
-        if not flat.is_whole and layout.padded_numel:
+        if flat.placement.shards is not None and layout.padded_numel:
             runtime = handle.runtime.exact
             try:  # as bytes: no backend supports every dtype
                 self._pending = runtime.all_gather(self.flat.view(torch.uint8), own.view(torch.uint8), handle.label)
@@ -72,7 +72,7 @@ class Gathering:
 def exchange(handle: FlatParamHandle, text: str) -> list[str]:
     """Gather ``text`` from every rank, in the order of the ranks that hold the shards."""
     world, rank = handle.runtime.world_size, handle.runtime.rank
-    if handle.flats[0].is_whole:
+    if handle.placement.shards is None:
         return [text]
     runtime, device = handle.runtime.exact, handle.flats[0].unsharded.flat.device
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)

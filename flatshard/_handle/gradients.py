@@ -38,7 +38,6 @@ import torch
 from torch import nn
 
 from flatshard._errors import InternalError
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.incoming import incoming_of
 from flatshard._handle.parts import Parts, info_of_all
 from flatshard._handle.reduction import Reduction
@@ -58,9 +57,9 @@ _NONE = itertools.repeat(None)
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. ``incoming`` collects them; this class assigns the result to ``.grad``."""
 
-    def __init__(self, flat: FlatParam, replicas: Runtime | None) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
-        self.reduction = Reduction(flat, replicas)
+        self.reduction = Reduction(flat)
         self.shard_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
         self.is_watched = False  # part of `Home`, the protocol that this class implements for the flat parameter
@@ -116,7 +115,7 @@ class FlatGradients:
 
     def copy_with(self, flat: FlatParam) -> FlatGradients:
         """A new object for the copy ``flat``, without gradients, as ``copy.deepcopy`` of a parameter makes them."""
-        result = FlatGradients(flat, self.reduction.replicas)
+        result = FlatGradients(flat)
         result.reduction.divide_factor = self.reduction.divide_factor
         result.reduction.reduces_replicas = self.reduction.reduces_replicas
         if self.shard_param is not None:
@@ -217,14 +216,14 @@ class FlatGradients:
         flat, layout = self.flat, self.flat.layout
         device = flat.unsharded.flat.device
         present = torch.zeros(layout.world_size, len(flat.params), dtype=torch.uint8, device=device)
-        local, here = self.local(), present[flat.rank]
+        local, here = self.local(), present[flat.placement.rank]
         here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
         self._gather_now(runtime, present.view(-1), here)
         seen: list[int] = present.amax(0).tolist()
         if not any(seen):
             return [None] * len(seen)
         whole = torch.zeros(layout.padded_numel, dtype=self.reduction.dtype, device=device)
-        shard = whole.view(layout.world_size, -1)[flat.rank]
+        shard = whole.view(layout.world_size, -1)[flat.placement.rank]
         for part, grad in zip(self._parts.of(shard), local, strict=True):
             if grad is not None:
                 part.copy_(grad)
@@ -253,7 +252,7 @@ class FlatGradients:
             if grad is None:
                 param.grad = None
                 continue
-            wrapping = wrapping_of(flat.computes[index])
+            wrapping = flat.wrappings[index]
             plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
             dense = in_memory_order(plain, info.stride)
             mine = flat.shaped(index, dense[part.offset : part.offset + part.numel])

@@ -23,7 +23,8 @@ from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.arrivals import Arrivals
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.lifetime import GradState, Lifetime, ParamState
+from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
+from flatshard._handle.placement import Placement
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
@@ -56,32 +57,30 @@ class FlatParamHandle:
         fqn: str,
         flats: Sequence[PlannedFlat],
         runtime: Runtime,
-        replicas: Runtime | None = None,
+        placement: Placement,
         pool: BufferPool | None = None,
     ) -> None:
         """Flatten and shard the parameters of ``flats`` in place.
 
         Args:
             fqn: the unit's FQN, for errors and traces.
-            flats: the unit's parameters, laid out over the ranks of ``runtime``, or over one rank under ``NO_SHARD``.
-            runtime: the runtime of the group to shard over.
-            replicas: the runtime of the group of ranks that hold the same shard, or None. It is ``runtime`` itself if every
-                rank keeps whole parameters (``NO_SHARD``).
+            flats: the unit's parameters, laid out over ``placement.shards``.
+            runtime: issues the collectives over the ranks to shard over, or under ``NO_SHARD`` over the replicas.
+            placement: which ranks hold what.
             pool: allocates the memory that collectives read and write. pool.py, [Note: Static buffers]
         """
         self.runtime = runtime
         self.arrivals = Arrivals()
         self.slots = Slots()
-        self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.placement = placement
         params = [p for flat in flats for p in flat.params]
         starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
         self.label = self._make_label(fqn, digest([*((p.fqn, tuple(p.param.shape)) for p in params), starts]))
         self.lifetime = Lifetime(self.label)
-        rank = 0 if replicas is runtime else runtime.rank
         self.flats: list[FlatParam] = []
         for planned in flats:
             originals = [p.param for p in planned.params]
-            flat = FlatParam(planned.layout, originals, rank, planned.options, runtime, self.replicas, pool, self.label)
+            flat = FlatParam(planned.layout, originals, planned.options, runtime, placement, pool, self.label)
             self.flats.append(flat)
             for owned, compute in zip(planned.params, flat.computes, strict=True):
                 for module, name in owned.slots:
@@ -91,10 +90,9 @@ class FlatParamHandle:
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self._checked_at = self._synced_at = -1  # `changes.count` at the last `check_parameters`, `sync_requires_grad`
         self._gathers: list[Pending] = []
-        self.is_exact = True  # whether the last all-gather delivered the shards bit for bit
+        self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.on_reduced: Callable[[], None] = _nothing  # called after reduced gradients were set in or added to `.grad`
         self.source: Source | None = None  # set by a feature
-        self._is_whole = replicas is runtime or runtime.world_size == 1
         self.gradient_nodes: list[Node] = []
         self._nodes_stream: Any = None  # the stream that all of them accumulate on; None on CPU
         self._index()
@@ -122,7 +120,8 @@ class FlatParamHandle:
         return self.label.unit
 
     def _make_label(self, fqn: str, identity: str) -> Label:
-        progress = self.runtime.progress or (self.replicas and self.replicas.progress)
+        replicas = self.placement.replicas
+        progress = self.runtime.progress or (replicas and replicas.progress)
         return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
 
     def rename(self, old: str, new: str) -> None:
@@ -137,6 +136,7 @@ class FlatParamHandle:
             for own, compute in zip(flat.params, flat.computes, strict=True):
                 if own is param:
                     self.slots.add(module, name, own, compute)
+                    self._checked_at = -1
                     return
         raise InternalError(f"unit {self.fqn!r} does not own the parameter registered as {name!r}")
 
@@ -172,11 +172,11 @@ class FlatParamHandle:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self, again: bool = False, exactly: bool = False) -> None:
+    def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
         """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
-        ``again``: for a backward, which needs the values of its forward. ``exactly``: gather the shards bit for bit, even if
-        the user's collectives approximate.
+        ``by``: see ``Gathered``. ``again``: for a backward, which needs the values of its forward. ``exactly``: gather the
+        shards bit for bit, even if the user's collectives approximate.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
@@ -184,6 +184,8 @@ class FlatParamHandle:
             self._settle_gathers()
         if self._began_on_meta:
             check_has_memory([self], "unshard")
+        runtime, version = self.runtime.exact if exactly else self.runtime, self.version()
+        exact = runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
         if self._gathered:
             if self._pooled and self.is_blocked:
                 raise RuntimeError(
@@ -191,24 +193,23 @@ class FlatParamHandle:
                     "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
                     "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
                 )
-            runtime = self.runtime.exact if exactly else self.runtime
             instead = None if self.source is None else self.source.gathers(self._gathered, again)
             if _trace.sinks and instead is None:
-                _trace.event("cast" if self._is_whole else "all-gather", self.fqn)
+                _trace.event("cast" if self.placement.shards is None else "all-gather", self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(runtime, again, instead)
+                self._start_gathers(runtime, version, again, instead)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(runtime, again, instead)
+                    self._start_gathers(runtime, version, again, instead)
+        self.gathered = Gathered(version, by, exact)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, again: bool, instead: Iterable[Pending] | None) -> None:
+    def _start_gathers(self, runtime: Runtime, version: int, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             if instead is None:
-                self.is_exact = runtime is runtime.exact
                 for flat in self._gathered:
-                    self._gathers.append(flat.gather(runtime, again))
-            else:  # `is_exact` stays: these are the values of the last gather
+                    self._gathers.append(flat.gather(runtime, version, again))
+            else:
                 for started in instead:
                     self._gathers.append(started)  # at once: a later one may raise
         except BaseException as e:
@@ -237,7 +238,7 @@ class FlatParamHandle:
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
-        if not self.is_exact:
+        if self.gathered is not None and not self.gathered.exact:
             for flat in self._gathered:
                 flat.keep_gathered()
 
@@ -278,6 +279,28 @@ class FlatParamHandle:
             for flat in self._gathered:
                 flat.free()
         self.lifetime.move_params("reshard")
+        self.gathered = None
+
+    def is_current(self, pass_id: int | None = None) -> bool:
+        """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
+        user's, because C++ code may have changed the shards since an earlier pass without changing their version.
+        """
+        gathered = self.gathered
+        if gathered is None or gathered.version != self.version():
+            return False
+        return pass_id is None or gathered.by in (BY_USER, pass_id)
+
+    def take_over(self, by: int) -> None:
+        """The unsharded parameters are for ``by`` from now on: see ``Gathered``."""
+        if self.gathered is not None:
+            self.gathered = self.gathered._replace(by=by)
+
+    def gather_again(self) -> None:
+        """Gather the values that the shards have now, if the parameters are unsharded."""
+        if (before := self.gathered) is not None:
+            self.reshard()
+            self.unshard(before.by, exactly=before.exact)
+            self.wait()
 
     def forget_cast(self) -> None:
         """Free the cast shards: no backward will need the values of a forward. See ``FlatOptions.keep_cast``."""
@@ -296,7 +319,7 @@ class FlatParamHandle:
         """Adopt parameters that the user replaced, froze or unfroze since the last call, or raise. These are changes by
         ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
         """
-        if self._checked_at == changes.count and self.slots.are_guarded:
+        if self._checked_at == changes.count:
             return
         cut_all()
         for module, name, sharded, new in self.slots.replaced():
@@ -327,7 +350,7 @@ class FlatParamHandle:
         if self._began_on_meta and self._began_on_meta != self.on_meta:
             self._index()
         self.sync_requires_grad()
-        self._checked_at = changes.count
+        self._checked_at = changes.count if self.slots.are_guarded else -1
 
     def version(self) -> int:
         """Increases with every change of the parameters' values, by the same amount on all ranks."""
@@ -337,6 +360,12 @@ class FlatParamHandle:
     def increment_version(self) -> None:
         """Record that the shards were written directly, not through the parameters. All ranks call it alike."""
         increment_version(self._params)
+
+    def note_written_back(self) -> None:
+        """Record that the shards were changed to what is unsharded. All ranks call it alike."""
+        self.increment_version()
+        if self.gathered is not None:
+            self.gathered = self.gathered._replace(version=self.version())
 
     def sync_requires_grad(self) -> None:
         """Adopt parameters that the user froze or unfroze."""
@@ -417,7 +446,7 @@ class FlatParamHandle:
         """Start averaging the gradients over the ranks."""
         self.lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event("all-reduce" if self._is_whole else "reduce-scatter", self.fqn)
+            _trace.event("all-reduce" if self.placement.shards is None else "reduce-scatter", self.fqn)
         self.arrivals.task = -1
         try:
             for flat in self.flats:
@@ -442,7 +471,7 @@ class FlatParamHandle:
 
     def advance_reduce(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute. Without replicas: nothing."""
-        if self.replicas is not None:
+        if self.placement.replicas is not None:
             for grads in self._gradients:
                 grads.reduction.advance(self.runtime)
 
@@ -567,7 +596,7 @@ class FlatParamHandle:
         result.label = self._make_label(self.fqn, self.label.identity)
         result.lifetime, result.arrivals, result.slots = Lifetime(result.label), Arrivals(), Slots()
         result.source = copy.deepcopy(self.source, memo)
-        result.flats, result._gathers = [], []
+        result.flats, result._gathers, result.gathered = [], [], None
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, result.label)

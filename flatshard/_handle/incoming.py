@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.reduction import Reduction, exactly_sent_as
 from flatshard._handle.reduction_input import ReductionInput, make_input
 from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
@@ -113,11 +111,6 @@ def check(flat: FlatParam, index: int, grad: torch.Tensor) -> None:
         )
 
 
-def _wrappings(flat: FlatParam) -> list[Wrapping | None]:
-    """How to get the local, plain tensor out of each gradient: the same way as for its parameter."""
-    return [wrapping_of(compute) for compute in flat.computes]
-
-
 class HandedOver:
     """Assigns each gradient to ``.grad`` without a copy. Used on a single rank."""
 
@@ -127,7 +120,6 @@ class HandedOver:
     def __init__(self, flat: FlatParam, reduction: Reduction) -> None:
         self._flat = flat
         self._reduction = reduction
-        self._wrappings = _wrappings(flat)
         self._given = [False] * len(flat.params)
 
     @property
@@ -140,7 +132,7 @@ class HandedOver:
         grad, compute.grad = compute.grad, None
         if grad is not None:
             check(self._flat, index, grad)
-            wrapping = self._wrappings[index]
+            wrapping = self._flat.wrappings[index]
             self.put(index, grad if wrapping is None else wrapping.local_gradient(grad))
 
     def put(self, index: int, grad: torch.Tensor) -> None:
@@ -198,8 +190,7 @@ class Collected:
         self._input: ReductionInput = make_input(flat, reduction.reduce_dtype)
         self._filled: list[bool] | None = None  # for each slot, whether it has a gradient; None: there is no input yet
         self._waiting = False  # gradients are in the compute parameters' `.grad`
-        self._wrappings = _wrappings(flat)
-        self._any_wrapped = any(w is not None for w in self._wrappings)
+        self._any_wrapped = any(w is not None for w in flat.wrappings)
         nbytes = flat.layout.padded_numel * reduction.reduce_dtype.itemsize
         self._is_small = nbytes < SMALL
         self._waits_for_all = waits_for_all(flat.is_whole, nbytes)
@@ -237,7 +228,7 @@ class Collected:
             self.put(index, self._local(index, grad))
 
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        wrapping = self._wrappings[index]
+        wrapping = self._flat.wrappings[index]
         return grad if wrapping is None else wrapping.local_gradient(grad)
 
     def put(self, index: int, grad: torch.Tensor) -> None:
@@ -306,7 +297,7 @@ class Collected:
         flat, reduction = self._flat, self._reduction
         if self._waiting or (self._filled is None and self._waits_for_all):
             widens = getattr(runtime.collectives, "widens", False)
-            narrow = widens and not (accumulates or flat.is_whole)
+            narrow = widens and not (accumulates or flat.placement.shards is None)
             self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
         filled = self._ensure_input(reduction.reduce_dtype)
         no_gradient: list[int] = []
@@ -326,7 +317,7 @@ class Collected:
 
     def free_reduced(self) -> None:
         """See :class:`Incoming`."""
-        if not self._flat.is_whole:  # otherwise the input is the result
+        if self._flat.placement.shards is not None:  # otherwise the input is the result
             self._input.free()
 
     def end(self) -> tuple[torch.Tensor | None, list[bool]]:

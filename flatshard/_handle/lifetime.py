@@ -4,7 +4,7 @@ Parameters, in terms of memory:
 
 - SHARDED      only the local shard exists; the unsharded buffer has no storage.
 - UNSHARDING   the unsharded buffer has storage, and an all-gather is writing to it: it must not be read.
-- UNSHARDED    the unsharded buffer holds every parameter.
+- UNSHARDED    the unsharded buffer holds every parameter: which values, a :class:`Gathered` says.
 
 Gradients between a unit's first gradient and the end of its reduction:
 
@@ -20,6 +20,7 @@ needed. A transition that is not in the tables is a bug in flatshard: it raises,
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 from flatshard._comm.progress import Label
 from flatshard._errors import InternalError
@@ -57,6 +58,18 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.FILLING, "discard"): GradState.NONE,  # after an exception in backward
     (GradState.HELD, "discard"): GradState.NONE,
 }
+
+
+BY_USER = -1
+"""As ``Gathered.by``: the user called ``unshard``, and no forward has used the parameters since."""
+
+
+class Gathered(NamedTuple):
+    """Which values the unsharded parameters have. The handle makes a new one with each gather."""
+
+    version: int  # of the shards that they were gathered from: `FlatParamHandle.version`
+    by: int  # the last pass that wanted them, or BY_USER
+    exact: bool  # they are equal to the shards bit for bit, up to the cast
 
 
 class Lifetime:

@@ -53,7 +53,7 @@ class Parts:
 
         ``as_gradients``: return them as they are stored in ``.grad``, see ``ShardedGradient``.
         """
-        if self._flat.is_whole:
+        if self._flat.placement.shards is None:
             whole = [shard.as_strided(info.shape, info.stride, info.start) for info in self._flat.layout.params]
             if as_gradients and self._infos:  # of DTensors, which are sharded over their own mesh
                 mark_all([whole[k] for k in self._here], self._infos)
@@ -76,7 +76,7 @@ def info_of_all(flat: FlatParam) -> ShardInfo:
     infos = [shard_info(p) for p in flat.params]
     runtime, counted = common_runtime([None if info is None else info.runtime for info in infos])
     others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]
-    start = flat.rank * layout.shard_numel
+    start = flat.placement.rank * layout.shard_numel
     return ShardInfo(
         f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
         (layout.padded_numel,),

@@ -40,10 +40,10 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 class Reduction:
     """The reductions of one flat parameter, one at a time. It exists as long as the flat parameter."""
 
-    def __init__(self, flat: FlatParam, replicas: Runtime | None) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
-        self.replicas = replicas  # the group of ranks that hold the same shard, or None
-        self.ranks = flat.layout.world_size * (replicas.world_size if replicas is not None else 1)
+        self._placement = flat.placement
+        self.ranks = flat.placement.ranks
         self.divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by their number
         self.reduces_replicas = True  # False: [Note: Accumulating within the shard group]
         self._partial: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class Reduction:
 
     def prepare(self, input: torch.Tensor) -> None:
         """Allocate the output, on the stream that will use it. If nothing is sharded, the input is the output."""
-        if self.flat.is_whole:
+        if self._placement.shards is None:
             self._output = input
         else:
             self._output = self.allocate(self.flat.layout.shard_numel, self.reduce_dtype, input.device)
@@ -92,25 +92,25 @@ class Reduction:
 
     def _start(self, runtime: Runtime, input: torch.Tensor) -> None:
         assert self._output is not None
-        if self.flat.is_whole:
+        if self._placement.shards is None:
             self._pending = self._reduce_replicas(runtime)
         else:
             self.unused.tell(runtime, self.flat.label)
             self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
-            if self.replicas is not None:
+            if self._placement.replicas is not None:
                 self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
         if self.flat.is_offloaded:
             self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
 
     @property
     def _phase(self) -> str:
-        return "all-reduce" if self.flat.is_whole else "reduce-scatter"
+        return "all-reduce" if self._placement.shards is None else "reduce-scatter"
 
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
-        output = self._output
+        output, replicas = self._output, self._placement.replicas
         assert output is not None
-        if self.replicas is None:
+        if replicas is None:
             return runtime.issued(Done())
         if self._pending is not None:
             self._find_unused(self._pending)
@@ -120,7 +120,7 @@ class Reduction:
             self.unused.add_held()
         if self.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
-            replicas = runtime if runtime.group is self.replicas.group else self.replicas
+            replicas = runtime if runtime.group is replicas.group else replicas
             self.unused.tell(replicas, self.flat.label)
             pending = replicas.all_reduce(output, self.flat.label)
             return pending if earlier is None else Holding(pending, [earlier])

@@ -130,8 +130,8 @@ def left_on_any_rank(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
 def end_filling(handle: FlatParamHandle) -> None:
     """All parameters have values. Replicas get those of the first one, as their random generators may have differed."""
     for flat in handle.flats:
-        if flat.filling is not None and handle.replicas is not None:
-            handle.replicas.broadcast_now(flat.shard)
+        if flat.filling is not None and handle.placement.replicas is not None:
+            handle.placement.replicas.broadcast_now(flat.shard)
         flat.filling = None
 
 

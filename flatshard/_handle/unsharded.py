@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool, Slot
 
@@ -34,24 +35,25 @@ class UnshardedBuffer:
         layout: FlatLayout,
         rank: int,
         originals: Sequence[nn.Parameter],
-        pool: BufferPool | None,
+        wrappings: Sequence[Wrapping | None],
         device: torch.device,
+        pool: BufferPool | None,
     ) -> None:
         """Call ``place`` next.
 
-        ``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
-        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers] ``device``: of the compute
-        parameters.
+        ``originals``: the user's parameters; the compute parameters share their attributes. ``wrappings``: of each of them.
+        ``device``: of the compute parameters. ``pool``: provides the memory; None: the buffer has its own storage, which is
+        resized. pool.py, [Note: Static buffers]
         """
         self.layout = layout
         self.rank = rank
         self._pool = pool
         self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
-        self.computes = tuple([self._make_compute(param, device) for param in originals])
+        self._wrappings = tuple(wrappings)
+        self.computes = tuple([self._make_compute(p, w, device) for p, w in zip(originals, wrappings, strict=True)])
 
     @staticmethod
-    def _make_compute(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-        wrapping = wrapping_of(param)
+    def _make_compute(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device) -> nn.Parameter:
         empty = torch.empty(0, dtype=param.dtype, device=device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
@@ -71,9 +73,9 @@ class UnshardedBuffer:
         """Make ``flat`` the buffer, and all tensors views of it."""
         self.flat, layout = flat, self.layout
         dtype, device = flat.dtype, flat.device
-        for info, compute in zip(layout.params, self.computes, strict=True):
+        for info, compute, wrapping in zip(layout.params, self.computes, self._wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if (wrapping := wrapping_of(compute)) is not None:
+            if wrapping is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
                 plain.data = view  # a tensor of its own: compiled graphs save the tensors inside a subclass
                 wrapping.point(compute, plain)
@@ -88,7 +90,9 @@ class UnshardedBuffer:
         )
         self._storage = self.flat.untyped_storage()
         self._plain = [
-            c for c, info in zip(self.computes, layout.params, strict=True) if info.numel and wrapping_of(c) is None
+            c
+            for c, info, wrapping in zip(self.computes, layout.params, self._wrappings, strict=True)
+            if info.numel and wrapping is None
         ]
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
             self.flat.storage_offset() * self.flat.itemsize
@@ -144,9 +148,9 @@ class UnshardedBuffer:
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
         moved = False
-        for info, compute in zip(self.layout.params, self.computes, strict=True):
+        for info, compute, wrapping in zip(self.layout.params, self.computes, self._wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if wrapping_of(compute) is None and compute.data_ptr() != view.data_ptr():
+            if wrapping is None and compute.data_ptr() != view.data_ptr():
                 if compute.shape != view.shape:
                     raise RuntimeError(
                         f"parameter {info.fqn!r} was replaced in its unit's forward by a tensor of shape "

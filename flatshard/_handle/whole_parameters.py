@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.adapters.wrapping import remember
+from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.handle import FlatParamHandle
 
 
@@ -28,11 +27,19 @@ class WholeParameters:
             if flat.compute_dtype is not flat.dtype or self._handle.is_sharded:
                 whole = flat.gather_full_precision(self._handle.runtime).computes
             else:
-                whole = tuple([copy_whole(c, device or c.device) for c in flat.computes])
-            for param, value in zip(flat.params, whole, strict=True):
+                whole = tuple([_copy(c, w, device) for c, w in zip(flat.computes, flat.wrappings, strict=True)])
+            for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
                 value.requires_grad_(param.requires_grad)
-                copies[id(param)] = value if device in (None, value.device) else copy_whole(value, device)
+                copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
         return copies
+
+    def copy_copies(self, copies: dict[int, nn.Parameter], device: torch.device) -> dict[int, nn.Parameter]:
+        """Copies of ``copies``, without their gradients."""
+        return {
+            id(param): _copy(copies[id(param)], wrapping, device)
+            for flat in self._handle.flats
+            for param, wrapping in zip(flat.params, flat.wrappings, strict=True)
+        }
 
     def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
         """Copy the whole gradients of the registered parameters to ``copies``."""
@@ -71,11 +78,13 @@ class WholeParameters:
             # Frozen parameters are included: they may have an old gradient.
             if flat.dtype.is_floating_point or flat.dtype.is_complex:
                 whole = flat.gradients.gather(self._handle.runtime)
-                for param, compute, grad in zip(flat.params, flat.computes, whole, strict=True):
+                for param, compute, wrapping, grad in zip(
+                    flat.params, flat.computes, flat.wrappings, whole, strict=True
+                ):
                     target = compute if copies is None else copies[id(param)]
                     if grad is not None and grad.dtype is not target.dtype:
                         target.grad_dtype = grad.dtype  # keep_low_precision_grads
-                    if grad is not None and (wrapping := wrapping_of(target)) is not None:
+                    if grad is not None and wrapping is not None:
                         grad = wrapping.wrap_gradient(grad)
                     target.grad = None if grad is None else grad.to(target.device)
 
@@ -86,13 +95,10 @@ class WholeParameters:
                 compute.grad = None
 
 
-def copy_whole(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    """A copy of an unsharded parameter (or of a copy of one), without its gradient. ``device``: None: the same device."""
-    wrapping = wrapping_of(param)
+def _copy(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device | None = None) -> nn.Parameter:
+    """A copy of a whole parameter, without its gradient. ``device``: None: the same device."""
     plain = param.detach() if wrapping is None else wrapping.unwrap(param)
-    value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device).copy_(plain)
-    if wrapping is None:
-        return nn.Parameter(value, param.requires_grad)
-    result = nn.Parameter(wrapping.wrap(value), param.requires_grad)
-    remember(result, wrapping)
-    return result
+    value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device or plain.device).copy_(
+        plain
+    )
+    return nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)

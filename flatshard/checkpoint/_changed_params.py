@@ -194,9 +194,9 @@ class _Source(NamedTuple):
 def _sources(module: nn.Module, verb: str) -> Iterator[_Source]:
     flats = idle_flats(module, verb)
     for unit, buffers in flats:
-        if unit.handle.replicas is None or unit.handle.replicas.rank == 0:
+        if unit.handle.placement.is_first_replica:
             yield _Source(buffers.shard, buffers.compute_dtype, buffers, None)
-    if all(unit.is_rank0 for unit, _ in flats):
+    if all(unit.handle.placement.is_rank0 for unit, _ in flats):
         for param in module.parameters():
             if not isinstance(param, ShardedParameter):
                 yield _Source(param.detach().reshape(-1), param.dtype, None, param)

@@ -232,7 +232,7 @@ def _agree(names: Names, everything: list[Named], state: State) -> Kinds:
                 having = sorted((rank[fqn] for rank in ranks if fqn in rank), key=lambda each: not each[0])
                 result[fqn] = {key: kind for _, kinds in reversed(having) for key, kind in kinds.items()}
     shared = [unit for unit, flat in names.flats if not flat.is_whole]
-    replicas = [unit.handle.replicas for unit in shared if unit.handle.replicas is not None]
+    replicas = [unit.handle.placement.replicas for unit in shared if unit.handle.placement.replicas is not None]
     if on_any_rank(replicas, on_any_rank([unit.context.runtime for unit in shared], bool(problems))):
         raise ValueError(
             "optim_state_dict(full=True): the ranks' optimizers differ, so no whole state can be put together: "

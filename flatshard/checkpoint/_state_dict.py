@@ -261,7 +261,7 @@ def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
         "starts": [i.start for i in infos],
         "shard_numel": flat.layout.shard_numel,
         "world_size": flat.layout.world_size,
-        "rank": flat.rank,
+        "rank": flat.placement.rank,
         "dtype": str(flat.dtype),
         "tensor_parallel": [None if p is None else list(p.mesh.get_coordinate()) for p in parallels],
     }
@@ -298,7 +298,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
 
 
 def is_first_rank(units: list[Unit]) -> bool:
-    return has_first_copy(units) and all(unit.is_rank0 for unit in units)
+    return has_first_copy(units) and all(unit.handle.placement.is_rank0 for unit in units)
 
 
 def has_first_copy(units: list[Unit]) -> bool:
@@ -306,7 +306,7 @@ def has_first_copy(units: list[Unit]) -> bool:
     infos = [shard_info(p) for u in units for b in u.handle.flats for p in b.params]
     parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
     return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
-        u.handle.replicas is None or u.handle.replicas.rank == 0 for u in units
+        u.handle.placement.is_first_replica for u in units
     )
 
 

@@ -59,15 +59,18 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
             compared.setdefault(runtime.number, (runtime, []))[1].extend(values)
 
     for unit in units:
-        compare(unit.handle.replicas, _parameters(unit))
+        compare(unit.handle.placement.replicas, _parameters(unit))
     for unit, fqn, param in added:
-        for runtime in (unit.context.runtime, unit.handle.replicas if unit.config.strategy.is_hybrid else None):
+        for runtime in (
+            unit.context.runtime,
+            unit.handle.placement.replicas if unit.config.strategy.is_hybrid else None,
+        ):
             compare(runtime, [(fqn, param.data)])
     if buffers:
         for unit, values in _buffers(module):
             compare(unit.context.runtime, values)
             if unit.config.strategy.is_hybrid:
-                compare(unit.handle.replicas, values)
+                compare(unit.handle.placement.replicas, values)
     problems = [p for number in sorted(compared) if (p := _compare(*compared[number]))]
     shards = [u.context.runtime for u in units if u.config.strategy.is_hybrid]
     differ_elsewhere = on_any_rank(shards, bool(problems))

@@ -34,7 +34,7 @@ class Owned:
         self.is_cut = len(holders) > 1
         self.owner = self._choose(holders, work, loads)
         loads[self.owner] += work
-        self.is_mine = flat.is_whole or self.owner == flat.rank
+        self.is_mine = flat.is_whole or self.owner == flat.placement.rank
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
         self._whole: torch.Tensor | None = None  # the whole values of a cut parameter, while this rank steps it
         self._grad: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class Owned:
 
     def gather(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
         """Add what this rank must send and receive, so that the owner gets the whole gradient and parameter."""
-        info, rank = self.flat.layout.params[self.index], self.flat.rank
+        info, rank = self.flat.layout.params[self.index], self.flat.placement.rank
         known = shard_info(self.param)
         assert known is not None
         grad = self.param.grad
@@ -99,7 +99,7 @@ class Owned:
             self._grad = None
             for holder, part in self._parts:
                 piece = self._whole[part.offset : part.offset + part.numel]
-                if holder == self.flat.rank:
+                if holder == self.flat.placement.rank:
                     self._own().copy_(piece)
                 else:
                     sent.append((piece, holder))

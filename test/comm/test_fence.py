@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardingStrategy, _config, fully_shard
 from flatshard._composable.state import unit_of
+from flatshard._handle.lifetime import BY_USER
 
 WIDTH = 5
 DELAY = 0.002
@@ -215,7 +216,7 @@ def drop(ctx) -> None:
                 elif how == "prefetch":
                     unit = unit_of(run.model[0])
                     assert unit is not None
-                    unit.handle.unshard()
+                    unit.handle.unshard(BY_USER)
                 else:
                     fence.interrupt_at(2)
                     with pytest.raises(KeyboardInterrupt):

@@ -94,8 +94,8 @@ def collectives(ctx) -> dict[str, int]:
     model = fully_shard(Net(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     calls: dict[str, int] = {}
     for unit in units_below(model):
-        assert unit.handle.replicas is not None
-        for runtime, kind in ((unit.handle.runtime, "shard"), (unit.handle.replicas, "replicate")):
+        assert unit.handle.placement.replicas is not None
+        for runtime, kind in ((unit.handle.runtime, "shard"), (unit.handle.placement.replicas, "replicate")):
             for verb in ("all_gather", "reduce_scatter", "all_reduce"):
                 count(runtime.collectives, verb, f"{verb} over {kind}", calls)
     x = torch.randn(2, 5)
@@ -197,10 +197,10 @@ def node_mesh(ctx) -> None:
         del os.environ["LOCAL_WORLD_SIZE"]
     (unit, *_), (same, *_) = units_below(model), units_below(other)
     assert unit.handle.runtime.world_size == 2
-    assert unit.handle.replicas is not None
-    assert unit.handle.replicas.world_size == 2
+    assert unit.handle.placement.replicas is not None
+    assert unit.handle.placement.replicas.world_size == 2
     assert unit.context is same.context  # one mesh for all calls
-    assert unit.is_rank0 == (ctx.rank == 0)
+    assert unit.handle.placement.is_rank0 == (ctx.rank == 0)
 
 
 def test_groups_are_built_from_the_local_world_size(pool):

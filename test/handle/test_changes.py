@@ -133,10 +133,10 @@ def assigned(ctx: Any) -> None:
             assert model[0].weight is held
             assert (flatshard.checkpoint.full_state_dict(model)["0.weight"] == 0.25).all()
             for other, why in ((nn.Parameter(torch.ones(2, 2)), r"by one of shape \(2, 2\)"), (None, "deleted")):
-                with pytest.raises(RuntimeError, match=rf"'0.weight' was .*{why}"):  # noqa: SIM117
+                with pytest.raises(RuntimeError, match=rf"'0.weight' .*was .*{why}"):  # noqa: SIM117
                     with summon_full_params(model, offload_to_cpu=offload):
                         model[0].weight = other
-            with pytest.raises(RuntimeError, match=r"'0.bias' was tied to '2.bias'|'0.bias' was replaced"):  # noqa: SIM117
+            with pytest.raises(RuntimeError, match=r"'0.bias' was tied to '2.bias'|'0.bias' .*was replaced"):  # noqa: SIM117
                 with summon_full_params(model, offload_to_cpu=offload):
                     model[0].bias = model[2].bias
             assert not any(unit.claims for unit in units_below(model))
@@ -218,7 +218,9 @@ def in_summon(ctx: Any) -> None:
     with summon_full_params(model, with_grads=True):
         with pytest.raises(RuntimeError, match=r"runs backward inside summon_full_params\(with_grads=True\)"):
             loss.backward()
-        with pytest.raises(RuntimeError, match=r"reduce_gradients: .* show gradients inside"):
+        with pytest.raises(
+            RuntimeError, match=r"reduce_gradients: called inside summon_full_params\(with_grads=True\)"
+        ):
             flatshard.reduce_gradients(model)
 
 

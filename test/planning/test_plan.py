@@ -119,7 +119,7 @@ def _caller() -> str:
 def put_on_wire(model: nn.Module, accelerator: bool = False) -> Wire:
     wire = Wire(widens=not accelerator)  # as gloo
     for unit in units_below(model):
-        for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.replicas):
+        for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.placement.replicas):
             if runtime is not None:
                 runtime.collectives = wire
         if unit.handle.source is not None:

@@ -136,7 +136,7 @@ def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) ->
 
 def _check_all_reduce(units: list[Unit]) -> None:
     for unit in units:
-        if unit.handle.replicas is None or not unit.config.strategy.is_hybrid:
+        if unit.handle.placement.replicas is None or not unit.config.strategy.is_hybrid:
             raise ValueError(
                 f"configure(all_reduce=...): unit {unit.fqn or '<root>'!r} has strategy {unit.config.strategy.name} and no "
                 "replicas to reduce over: use gradient_sync=..., or a hybrid strategy over more than one group"

@@ -12,9 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatshard._composable.claims import Claim
 from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit, settle, units_below
+from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.whole_parameters import WholeParameters, copy_whole
+from flatshard._handle.whole_parameters import WholeParameters
 
 summoned_units: list[list[Unit]] = []
 """For each ``summon_full_params`` that is active: its units."""
@@ -66,7 +67,7 @@ def summon_full_params(
     try:
         for unit in units:
             shown.append(_Summoned(unit, with_grads, offload_to_cpu, rank0_only))
-            if rank0_only and not unit.is_rank0:
+            if rank0_only and not unit.handle.placement.is_rank0:
                 shown[-1].hide()
         for context in {unit.context for unit in units}:
             context.runtime.wait_for_host_reads()
@@ -162,13 +163,11 @@ class _Summoned(Claim):
         if around and not offload_to_cpu:
             copies, self.shares_copies = around[-1], True
         elif around:
-            copies = {key: copy_whole(shown, torch.device("cpu")) for key, shown in around[-1].items()}
+            copies = whole.copy_copies(around[-1], torch.device("cpu"))
         else:
             if not mixed or not alone:
-                handle.unshard(exactly=True)
+                handle.unshard(unit.context.pass_id, exactly=True)
                 handle.wait()
-                unit.gathered_in = unit.context.pass_id
-                unit.gathered_version = handle.version()
             if offload_to_cpu or mixed:
                 copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
                 for flat in handle.flats:
@@ -251,8 +250,7 @@ class _Summoned(Claim):
         elif self.before is not None:
             whole.restore_unsharded(self.before)
         if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
-            handle.increment_version()
-            unit.gathered_version = handle.version()  # the gathered values include the change
+            handle.note_written_back()
         if writeback:  # outer contexts must not undo it
             for outer in _summons(unit):
                 if outer.before is not None:
@@ -276,9 +274,7 @@ class _Summoned(Claim):
             for key, outer in around[-1].items():
                 outer.data.copy_(copies[key].data)
         if unit.is_pinned:  # the unsharded parameters are in use: refill them
-            handle.reshard()
-            handle.unshard(exactly=handle.is_exact)
-            handle.wait()
+            handle.gather_again()
 
     def _release(self) -> None:
         unit = self.unit
@@ -323,7 +319,7 @@ class UnshardHandle:
         """Wait for the all-gather, and register the unsharded parameters. Idempotent."""
         units, self._units = self._units, []
         for unit in units:
-            if unit.gathered_in == -1 and not unit.handle.is_sharded:  # else a forward used and freed it meanwhile
+            if unit.is_unsharded_by_user:  # else a forward used and freed it meanwhile
                 unit.handle.wait()
                 unit.show(UNSHARDED)
                 unit.context.runtime.wait_for_host_reads()
@@ -352,11 +348,9 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
             unit.context.make_room(unit)
-            unit.handle.unshard()
-            unit.gathered_in = -1
-            unit.gathered_version = unit.handle.version()
+            unit.handle.unshard(BY_USER)
         elif not unit.is_used:  # a forward left it unsharded for its backward: register the parameters now
-            unit.gathered_in = -1
+            unit.handle.take_over(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
         return handle

@@ -56,9 +56,10 @@ class Keep(Claim):
     def __init__(self, unit: Unit) -> None:
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
-        in_this_pass = unit.gathered_in == unit.context.pass_id and unit.context.is_running
-        by_user = unit.gathered_in == -1
-        if not (unit.claims or in_this_pass or by_user):  # left unsharded by an earlier forward, and perhaps outdated
-            unit.handle.slots.show(SHARDED)
-            unit.handle.reshard()
+        gathered, context = unit.handle.gathered, unit.context
+        if gathered is not None and not unit.claims:
+            in_this_pass = gathered.by == context.pass_id and context.is_running
+            if not (in_this_pass or unit.is_unsharded_by_user):  # left by an earlier forward, and perhaps outdated
+                unit.handle.slots.show(SHARDED)
+                unit.handle.reshard()
         unit.claims.insert(0, self)
