@@ -276,8 +276,11 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint._nested_dict",
     "torch.distributed.checkpoint.default_planner",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.storage",
 }
 
@@ -318,10 +321,15 @@ def only_handles_start_collectives_and_construction_broadcasts():
 
 
 def only_hooks_registers_hooks():
-    features = {n for n in TREES if n.startswith("_composable.features.")}
-    # Those of a copy on meta; and hooks of no forward, those of accelerate's load among them.
-    others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_hooks", "optim._hooks")
-    others += ("integrations.accelerate",)
+    features = {n for n in TREES if n.startswith(("_composable.features.", "integrations."))}
+    # Those of a copy on meta; and hooks of no forward.
+    others = (
+        "planning._program",
+        "checkpoint._state_dict_hooks",
+        "checkpoint._optim_hooks",
+        "optim._hooks",
+        "integrations.accelerate",
+    )
     for name, node in outside("_composable.hooks", *features, *others):
         if name == "_handle.tensors.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
             continue  # super().register_hook: what a user may call on a parameter includes this
