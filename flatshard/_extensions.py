@@ -6,6 +6,7 @@ from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.escapes import Escapes
+from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
 from flatshard._composable.features.grad_sync import GradSync
 from flatshard._composable.features.inner_shards import InnerShards
@@ -35,6 +36,7 @@ def plug_in() -> None:
         PassBy(),
         UserHooks(),
         StateDicts(),
+        FilledLater(),
         LeftAlone(),
         LateTies(),
         LayerDrop(),

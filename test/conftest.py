@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("flatshard")
     group.addoption("--fuzz", type=int, default=300, metavar="N", help="random cases that test_fuzz.py runs")
     group.addoption(
-        "--fuzz-programs", type=int, default=200, metavar="N", help="programs that test_fuzz_programs.py runs"
+        "--fuzz-programs", type=int, default=300, metavar="N", help="programs that test_fuzz_programs.py runs"
     )
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case or program")
     group.addoption(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory, check_factory
 from flatshard._composable.construct import materialize, validate
+from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.flat_plan import plan_flats
@@ -35,6 +36,7 @@ from flatshard._config import (
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -64,6 +66,7 @@ def fully_shard(
     collectives: CollectivesFactory | None = None,
     layout: LayoutChoice = None,
     static_buffers: bool = False,
+    **fsdp_names: Any,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
@@ -92,7 +95,10 @@ def fully_shard(
         device_id: move parameters and buffers to this device first, one unit at a time.
         param_init_fn: called with each module that has its own parameters or buffers on the meta device, after their memory
             has been allocated. Default: the module's ``reset_parameters()``. The result is broadcast from rank 0. So a module
-            must be on meta on all ranks or on none; with ``sync_module_states`` it may be on some.
+            must be on meta on all ranks or on none; with ``sync_module_states`` it may be on some. A module whose parameters
+            are all on meta stays there, if none of ``param_init_fn``, ``device_id`` and ``sync_module_states`` is given:
+            call ``module.to_empty(device=...)`` next, and then initialise it (``init_weights()``: its code sees whole
+            parameters, unit by unit; seed all ranks alike) or load a state.
         sync_module_states: give every rank the parameters and buffers of the group's rank 0.
         backward_prefetch: when to gather the next unit in backward; None: not ahead of time.
         forward_prefetch: while a unit computes, gather the unit that came next in the last pass.
@@ -116,6 +122,8 @@ def fully_shard(
             registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
             case. Collectives with an ``allocate`` always use such buffers. Two units that did not run at the same time in
             the first pass cannot do so later.
+        fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
+            ``mp_policy``, ... See ``construct/renamed.py``.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which, and what to do. Nothing has been changed.
@@ -125,6 +133,9 @@ def fully_shard(
         ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. This wait does
             not exist here: the order of streams bounds memory, and the host never waits.
     """
+    if fsdp_names:
+        ours = {name: value for name, value in locals().items() if name not in ("module", "fsdp_names")}
+        return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     config = unit_config(
         strategy=strategy,
@@ -147,7 +158,12 @@ def fully_shard(
     groups = [group] if replica_group is None else [group, replica_group]
     device = validate.check_parameters(planned, _as_device(device_id), groups)
     names = {m: plain_name(n) for n, m in module.named_modules()}
-    materialize.check_initialisers(planned, names, param_init_fn, ignored_params)
+    # [Note: Filled later]
+    at_once = param_init_fn is not None or device_id is not None or sync_module_states
+    stays_on_meta = not at_once and materialize.can_stay_on_meta(planned)
+    left = materialize.without_initialiser(planned, names, param_init_fn, ignored_params)
+    if left and not (stays_on_meta or sync_module_states):
+        materialize.refuse(left)
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
 
@@ -160,10 +176,14 @@ def fully_shard(
     for extension in extensions():
         extension.prepare(module, choice.all_configs, context.runtime)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
+    if sync_module_states and on_any_rank([r for r in (context.runtime, replicas) if r], is_rank0 and bool(left)):
+        materialize.refuse(left)
     # Checked here, because the owner of a shared parameter initialises modules of other units that it is registered in.
     was_meta = {unit.module for unit in planned if materialize.is_on_meta(unit, ignored_params)}
 
     def prepare(unit: PlannedUnit) -> None:
+        if stays_on_meta:
+            return
         overwritten = sync_module_states and not is_rank0
         materialize.materialize(unit, names, device, param_init_fn, ignored_params, overwritten)
         materialize.move(unit, device, ignored_params)

@@ -41,6 +41,7 @@ from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
+from flatshard._handle.unfilled import Filling, fill_with_pattern
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -89,9 +90,12 @@ class FlatParam:
         self.pool = pool
         self.label = label or Label("")
         self.dtype = originals[0].dtype  # of the shard
-        self._compute_device = originals[0].device
         self._host = None if runtime is None else runtime.host
-        self.device = self._host if options.offload and self._host else self._compute_device  # of the shard
+        at = originals[0].device
+        # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
+        self._compute_device = runtime.device if at.type == "meta" and runtime is not None else at
+        self.device = self._wanted_device if at == self._compute_device else at  # of the shard
+        self.filling: Filling | None = None  # from ``allocate`` until the parameters have values
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
         self.is_whole = layout.world_size == 1  # the shard is all of the flat parameter
@@ -99,7 +103,7 @@ class FlatParam:
         self.slices = layout.shard_slices(rank)
         self.shard = self._new_shard()
         self._fill_shard(originals)
-        self.unsharded = UnshardedBuffer(layout, rank, originals, pool)
+        self.unsharded = UnshardedBuffer(layout, rank, originals, pool, self._compute_device)
         self.computes = self.unsharded.computes
         self.params = tuple(originals)
         self._beside = next((t for t in map(wrapping_of, originals) if isinstance(t, TensorParallel)), None)
@@ -122,6 +126,20 @@ class FlatParam:
         same = self.compute_dtype is self.dtype and self._compute_device == self.device and not self.is_offloaded
         self.is_alias = self.is_whole and same  # the unsharded buffer is the shard
 
+    @property
+    def _wanted_device(self) -> torch.device:
+        return self._host if self.options.offload and self._host else self._compute_device
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the parameters have no memory yet. [Note: Filled later]"""
+        return self.device.type == "meta" and self._compute_device.type != "meta"
+
+    @property
+    def is_unfilled(self) -> bool:
+        """Whether the parameters have memory, and perhaps no values yet. [Note: Filled later]"""
+        return self.filling is not None
+
     def _new_shard(self) -> torch.Tensor:
         pinned = self.options.pin_memory and self.is_offloaded
         return torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=pinned)
@@ -139,7 +157,7 @@ class FlatParam:
     def _place(self) -> None:
         self.unsharded.place(self.compute_dtype, self._compute_device, self.shard if self.is_alias else None)
 
-    def _part_view(self, index: int) -> torch.Tensor:
+    def part_view(self, index: int) -> torch.Tensor:
         """Parameter ``index``'s part of the local shard, in the shape of the user's parameter."""
         part = self.slices[index]
         return self.shaped(index, self.shard[part.start : part.stop])
@@ -154,7 +172,7 @@ class FlatParam:
     def _adopt(self, index: int, param: nn.Parameter) -> None:
         info, part = self.layout.params[index], self.slices[index]
         grad, param.grad = param.grad, None
-        param.data = self._part_view(index)
+        param.data = self.part_view(index)
         end = part.offset + part.numel
         wrapping, runtime = wrapping_of(param), self._runtime
         if wrapping is not None:
@@ -186,10 +204,11 @@ class FlatParam:
         result = copy.copy(self)
         result.label = label
         result.shard = self._new_shard().copy_(self.shard)
-        result.unsharded = UnshardedBuffer(self.layout, self.rank, params, self.pool)
+        result.unsharded = UnshardedBuffer(self.layout, self.rank, params, self.pool, self._compute_device)
         result.computes = result.unsharded.computes
         result.params = tuple(params)
         result.is_watched = False
+        result.filling = self.filling and Filling(result)
         result._cast = result._gathered = None
         result._compute_version = 0  # the version of the new compute parameters
         result._place()
@@ -269,11 +288,11 @@ class FlatParam:
 
     def check_shape(self, param: nn.Parameter, new: torch.Tensor) -> None:
         """Raise if ``param`` is one of ``params``, and ``new`` differs from its part in shape."""
-        for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self._part_view(i).shape]:
+        for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self.part_view(i).shape]:
             info = self.layout.params[i]
             raise RuntimeError(
                 f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
-                f"{tuple(self._part_view(i).shape)} (of a parameter of shape {info.shape}). A sharded parameter cannot be "
+                f"{tuple(self.part_view(i).shape)} (of a parameter of shape {info.shape}). A sharded parameter cannot be "
                 "resized: resize the module before fully_shard, or change values inside "
                 "`with flatshard.summon_full_params(module):`"
             )
@@ -298,8 +317,8 @@ class FlatParam:
         if kind == (self.dtype, self.device):
             for i in indices:
                 values = self.params[i].data
-                self._part_view(i).copy_(values)
-                self.params[i].data = self._part_view(i)
+                self.part_view(i).copy_(values)
+                self.params[i].data = self.part_view(i)
         else:
             self._convert(*kind)
         self._record_addresses()
@@ -320,8 +339,40 @@ class FlatParam:
         self.shard = self._new_shard().copy_(before)
         self._place()
         for i, param in enumerate(self.params):
-            self._part_view(i).copy_(values[i])
-            param.data = self._part_view(i)
+            self.part_view(i).copy_(values[i])
+            param.data = self.part_view(i)
+
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters on meta their memory, to be filled. [Note: Filled later]
+
+        Raises:
+            RuntimeError: ``device`` is not where the shard belongs.
+        """
+        if device != self._wanted_device:
+            raise RuntimeError(
+                f"parameter {self.layout.params[0].fqn!r} belongs on {self._wanted_device}, and is given memory on {device}: "
+                f"call module.to_empty(device={str(self._wanted_device)!r})"
+            )
+        self.device = device
+        self._follow_kind()
+        self.shard = self._new_shard()
+        fill_with_pattern(self.shard)
+        self._place()
+        for index, param in enumerate(self.params):
+            real = nn.Parameter(self.part_view(index), param.requires_grad)
+            if param.grad_dtype is not real.grad_dtype:
+                real.grad_dtype = param.grad_dtype
+            torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
+        self._record_addresses()
+        self.gradients.follow_parameters()
+        self.filling = Filling(self)
+        self.epoch += 1
+        changes.count += 1
+
+    def show_whole(self, param: nn.Parameter) -> None:
+        """For an initialiser, while the parameters are being filled; afterwards it does nothing. [Note: Filled later]"""
+        if self.filling is not None:
+            self.filling.show(param)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
@@ -360,7 +411,7 @@ class FlatParam:
 
     def gather_full_precision(self, runtime: Runtime) -> UnshardedBuffer:
         """The unsharded values in the parameters' own dtype, in a new buffer."""
-        full = UnshardedBuffer(self.layout, self.rank, self.params)
+        full = UnshardedBuffer(self.layout, self.rank, self.params, None, self._compute_device)
         full.place(self.dtype, self._compute_device, None)
         self._gather_into(full, self._on_compute_device(runtime), runtime.exact).wait()
         return full

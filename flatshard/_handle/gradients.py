@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from flatshard._errors import InternalError
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.incoming import incoming_of
 from flatshard._handle.parts import Parts, info_of_all
@@ -75,8 +76,8 @@ class FlatGradients:
         self._made_for = self._kind
 
     @property
-    def _kind(self) -> tuple[torch.dtype, torch.device]:
-        return self.flat.dtype, self.flat.unsharded.flat.device
+    def _kind(self) -> tuple[torch.dtype, torch.device, torch.device]:
+        return self.flat.dtype, self.flat.unsharded.flat.device, self.flat.device
 
     def follow_names(self) -> None:
         """Adopt the new FQNs of the parameters."""
@@ -96,6 +97,15 @@ class FlatGradients:
         if self.flat.options.keep_low_precision_grads:
             param.grad_dtype = self.reduction.dtype
         return param
+
+    is_unfilled = False  # part of `Home`: `flat_parameters` refuses parameters on meta
+
+    def allocate(self, device: torch.device) -> None:
+        """Part of ``Home``: a flat parameter never is on meta."""
+        raise InternalError(f"a flat parameter on meta was given memory on {device}")
+
+    def show_whole(self, param: nn.Parameter) -> None:
+        """Part of ``Home``: a flat parameter is not shown whole."""
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """Part of ``Home``: a flat parameter has no compute parameter."""

@@ -30,6 +30,7 @@ from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.unfilled import check_has_memory, cut_all
 from flatshard._runtime import Runtime
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -97,7 +98,6 @@ class FlatParamHandle:
         self.gradient_nodes: list[Node] = []
         self._nodes_stream: Any = None  # the stream that all of them accumulate on; None on CPU
         self._index()
-        self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
 
     def _index(self) -> None:
         """Collect from ``flats`` what every step reads, once."""
@@ -105,6 +105,8 @@ class FlatParamHandle:
         self._gathered = [b for b in self.flats if not b.is_alias and b.layout.padded_numel]
         self._pooled = [b for b in self._gathered if b.pool is not None]
         self._params = [p for b in self.flats for p in b.params]
+        self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
+        self._began_on_meta = [b for b in self.flats if b.is_on_meta]
         self._find_gradient_nodes()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
@@ -143,6 +145,11 @@ class FlatParamHandle:
         return self.lifetime.params is ParamState.SHARDED
 
     @property
+    def on_meta(self) -> list[FlatParam]:
+        """The flat parameters that have no memory yet. [Note: Filled later]"""
+        return [b for b in self._began_on_meta if b.is_on_meta]
+
+    @property
     def has_static_buffers(self) -> bool:
         """Whether several units share the memory that they gather into. pool.py, [Note: Static buffers]"""
         return bool(self._pooled)
@@ -175,6 +182,8 @@ class FlatParamHandle:
             return
         if self._gathers:  # left by an interrupted unshard
             self._settle_gathers()
+        if self._began_on_meta:
+            check_has_memory([self], "unshard")
         if self._gathered:
             if self._pooled and self.is_blocked:
                 raise RuntimeError(
@@ -289,6 +298,7 @@ class FlatParamHandle:
         """
         if self._checked_at == changes.count and self.slots.are_guarded:
             return
+        cut_all()
         for module, name, sharded, new in self.slots.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(
@@ -304,6 +314,8 @@ class FlatParamHandle:
                 )
             for flat in self.flats:
                 flat.check_shape(sharded, new)
+                if flat.is_on_meta and not new.is_meta and any(own is sharded for own in flat.params):
+                    flat.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             sharded.requires_grad_(new.requires_grad)
             self.slots.restore(module, name, sharded)
@@ -312,6 +324,8 @@ class FlatParamHandle:
                 self.reshard()
                 with torch.inference_mode(False), torch.no_grad():
                     flat.readopt(moved)
+        if self._began_on_meta and self._began_on_meta != self.on_meta:
+            self._index()
         self.sync_requires_grad()
         self._checked_at = changes.count
 

@@ -30,23 +30,29 @@ class UnshardedBuffer:
     """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
     def __init__(
-        self, layout: FlatLayout, rank: int, originals: Sequence[nn.Parameter], pool: BufferPool | None = None
+        self,
+        layout: FlatLayout,
+        rank: int,
+        originals: Sequence[nn.Parameter],
+        pool: BufferPool | None,
+        device: torch.device,
     ) -> None:
         """Call ``place`` next.
 
         ``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
-        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers]
+        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers] ``device``: of the compute
+        parameters.
         """
         self.layout = layout
         self.rank = rank
         self._pool = pool
         self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
-        self.computes = tuple(map(self._make_compute, originals))
+        self.computes = tuple([self._make_compute(param, device) for param in originals])
 
     @staticmethod
-    def _make_compute(param: nn.Parameter) -> nn.Parameter:
+    def _make_compute(param: nn.Parameter, device: torch.device) -> nn.Parameter:
         wrapping = wrapping_of(param)
-        empty = torch.empty(0, dtype=param.dtype, device=param.device)
+        empty = torch.empty(0, dtype=param.dtype, device=device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
         compute = nn.Parameter(empty, param.requires_grad)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.unfilled import check_has_memory
 from flatshard.checkpoint._optim_names import parameter_names, rekey, steps_only
 from flatshard.checkpoint._optim_options import options_of
 from flatshard.checkpoint._optim_state_dict import optim_state_dict
@@ -215,6 +216,7 @@ def _settled_state(module: nn.Module) -> dict[str, Any]:
     for context in {unit.context for unit in units_below(module)}:
         if context.forwards and not context.is_running:
             context.recover()
+    check_has_memory([unit.handle for unit in units_below(module)], "checkpoint")
     found: dict[str, Any] = module.state_dict()
     return found
 

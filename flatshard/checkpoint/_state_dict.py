@@ -19,6 +19,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gathering import Gathering
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._handle.unfilled import check_has_memory
 from flatshard._names import plain_name
 from flatshard.checkpoint._roll_call import roll_call
 
@@ -292,6 +293,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
         )
     for unit in units:
         unit.handle.check_parameters()
+    check_has_memory([unit.handle for unit in units], verb)
     return [(unit, flat) for unit in units for flat in unit.handle.flats]
 
 

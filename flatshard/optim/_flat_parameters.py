@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from flatshard._composable.state import units_below
+from flatshard._handle.unfilled import check_has_memory
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -18,6 +19,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
 
     Raises:
+        RuntimeError: parameters are on the meta device.
         ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding; an
             optimizer cannot treat them differently. Or nothing in ``module`` is sharded.
     """
@@ -25,6 +27,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     if not units:
         raise ValueError(f"flat_parameters: nothing in this {type(module).__name__} is sharded; call fully_shard first")
     flats = [flat for unit in units for flat in unit.handle.flats]
+    check_has_memory([unit.handle for unit in units], "flat_parameters")
     for flat in flats:
         if len({p.requires_grad for p in flat.params}) > 1:
             frozen = [i.fqn for p, i in zip(flat.params, flat.layout.params, strict=True) if not p.requires_grad]

@@ -246,7 +246,7 @@ def start_on_meta(ctx, path: str) -> None:
     whole = sum(p.numel() for p in model.parameters()) * 4
     unit, slack = 40 * 41 * 4, 8 * 512  # alignment, messages of the order check
     with MemoryWatch() as watch:
-        fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+        fully_shard(model, policy={nn.Linear}, process_group=ctx.group).to_empty(device="cpu")
         load_checkpoint(path, {"model": model}, process_group=ctx.group)
     assert watch.peak <= 2 * whole / ctx.world_size + 2 * unit + slack, (
         watch.peak,

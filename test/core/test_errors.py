@@ -597,7 +597,7 @@ def test_a_meta_module_without_reset_parameters(fake_group, policy):
         "reset_parameters() that sets every parameter and buffer (non-persistent ones too), or pass param_init_fn=..."
     )
     with refused(model, RuntimeError, message):
-        fully_shard(model, policy=policy)
+        fully_shard(model, policy=policy, device_id="cpu")
 
 
 def test_a_failure_after_the_change_has_begun_says_so(fake_group):
@@ -606,7 +606,7 @@ def test_a_failure_after_the_change_has_begun_says_so(fake_group):
     with pytest.raises(
         RuntimeError, match=r"'1\.table' were on the meta device and have not been initialised\. Gi"
     ) as e:
-        fully_shard(model, policy={Forgetful})
+        fully_shard(model, policy={Forgetful}, device_id="cpu")
     assert e.value.__notes__ == ["fully_shard had begun to change this Sequential: build it anew before you try again."]
     # What is left. Nothing hooked, so a half-sharded module does not train; and it is not sharded again by mistake.
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
@@ -619,8 +619,9 @@ def test_a_failure_after_the_change_has_begun_says_so(fake_group):
 @pytest.mark.parametrize("in_function", [False, True])
 def test_an_error_of_the_users_own_initialiser_comes_through(fake_group, in_function: bool):
     model = _on_meta(Broken)
+    init = (lambda m: m.reset_parameters()) if in_function else None
     with pytest.raises(ZeroDivisionError, match="mine") as e:
-        fully_shard(model, policy={Broken}, param_init_fn=(lambda m: m.reset_parameters()) if in_function else None)
+        fully_shard(model, policy={Broken}, param_init_fn=init, device_id="cpu")
     assert "build it anew" in e.value.__notes__[0]
     assert not torch.__future__.get_swap_module_params_on_conversion()
 

@@ -143,6 +143,7 @@ def start_from_rank_0(ctx) -> None:
             device_mesh=mesh,
             strategy=HYBRID[0],
             sync_module_states=not meta,
+            device_id="cpu",
         )
         with flatshard.summon_full_params(model, writeback=False):
             mine = torch.cat([p.detach().flatten() for p in model.parameters()])

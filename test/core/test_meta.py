@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.construct import materialize
 from flatshard._composable.state import units_below
+from flatshard._handle.unfilled import shows_pattern
 
 WIDTH = 13
 
@@ -41,7 +41,7 @@ class Rotary(nn.Module):
 
 
 def _is_pattern(t: Tensor) -> bool:
-    return bool((t.view(torch.uint8) == materialize._PATTERN).all())
+    return shows_pattern(t)
 
 
 class Block(nn.Module):
@@ -124,7 +124,8 @@ def materialise(ctx, init: Callable[[nn.Module], None] | None) -> None:
             model.embed.weight.lr_scale = 0.5
             params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
             optimizer = adamw(model.parameters())
-            fully_shard(model, policy=policy, process_group=ctx.group, strategy=strategy, param_init_fn=init)
+            options = {"strategy": strategy, "param_init_fn": init, "device_id": "cpu"}
+            fully_shard(model, policy=policy, process_group=ctx.group, **options)
             assert all(p is params[name] for name, p in model.named_parameters())
             assert list(dict(model.named_buffers())) == list(buffers)
             assert model.head.weight is model.embed.weight
@@ -231,6 +232,7 @@ def refuse_uninitialised(ctx) -> None:
                     on_meta(lambda make=make: nn.Sequential(nn.Linear(3, 3), make())),
                     policy=policy,
                     process_group=ctx.group,
+                    device_id="cpu",
                 )
     for bad in (42, nn.Linear, lambda: None):
         for model in (on_meta(lambda: nn.Linear(3, 3)), nn.Linear(3, 3)):
@@ -249,13 +251,13 @@ def only_allocate(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
 
 
-def real_on_rank_0_only(ctx) -> None:
+def real_on_rank_0_only(ctx, allocates: bool) -> None:
     """FSDP1's way to load a large model once a node: values on rank 0, memory on the others, then a broadcast."""
     torch.manual_seed(0)
-    real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset())
     expected = {n: t.clone() for n, t in real.state_dict().items()}
-    model = real if ctx.rank == 0 else on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    init = None if ctx.rank == 0 else only_allocate
+    model = real if ctx.rank == 0 else on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset()))
+    init = None if ctx.rank == 0 or not allocates else only_allocate
     fully_shard(model, process_group=ctx.group, policy={nn.Linear}, param_init_fn=init, sync_module_states=True)
     for name, value in full_params(model).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
@@ -263,8 +265,20 @@ def real_on_rank_0_only(ctx) -> None:
         torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
 
 
+def meta_on_rank_0(ctx) -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), NoReset()))
+    with pytest.raises(RuntimeError, match=r"'1.scale' are on the meta device and their modules cannot") as e:
+        fully_shard(model, process_group=ctx.group, sync_module_states=True)
+    assert not hasattr(e.value, "__notes__")  # nothing has been changed
+
+
+def test_rank_0_has_nothing_to_send(pool):
+    pool.run(meta_on_rank_0, world_size=2)
+
+
 def test_meta_on_all_ranks_but_0(pool):
-    pool.run(real_on_rank_0_only, world_size=3)
+    for allocates in (True, False):  # what rank 0 sends needs no initialiser
+        pool.run(real_on_rank_0_only, allocates, world_size=3)
 
 
 def test_what_was_not_initialised_is_named(pool):
@@ -306,7 +320,7 @@ def manually_nested(ctx) -> None:
     model = on_meta(Lm)
     params = dict(model.named_parameters())
     for block in model.blocks:
-        fully_shard(block, process_group=ctx.group)
+        fully_shard(block, process_group=ctx.group, device_id="cpu")
         assert not any(p.is_meta for p in block.parameters())
         assert model.embed.weight.is_meta
     seen = []

@@ -121,7 +121,7 @@ def test_a_program_depends_on_its_seed_only():
 
 
 def test_the_programs_cover_what_they_are_meant_to():
-    programs = [draw(seed) for seed in range(200)]
+    programs = [draw(seed) for seed in range(300)]
     statements = [s for program in programs for s in _statements(program.body)]
     kinds = Counter(type(s).__name__ for s in statements)
     every: set[type[Any]] = {c for base in (Statement, Block) for c in base.__subclasses__()} - {Block}

@@ -96,7 +96,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        files = ("gradients.py", "incoming.py", "reduction.py", "unsharded.py")
+        files = ("gradients.py", "incoming.py", "reduction.py", "unsharded.py", "inner_shards.py")
         more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
         self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
         return result
@@ -110,7 +110,8 @@ class Counted(TorchDispatchMode):
 def _caller() -> str:
     """The file of this package that called an operation."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in ("_handle", "_composable"):
+    packages = ("_handle", "_composable", "features")
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in packages:
         frame = frame.f_back
     return Path(frame.f_code.co_filename).name
 

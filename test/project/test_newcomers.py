@@ -201,7 +201,7 @@ def test_on_meta_without_initialisers(world):
     with torch.device("meta"):
         model = Net()
         model.scale = nn.Parameter(torch.ones(4))
-    shown = message(lambda: fully_shard(model))
+    shown = message(lambda: fully_shard(model, device_id="cpu"))
     assert_expected_inline(
         shown,
         """\

@@ -49,6 +49,7 @@ TYPE_CHECKING_IMPORTS = {
         f"_handle.{name}": {"_handle.flat_param"}
         for name in ("gradients", "incoming", "parts", "reduction", "reduction_input")
     },
+    "_handle.unfilled": {"_handle.flat_param", "_handle.handle"},  # which it fills
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
@@ -323,13 +324,7 @@ def only_handles_start_collectives_and_construction_broadcasts():
 def only_hooks_registers_hooks():
     features = {n for n in TREES if n.startswith(("_composable.features.", "integrations."))}
     # Those of a copy on meta; and hooks of no forward.
-    others = (
-        "planning._program",
-        "checkpoint._state_dict_hooks",
-        "checkpoint._optim_hooks",
-        "optim._hooks",
-        "integrations.accelerate",
-    )
+    others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_hooks", "optim._hooks")
     for name, node in outside("_composable.hooks", *features, *others):
         if name == "_handle.tensors.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
             continue  # super().register_hook: what a user may call on a parameter includes this
@@ -435,6 +430,7 @@ _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
 _composable.hooks: torch.utils._pytree.tree_flatten
 _composable.hooks: torch.utils._pytree.tree_unflatten
+_handle.flat_param: torch._C._swap_tensor_impl
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,26 +24,24 @@ from flatshard._composable.partition import PlannedUnit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
+from flatshard._handle.unfilled import fill_with_pattern, shows_pattern
 from flatshard._runtime import Runtime
 
-_PATTERN = 0xA7
 
-
-def check_initialisers(
+def without_initialiser(
     units: list[PlannedUnit],
     names: dict[nn.Module, str],
     param_init_fn: Callable[[nn.Module], None] | None,
     ignored: set[nn.Parameter],
-) -> None:
-    """Raise if a tensor on meta has no initialiser, before anything is changed. ``materialize`` checks what initialisers do.
+) -> list[str]:
+    """The FQNs of what nothing can initialise. What an initialiser leaves out shows later.
 
     Raises:
         TypeError: ``param_init_fn`` cannot be called with a module.
-        RuntimeError: a parameter or buffer is on the meta device, and its module has no ``reset_parameters``.
     """
     if param_init_fn is not None:
         _check_callable(param_init_fn)
-    left = [
+    return [
         _fqn(names[m], name)
         for unit in units
         for m in unit.modules
@@ -51,10 +49,12 @@ def check_initialisers(
         for name, t in _tensors(m, ignored)
         if t.is_meta
     ]
-    if left:
-        raise RuntimeError(
-            f"{name_list(left)} are on the meta device and their modules cannot initialise them. {_CURE}"
-        )
+
+
+def refuse(left: list[str]) -> NoReturn:
+    """Raise for what nothing can initialise, before anything is changed."""
+    what = f"{name_list(left)} are" if left else "some parameters or buffers of rank 0 are"
+    raise RuntimeError(f"{what} on the meta device and their modules cannot initialise them. {_CURE}")
 
 
 def _check_callable(param_init_fn: Any) -> None:
@@ -80,6 +80,12 @@ _CURE = (
 def is_on_meta(unit: PlannedUnit, ignored: set[nn.Parameter]) -> bool:
     """Whether anything in ``unit`` is on the meta device."""
     return any(t.is_meta for m in unit.holders for _, t in _tensors(m, ignored))
+
+
+def can_stay_on_meta(units: list[PlannedUnit]) -> bool:
+    """Whether the parameters of ``units`` can be sharded without values. [Note: Filled later]"""
+    owned = [o.param for unit in units for o in unit.owned]
+    return bool(owned) and all(p.is_meta and wrapping_of(p) is None for p in owned)
 
 
 def materialize(
@@ -168,7 +174,7 @@ def _allocate(module: nn.Module, device: torch.device, ignored: set[nn.Parameter
             continue
         local, parallel = local_tensor(tensor), TensorParallel.of(tensor)
         empty = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
-        _bytes(empty).fill_(_PATTERN)
+        fill_with_pattern(empty)
         if parallel is not None:
             empty = parallel.wrap(empty)
         if isinstance(tensor, nn.Parameter):
@@ -179,16 +185,12 @@ def _allocate(module: nn.Module, device: torch.device, ignored: set[nn.Parameter
             torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 def _untouched(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` still has the values that it was filled with. [Note: Nothing trains on garbage]"""
     tensor = local_tensor(tensor).detach()
     if not tensor.numel() or is_wrapper(tensor):
         return False
-    if bool((_bytes(tensor) == _PATTERN).all()):
+    if shows_pattern(tensor):
         return True
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())

@@ -25,7 +25,7 @@ from torch.nn.utils._named_member_accessor import swap_tensor  # private: to rec
 from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, refuse_to_empty
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, handle_to_empty, show_whole
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
@@ -97,6 +97,7 @@ class GuardedParameters(Parameters):
             if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
                 raise RuntimeError(_explain(param, frame))
             frame = frame.f_back
+        show_whole(param)
 
     # `Slots` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
@@ -104,7 +105,8 @@ class GuardedParameters(Parameters):
         held = super().get(name)
         if type(held) is ShardedParameter and param is not held:
             writer = sys._getframe(1)
-            refuse_to_empty(held, writer)
+            if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
+                return
             _refuse_other_sharding(held, writer)
             if writer.f_code is _SWAP:
                 self._check_swap(name, held)

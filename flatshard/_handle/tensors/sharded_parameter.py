@@ -55,6 +55,16 @@ class Home(Protocol):
 
     is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
 
+    @property
+    def is_unfilled(self) -> bool:
+        """Whether its parameters have memory, and perhaps no values yet."""
+
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters on meta their memory."""
+
+    def show_whole(self, param: nn.Parameter) -> None:
+        """Show ``param`` whole to an initialiser, if it has no values yet."""
+
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
 
@@ -174,7 +184,8 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
-            refuse_to_empty(self, sys._getframe(1))
+            if handle_to_empty(self, sys._getframe(1), data):
+                return
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
@@ -283,6 +294,9 @@ def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False
     shape = tuple(full_shape(param))
     if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
         return
+    home = _homes.get(id(param))
+    if home is not None and home.is_unfilled and tuple(param.shape) == shape:  # [Note: Filled later]
+        return
     raise RuntimeError(
         f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape} as a 1-D part, "
         f"and {_SYMBOLS.get(use, use)!r} needs the whole. It is whole inside "
@@ -291,17 +305,34 @@ def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False
     )
 
 
-def refuse_to_empty(param: ShardedParameter, writer: FrameType) -> None:
-    """Raise if ``writer``, which gives ``param`` other memory, is ``module.to_empty()``: the values would be lost."""
+def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tensor) -> bool:
+    """If ``writer``, which gives ``param`` the memory ``new``, is ``module.to_empty()``: allocate the shard of a parameter on
+    meta, and return True. [Note: Filled later]
+
+    Raises:
+        RuntimeError: ``param`` has its values, which would be lost.
+    """
     frame: FrameType | None = writer
     while frame is not None and frame.f_code.co_name == "_apply":
         frame = frame.f_back
-    if frame is not None and frame.f_code is _TO_EMPTY and not param.is_meta:
-        raise RuntimeError(
-            f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. Do not "
-            "call to_empty: fully_shard itself allocates and initialises modules on the meta device, by param_init_fn=... "
-            "or their reset_parameters(). To move a sharded module use module.to(device)"
-        )
+    if frame is None or frame.f_code is not _TO_EMPTY:
+        return False
+    home = _homes.get(id(param))
+    if param.is_meta and home is not None:
+        home.allocate(new.device)
+        return True
+    if home is not None and home.is_unfilled:  # allocated with the first parameter of its unit
+        return True
+    raise RuntimeError(
+        f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. To move a "
+        "sharded module use module.to(device)"
+    )
+
+
+def show_whole(param: ShardedParameter) -> None:
+    """Code has read ``param`` from its module. [Note: Filled later]"""
+    if (home := _homes.get(id(param))) is not None:
+        home.show_whole(param)
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:

@@ -1,0 +1,55 @@
+"""The keyword names of FSDP1's ``FullyShardedDataParallel`` and FSDP2's ``fully_shard``: one table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+SAME_VALUES = {
+    "auto_wrap_policy": "policy",
+    "sharding_strategy": "strategy",
+    "mesh": "device_mesh",
+    "mp_policy": "mixed_precision",
+    "offload_policy": "cpu_offload",
+    "ignored_modules": "ignored_states",
+    "ignored_params": "ignored_states",
+}
+"""Accepted: the value means the same under our name."""
+
+OTHER_VALUES = {
+    "dp_mesh_dims": "pass the dimension to shard over as device_mesh=mesh['dp'], or two of them with a hybrid strategy",
+    "shard_placement_fn": "say how parameters may be cut by layout=flatshard.layouts.Rows(), Blocks(n) or Whole()",
+    "use_orig_params": "omit it: parameters always are your own; for one per unit see flatshard.flat_parameters",
+}
+"""Refused, with what to do."""
+
+
+def renamed(given: Mapping[str, Any], ours: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``fully_shard``: those ``given`` under FSDP's names, and ``ours``, under our names.
+
+    ``defaults``: of all our names.
+
+    Raises:
+        TypeError: a name is nobody's, or means something else here, or one thing is given twice.
+    """
+    result = dict(ours)
+    named: dict[str, str] = {}  # by our name: under which name it was given
+    for name, value in given.items():
+        if name in OTHER_VALUES:
+            raise TypeError(f"fully_shard has no argument {name!r}: {OTHER_VALUES[name]}")
+        if name not in SAME_VALUES:
+            raise TypeError(f"fully_shard has no argument {name!r}{_hint(name, [*defaults, *SAME_VALUES])}")
+        own = SAME_VALUES[name]
+        if own in named or result.get(own, defaults[own]) is not defaults[own]:
+            raise TypeError(
+                f"fully_shard: {named.get(own, own)!r} and {name!r} are two names of {own!r}: pass one of them"
+            )
+        named[own] = name
+        result[own] = value
+    return result
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f": did you mean {close[0]!r}?" if close else ""

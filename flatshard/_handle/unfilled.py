@@ -1,0 +1,144 @@
+"""Parameters that ``fully_shard`` left on the meta device, from ``module.to_empty(...)`` to their first use.
+
+[Note: Filled later]
+``to_empty`` gives a flat parameter the memory of its shard, filled with a byte pattern that no initialiser leaves behind.
+From then on code that reads a parameter from its module (``self.weight`` in ``reset_parameters``) finds it *whole*, so that
+an initialiser draws the numbers that it draws in one process. What it leaves is cut, and this rank's part kept, when code
+comes to another unit or the unit is used: one unit is whole at a time, and nothing is communicated. A parameter that has
+values already is shown with NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not
+summed. What still shows the pattern at the first forward was never filled, and is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from flatshard._errors import name_list
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.sharded_parameter import in_memory_order
+from flatshard._runtime import Runtime
+
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
+    from flatshard._handle.handle import FlatParamHandle
+
+PATTERN = 0xA7
+FILL = (
+    "Give them memory by module.to_empty(device=...), and values by init_weights(), load_state_dict() or "
+    "flatshard.load_checkpoint(), before the first forward. Or have fully_shard initialise them: param_init_fn=..., or "
+    "device_id=... for the modules' reset_parameters()"
+)
+"""The cure for parameters without values."""
+
+
+def check_has_memory(handles: Iterable[FlatParamHandle], verb: str) -> None:
+    """Raise for parameters on the meta device."""
+    if left := [info.fqn for handle in handles for flat in handle.on_meta for info in flat.layout.params]:
+        raise RuntimeError(f"{verb}: {name_list(left)} are on the meta device. {FILL}")
+
+
+_data: Any = torch.Tensor.data
+
+
+def fill_with_pattern(tensor: torch.Tensor) -> None:
+    """Mark the whole storage of ``tensor`` as never initialised."""
+    _bytes(tensor).fill_(PATTERN)
+
+
+def shows_pattern(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, plain and not empty, is as ``fill_with_pattern`` left it."""
+    return bool((tensor.detach().reshape(-1).view(torch.uint8) == PATTERN).all())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class Filling:
+    """One flat parameter that is being filled. [Note: Filled later]"""
+
+    def __init__(self, flat: FlatParam) -> None:
+        self._flat = flat
+        self._whole: dict[int, torch.Tensor] = {}  # by index: what is shown whole now
+
+    def show(self, param: nn.Parameter) -> None:
+        """Show ``param`` whole, until ``cut_all``."""
+        flat = self._flat
+        index = next(i for i, own in enumerate(flat.params) if own is param)
+        if index in self._whole:
+            return
+        if _shown and _shown[0]._flat.label is not flat.label:
+            cut_all()
+        info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
+        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.dtype, device=flat.device)
+        fill_with_pattern(whole)
+        if part.numel and not shows_pattern(own):
+            if whole.is_floating_point() or whole.is_complex():
+                whole.fill_(torch.nan)
+            in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own.reshape(-1)
+        self._whole[index] = whole
+        self._point(param, whole)
+        if self not in _shown:
+            _shown.append(self)
+
+    def cut(self) -> None:
+        """Keep this rank's part of what is shown whole."""
+        flat, shown = self._flat, list(self._whole)
+        self._whole.clear()
+        for index in shown:
+            param, info, part = flat.params[index], flat.layout.params[index], flat.slices[index]
+            if param.shape != info.shape:
+                raise RuntimeError(
+                    f"parameter {info.fqn!r} of shape {info.shape} was given the shape {tuple(param.shape)}: resize a module "
+                    "before fully_shard"
+                )
+            whole = in_memory_order(param.detach(), info.stride)
+            if part.numel:
+                mine = whole[part.offset : part.offset + part.numel]
+                flat.shard[part.start : part.stop].copy_(mine)
+            self._point(param, flat.part_view(index))
+
+    @staticmethod
+    def _point(param: nn.Parameter, data: torch.Tensor) -> None:
+        _data.__set__(param, data)
+        increment_version(param)
+        changes.count += 1
+
+    def left(self) -> list[tuple[str, bool]]:
+        """The FQN of each parameter, and whether nothing has filled this rank's part. An empty part counts as filled."""
+        flat = self._flat
+        return [
+            (info.fqn, bool(part.numel) and shows_pattern(flat.shard[part.start : part.stop]))
+            for info, part in zip(flat.layout.params, flat.slices, strict=True)
+        ]
+
+
+def left_on_any_rank(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
+    """The FQNs of the parameters that some rank has found unfilled. One all-reduce."""
+    left = [each for filled in filling for each in filled.left()]
+    told = torch.tensor([float(flag) for _, flag in left], device=runtime.device)
+    if left and runtime.world_size > 1:
+        runtime.all_reduce_now(told, "max")
+    return [fqn for (fqn, _), flag in zip(left, told.tolist(), strict=True) if flag]
+
+
+def end_filling(handle: FlatParamHandle) -> None:
+    """All parameters have values. Replicas get those of the first one, as their random generators may have differed."""
+    for flat in handle.flats:
+        if flat.filling is not None and handle.replicas is not None:
+            handle.replicas.broadcast_now(flat.shard)
+        flat.filling = None
+
+
+_shown: list[Filling] = []  # with parameters that are shown whole: of one unit
+
+
+def cut_all() -> None:
+    """Show this rank's parts again, everywhere."""
+    while _shown:
+        _shown.pop().cut()
