@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import os
 import platform
 import subprocess
@@ -14,6 +13,9 @@ import torch
 
 def describe(command: str) -> dict[str, str]:
     """What stands above the tables, and in the results' file."""
+    gpus = "none"
+    if torch.cuda.is_available():
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -22,17 +24,16 @@ def describe(command: str) -> dict[str, str]:
         "torch": torch.__version__,
         "system": f"{platform.system()} on {platform.machine()}",
         "cpu": f"{processor()}, {os.cpu_count()} cores, 1 thread a rank",
-        "gpu": gpu(),
+        "gpu": gpus,
     }
 
 
 def commit() -> str:
     """Of this repository, and whether the working tree differs from it but for results."""
-    here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
@@ -43,29 +44,7 @@ def commit() -> str:
 
 def processor() -> str:
     """The model, as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or "unknown"
-
-
-def gpu() -> str:
-    """The first one's name."""
-    if not torch.cuda.is_available():
-        return "none"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-
-
-def others() -> list[str]:
-    """A line for each library that might compete, and does not: why."""
-    lines = []
-    for name, module, why in (
-        ("DeepSpeed", "deepspeed", "its engine owns the step and needs an accelerator to be like the others' step"),
-        ("Megatron-FSDP", "megatron_fsdp", "it needs CUDA"),
-    ):
-        found = importlib.util.find_spec(module) is not None
-        lines.append(f"{name}: {'installed, not compared: ' + why if found else 'not installed'}")
-    return lines
+    info = Path("/proc/cpuinfo")  # on Linux
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -83,35 +84,31 @@ def clock(seconds: float) -> str:
 
 def loss_curve(first: int, losses: Sequence[float], title: str) -> str:
     """An SVG of the loss at each step from ``first`` on, and of its running mean."""
-    width, height, left, right, top, bottom = 720, 400, 56, 16, 40, 44
+    left, right, top, bottom = 56, 704, 40, 356
     low, high = min(losses), max(losses)
-    span = (high - low) or 1.0
+    smooth = list(itertools.accumulate(losses, lambda mean, loss: 0.9 * mean + 0.1 * loss))
 
-    def points(values: Sequence[float]) -> str:
-        x_step = (width - left - right) / max(len(values) - 1, 1)
-        y_of = [top + (high - v) / span * (height - top - bottom) for v in values]
-        return " ".join(f"{left + i * x_step:.1f},{y:.1f}" for i, y in enumerate(y_of))
+    def y(loss: float) -> float:
+        return top + (high - loss) / ((high - low) or 1.0) * (bottom - top)
 
-    smooth, mean = [], losses[0]
-    for loss in losses:
-        mean = 0.9 * mean + 0.1 * loss
-        smooth.append(mean)
-    ticks = [low + span * i / 4 for i in range(5)]
-    grid = "\n".join(
-        f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.2f}</text>'
-        for tick in ticks
-        for y in [top + (high - tick) / span * (height - top - bottom)]
-    )
-    size = f'width="{width}" height="{height}"'
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">
-<rect width="100%" height="100%" fill="white"/>
-<text x="{left}" y="22" font-size="14">{escape(title)}</text>
-{grid}
-<polyline fill="none" stroke="#9bc" points="{points(losses)}"/>
-<polyline fill="none" stroke="#036" stroke-width="2" points="{points(smooth)}"/>
-<text x="{left}" y="{height - 24}">step {first}</text>
-<text x="{width - right}" y="{height - 24}" text-anchor="end">step {first + len(losses) - 1}</text>
-<text x="{(left + width) // 2}" y="{height - 8}" text-anchor="middle">loss in nats per byte; dark: its running mean</text>
-</svg>
-"""
+    def text(x: int, at: float, words: str, anchor: str = "start") -> str:
+        return f'<text x="{x}" y="{at:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+    def line(values: Sequence[float], colour: str) -> str:
+        step = (right - left) / max(len(values) - 1, 1)
+        points = " ".join(f"{left + i * step:.1f},{y(v):.1f}" for i, v in enumerate(values))
+        return f'<polyline fill="none" stroke="{colour}" points="{points}"/>'
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="400" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        text(left, 22, title),
+        *(text(left - 6, y(tick) + 4, f"{tick:.2f}", "end") for tick in (low, (low + high) / 2, high)),
+        line(losses, "#9bc"),
+        line(smooth, "#036"),
+        text(left, 376, f"step {first}"),
+        text(right, 376, f"step {first + len(losses) - 1}", "end"),
+        text((left + right) // 2, 392, "loss in nats per byte; dark: its running mean", "middle"),
+        "</svg>\n",
+    ]
+    return "\n".join(parts)

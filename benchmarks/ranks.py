@@ -15,6 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def set_environment() -> None:
+    """One thread a rank, and gloo need not look up the machine's own name; where the user has set nothing."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes of this job, seen from one of them."""
@@ -79,7 +86,7 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, but it says so at length
+    set_environment()
     try:
         torchrun(["--standalone", "--nproc-per-node", str(count), script, *arguments])
     except ChildFailedError as error:
@@ -88,16 +95,13 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[Ranks]:
+def process_group(use_gpu: bool = True) -> Iterator[Ranks]:
     """Joins the process group that torchrun describes, or makes one of a single rank, and leaves it at the end."""
-    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
-        # Otherwise gloo looks up the machine's own name, which not every machine can resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    set_environment()
+    device, backend = torch.device("cpu"), "gloo"
+    if use_gpu and torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "nccl"
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if are_started():
         dist.init_process_group(backend)
     else:

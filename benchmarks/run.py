@@ -5,9 +5,9 @@
     python benchmarks/run.py --full --plot
 
 Each benchmark is a process of its own, which starts gloo ranks where it needs them; nothing has to be set by hand. Tables,
-with the versions, the hardware, the commit and this command, go to ``benchmarks/results/`` as text and JSON, and drawings as
-SVG. Timed figures are medians with the least and the most of their rounds in brackets; on a shared machine only ratios within
-one run mean anything. Counts are exact.
+with the versions, the hardware, the commit and this command, go to ``benchmarks/results/`` as text and JSON; ``--plot`` draws
+them by matplotlib, as SVG. Timed figures are medians with the least and the most of their rounds in brackets; on a shared
+machine only ratios within one run mean anything. Counts are exact.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hardware
-from plots import as_svg
-from suite import ENVIRONMENT, Table, arguments
+import plots
+from ranks import set_environment
+from suite import Table, arguments
 
 HERE = Path(__file__).parent
 QUICK = (
@@ -53,54 +54,38 @@ def run(name: str, full: bool) -> list[Table]:
         path = Path(folder) / "tables.json"
         command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(path), *(["--full"] if full else [])]
         search = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-        environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": search}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE)
         if done.returncode or not path.exists():
             raise RuntimeError(f"{name}.py ended with {done.returncode} and without results")
         return [Table.from_json(table) for table in json.loads(path.read_text())]
 
 
-def as_text(about: dict[str, str], tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """What is printed, and kept."""
-    head = "\n".join(f"{key}: {value}" for key, value in about.items())
-    return "\n\n".join([head, *(table.as_text() for table in tables), "\n".join(notes)]) + "\n"
-
-
-def as_json(about: dict[str, str], tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """The same for programs."""
-    return json.dumps({**about, "notes": list(notes), "tables": [t.to_json() for t in tables]}, indent=1) + "\n"
-
-
 def summary(tables: Sequence[Table]) -> list[str]:
     """How many targets are met, and which are not."""
-    targets = sum(
-        row[column].value is not None
-        for table in tables
-        for name, columns in table.targets.items()
-        for row in [table.rows[name]]
-        for column in columns
-    )
+    judged = [(table, judgement) for table in tables for judgement in table.judged()]
     missed = [
-        f"missed: {table.name}, {name}, {column}: {value:.{table.digits}f}, target {table.targets[name][column]:g}"
-        for table in tables
-        for (name, column), value in table.missed().items()
+        f"missed: {table.name}, {name}, {column}: {value:.{table.digits}f}, target {target:g}"
+        for table, (name, column, value, target, is_missed) in judged
+        if is_missed
     ]
-    return [f"{targets - len(missed)} of {targets} targets are met", *missed]
+    return [f"{len(judged) - len(missed)} of {len(judged)} targets are met", *missed]
 
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--full", action="store_true", help="more rounds, sizes, contenders and benchmarks")
     made.add_argument("--only", nargs="+", choices=[*QUICK, *MORE], metavar="NAME", help=", ".join([*QUICK, *MORE]))
-    made.add_argument("--plot", action="store_true", help="draw each table as an SVG, too")
-    made.add_argument(
-        "--results", type=Path, default=HERE / "results", help="where to write (default: benchmarks/results)"
-    )
+    made.add_argument("--plot", action="store_true", help="draw each table as an SVG, too, by matplotlib")
+    where = "where to write (default: benchmarks/results)"
+    made.add_argument("--results", type=Path, default=HERE / "results", help=where)
     return made
 
 
 def main() -> None:
     args = parser().parse_args()
+    if args.plot and plots.missing():
+        raise SystemExit(plots.missing())
+    set_environment()
     names = args.only or [*QUICK, *(MORE if args.full else ())]
     options = (["--full"] if args.full else []) + (["--only", *args.only] if args.only else [])
     about = hardware.describe(" ".join(["python benchmarks/run.py", *options, *(["--plot"] if args.plot else [])]))
@@ -110,14 +95,13 @@ def main() -> None:
     for number, name in enumerate(names, 1):
         print(f"[{time.perf_counter() - began:4.0f} s] {name} ({number} of {len(names)})", file=sys.stderr, flush=True)
         try:
-            made = run(name, args.full)
+            tables += (made := run(name, args.full))
         except RuntimeError as e:
             failures.append(str(e))
-            continue
-        tables += made
-        print("\n\n".join(table.as_text() for table in made), end="\n\n", flush=True)
+        else:
+            print("\n\n".join(table.as_text() for table in made), end="\n\n", flush=True)
     about["seconds"] = f"{time.perf_counter() - began:.0f}"
-    notes = [*failures, *hardware.others(), *summary(tables)]
+    notes = [*failures, *summary(tables)]
     print("\n".join([*(f"{key}: {value}" for key, value in about.items()), "", *notes]))
     write(args, about, tables, notes)
     if failures:
@@ -128,10 +112,13 @@ def write(args: argparse.Namespace, about: dict[str, str], tables: Sequence[Tabl
     """The results' files: named ``quick`` or ``full``, or by what alone was run."""
     stem = "-".join([*(args.only or []), *(["full"] if args.full else [])]) or "quick"
     args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / f"{stem}.txt").write_text(as_text(about, tables, notes))
-    (args.results / f"{stem}.json").write_text(as_json(about, tables, notes))
+    head = "\n".join(f"{key}: {value}" for key, value in about.items())
+    text = "\n\n".join([head, *(table.as_text() for table in tables), "\n".join(notes)]) + "\n"
+    (args.results / f"{stem}.txt").write_text(text)
+    data = {**about, "notes": list(notes), "tables": [table.to_json() for table in tables]}
+    (args.results / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
     for table in tables if args.plot else ():
-        (args.results / f"{table.name}.svg").write_text(as_svg(table))
+        plots.draw(table, args.results / f"{table.name}.svg")
 
 
 if __name__ == "__main__":

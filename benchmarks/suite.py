@@ -1,4 +1,4 @@
-"""What all benchmarks share: tables of figures with their targets and spreads, a command line, ranks, process groups.
+"""What all benchmarks share: tables of figures with their targets and spreads, timing, a command line.
 
 A benchmark is a file with ``measure(args) -> tables``, and runs alone (``python benchmarks/memory.py``) or with the others
 (``python benchmarks/run.py``). Those over gloo start their own ranks. No environment variable needs to be set by hand.
@@ -11,9 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -24,10 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import are_started, process_group, set_environment, start
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-"""Set where the user has set nothing: one thread a rank, and gloo need not look up the machine's own name."""
 
 OURS = "flatshard"
 
@@ -45,12 +41,9 @@ class Figure:
     def text(self, digits: int) -> str:
         if self.value is None:
             return self.note or "-"
-        if isinstance(self.value, int):
-            digits = 0  # it is counted
-        text = f"{self.value:,.{digits}f}"
-        if self.low is not None and self.high is not None:
-            text += f" ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
-        return text
+        digits = 0 if isinstance(self.value, int) else digits  # an int is counted
+        spread = "" if self.low is None else f" ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
+        return f"{self.value:,.{digits}f}{spread}"
 
 
 @dataclass(frozen=True)
@@ -74,34 +67,29 @@ class Table:
     def columns(self) -> list[str]:
         return list(dict.fromkeys(column for row in self.rows.values() for column in row))
 
-    def missed(self) -> dict[tuple[str, str], float]:
-        """(contender, column) whose target is missed, as it is printed, with the figure."""
-        found = {}
+    def judged(self) -> Iterator[tuple[str, str, float, float, bool]]:
+        """(contender, column, figure, target, whether it is missed as it is printed), where there is a figure."""
         for name, columns in self.targets.items():
             for column, target in columns.items():
                 value = self.rows[name][column].value
-                if value is not None and round(value, self.digits) > target:
-                    found[name, column] = value
-        return found
+                if value is not None:
+                    yield name, column, value, target, round(value, self.digits) > target
 
     def as_text(self) -> str:
         """The table as it is printed."""
-        columns = self.columns
-        lines = [["", *columns]]
+        missed = {(name, column) for name, column, *_, is_missed in self.judged() if is_missed}
+        lines = [["", *self.columns]]
         for name, row in self.rows.items():
-            lines.append([name, *(row.get(c, Figure(None)).text(self.digits) for c in columns)])
-        missed = self.missed()
+            lines.append([name, *(row.get(c, Figure(None)).text(self.digits) for c in self.columns)])
         for name, targets in self.targets.items():
-            marks = {column: " MISSED" * ((name, column) in missed) for column in targets}
-            cells = [f"<= {targets[c]:g}{marks[c]}" if c in targets else "" for c in columns]
-            lines.append([f"target ({name})", *cells])
-        widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
+            cells = {c: f"<= {target:g}{' MISSED' * ((name, c) in missed)}" for c, target in targets.items()}
+            lines.append([f"target ({name})", *(cells.get(c, "") for c in self.columns)])
+        first, *widths = (max(map(len, cells)) for cells in zip(*lines, strict=True))
         text = [f"{self.name}: {self.title}"]
-        for first, *cells in lines:
-            padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            text.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
-        text.append(f"Floor: {self.floor}")
-        return "\n".join([*text, *self.notes])
+        for name, *cells in lines:
+            padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+            text.append("  ".join([name.ljust(first), *padded]).rstrip())
+        return "\n".join([*text, f"Floor: {self.floor}", *self.notes])
 
     def to_json(self) -> dict[str, Any]:
         """Of plain dictionaries, lists, strings and numbers."""
@@ -112,11 +100,6 @@ class Table:
         """What :meth:`to_json` gave."""
         rows = {name: {c: Figure(**f) for c, f in row.items()} for name, row in data["rows"].items()}
         return Table(**{**data, "rows": rows})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Timing
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def interleaved(steps: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
@@ -146,19 +129,12 @@ def seconds(run: Callable[[], object]) -> float:
 
 def over(series: Sequence[float], base: float, scale: float = 1.0) -> Figure:
     """The median's, the least's and the most's ratio to ``base``."""
-    values = [statistics.median(series), min(series), max(series)]
-    return Figure(*(scale * v / base for v in values))
+    return Figure(*(scale * v / base for v in (statistics.median(series), min(series), max(series))))
 
 
 def beyond(series: Sequence[float], base: float, scale: float = 1.0) -> Figure:
     """The same of the difference to ``base``."""
-    values = [statistics.median(series), min(series), max(series)]
-    return Figure(*(scale * (v - base) for v in values))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
-# ---------------------------------------------------------------------------------------------------------------------
+    return over([v - base for v in series], 1.0, scale)
 
 
 @contextlib.contextmanager
@@ -182,28 +158,19 @@ def main(
     parser.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
     args = parser.parse_args()
-    if ranks > 1 and "RANK" not in os.environ:
-        raise SystemExit(subprocess.call(_launch(ranks), env={**ENVIRONMENT, **os.environ}))
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    if ranks > 1 and not are_started():
+        start(ranks, sys.argv[0], sys.argv[1:])
+        raise SystemExit
+    set_environment()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if ranks > 1:
-        dist.init_process_group("gloo")
-    tables = measure(args)
-    if ranks == 1 or dist.get_rank() == 0:
-        print("\n\n".join(table.as_text() for table in tables), flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps([table.to_json() for table in tables]))
-    if ranks > 1:
-        gc.collect()  # what holds the group in a cycle would keep its threads
-        dist.destroy_process_group()
+    with process_group(use_gpu=False) if ranks > 1 else contextlib.nullcontext() as job:
+        tables = measure(args)
+        if job is None or job.rank == 0:
+            print("\n\n".join(table.as_text() for table in tables), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps([table.to_json() for table in tables]))
     return tables
-
-
-def _launch(ranks: int) -> list[str]:
-    """This very command under torchrun, which finds a free port."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *sys.argv]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ import models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flatshard import ShardingStrategy
 from flatshard._composable.state import unit_of
@@ -61,15 +60,6 @@ class Recording:
 
 def collectives_of(module: nn.Module) -> Any:
     return unit_of(module).handle.runtime.collectives
-
-
-@contextlib.contextmanager
-def fake_world(size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -32,11 +32,13 @@ import torch.distributed as dist
 
 from flatshard._comm.messages import default_group, membership
 from flatshard._errors import name_list
+from flatshard._trace import logger
 
 T = TypeVar("T")
 
 _PREFIX = "flatshard/meeting"
 _GRACE = 5.0  # seconds that the others give rank 0 to say who is missing
+_LOOK_AFTER, _WARN_AFTER = 1.0, 10.0  # seconds
 _PIECE = 2**20  # bytes under one key: stores limit them
 
 
@@ -66,8 +68,9 @@ class Meeting:
         self.rank, self.size, self._store = membership(default_group() if group is None else group)
         self._over = threading.Event()
         if self.size > 1:
+            assert self._store is not None
             with self._explained():
-                self._name = self._host() if self.rank == 0 else self._visit()
+                self._name = meet(self._store, self.rank, range(self.size), what, self._timeout, self._timeout)
             threading.Thread(target=self._beat, name="flatshard-meeting", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -184,64 +187,131 @@ class Meeting:
                 f"{self.what}: the process group's store cannot be reached. Its host, rank 0 or torchrun, may have died: {e}"
             ) from e
 
-    # -- [Note: Who is missing] ----------------------------------------------------------------------------------------
 
-    def _host(self) -> str:
+# -- [Note: Who is missing] --------------------------------------------------------------------------------------------
+
+
+def meet(
+    store: Any,
+    rank: int,
+    names: Sequence[int],
+    what: str,
+    seconds: float,
+    told_for: float = 0.0,
+    look: Callable[[], object] = lambda: None,
+) -> str:
+    """Wait until all ranks of a store have come for ``what``. Returns a name that they alone have.
+
+    Args:
+        store: of the ranks' process group.
+        rank: this one, of those.
+        names: what errors call each.
+        what: the call, the same on all ranks.
+        seconds: how much later than the first the last rank may come.
+        told_for: seconds for which ranks that come too late are told so, and do not take the next call for this one.
+        look: called now and then in a long wait: to raise what ends it.
+
+    Raises:
+        MeetingError: some did not come, or came for something else.
+    """
+    door = _Door(store, rank, names, what, seconds, told_for, look)
+    return door.host() if rank == 0 else door.visit()
+
+
+class _Door:
+    """One rank's side of a meeting at the store."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        what: str,
+        seconds: float,
+        told_for: float,
+        look: Callable[[], object],
+    ) -> None:
+        self._store, self._rank, self._names, self._what = store, rank, names, what
+        self._seconds, self._told_for, self._look = seconds, told_for, look
+
+    def host(self) -> str:
         """Rank 0 waits for all, and gives the meeting its name."""
-        others = range(1, self.size)
+        others = range(1, len(self._names))
         self._store.set(f"{_PREFIX}/at/0", "")
         try:
             late: list[int] = []
-            for waited in _waits():
-                late = [r for r in (late or others) if not self._store.check([f"{_PREFIX}/at/{r}"])]
-                if waited > self._timeout or not (late or (late := self._late(others))):
+            for waited in self._waits():
+                late = self._late(late or others)
+                if waited > self._seconds or not (late or (late := self._late(others))):
                     break
             problem = self._describe_late(late) if late else ""
-            until = time.time() + self._timeout
-            for r in late:  # who comes soon is told, and does not take the next call for this one
-                self._store.set(f"{_PREFIX}/missed/{r}", pickle.dumps((self.what, problem, until)))
+            until = time.time() + self._told_for
+            for r in late if self._told_for else ():
+                self._store.set(f"{_PREFIX}/missed/{r}", pickle.dumps((self._what, problem, until)))
             notes = {r: self._take(f"{_PREFIX}/at/{r}") for r in others}
         finally:
             self._store.delete_key(f"{_PREFIX}/at/0")
-        other = [f"rank {r}: {note[1]}" for r, note in notes.items() if note is not None and note[1] != self.what]
+        other = [f"rank {self._names[r]}: {n[1]}" for r, n in notes.items() if n is not None and n[1] != self._what]
         if other and not problem:
-            problem = f"ranks came for different things. Rank 0: {self.what}; {'; '.join(other)}"
+            problem = f"ranks came for different things. Rank {self._names[0]}: {self._what}; {'; '.join(other)}"
         name = uuid.uuid4().hex
         for r, note in notes.items():
             if note is not None:
                 self._store.set(f"{_PREFIX}/go/{r}/{note[0]}", pickle.dumps((problem, name)))
         if problem:
-            raise MeetingError(f"{self.what}: {problem}")
+            raise MeetingError(f"{self._what}: {problem}")
         return name
 
-    def _visit(self) -> str:
+    def visit(self) -> str:
         """Another rank leaves its note, and waits to be told the name."""
-        own, note = f"{_PREFIX}/at/{self.rank}", uuid.uuid4().hex
-        missed = self._take(f"{_PREFIX}/missed/{self.rank}")
-        if missed is not None and missed[0] == self.what and time.time() < missed[2]:
-            raise MeetingError(f"{self.what}: {missed[1]}")
-        self._store.set(own, pickle.dumps((note, self.what)))
+        own, note = f"{_PREFIX}/at/{self._rank}", uuid.uuid4().hex
+        missed = self._take(f"{_PREFIX}/missed/{self._rank}")
+        if missed is not None and missed[0] == self._what and time.time() < missed[2]:
+            raise MeetingError(f"{self._what}: {missed[1]}")
+        self._store.set(own, pickle.dumps((note, self._what)))
         try:
-            for waited in _waits():
-                if self._store.check([f"{_PREFIX}/go/{self.rank}/{note}"]):
+            for waited in self._waits():
+                if self._store.check([f"{_PREFIX}/go/{self._rank}/{note}"]):
                     break
-                if waited > self._timeout + _GRACE:
-                    late = self._late(range(self.size))
-                    raise MeetingError(f"{self.what}: {self._describe_late(late or [0])}")
+                if waited > self._seconds + _GRACE:
+                    raise MeetingError(
+                        f"{self._what}: {self._describe_late(self._late(range(len(self._names))) or [0])}"
+                    )
         except BaseException:
             self._store.delete_key(own)
             raise
-        problem, name = self._take(f"{_PREFIX}/go/{self.rank}/{note}")
+        problem, name = self._take(f"{_PREFIX}/go/{self._rank}/{note}")
         if problem:
-            raise MeetingError(f"{self.what}: {problem}")
+            raise MeetingError(f"{self._what}: {problem}")
         return str(name)
 
+    def _waits(self) -> Iterator[float]:
+        warned = False
+        for waited in _waits():
+            yield waited
+            if waited > _LOOK_AFTER:
+                self._look()
+            if waited > _WARN_AFTER and not warned:
+                warned = True
+                late = self._list(self._late(range(len(self._names))))
+                logger.warning(
+                    f"{self._what}: rank {self._names[self._rank]} has waited for {late} for {waited:.0f} s. All ranks must "
+                    "make this call"
+                )
+
     def _late(self, ranks: Sequence[int]) -> list[int]:
-        return [r for r in ranks if not self._store.check([f"{_PREFIX}/at/{r}"])]
+        keys = [f"{_PREFIX}/at/{r}" for r in ranks]
+        return (
+            []
+            if self._store.check(keys)
+            else [r for r, k in zip(ranks, keys, strict=True) if not self._store.check([k])]
+        )
+
+    def _list(self, ranks: Sequence[int]) -> str:
+        return name_list([f"rank {self._names[r]}" for r in ranks], 10)
 
     def _describe_late(self, late: Sequence[int]) -> str:
-        names = name_list([f"rank {r}" for r in late], 10)
-        return f"{names} did not come within {self._timeout:g} s. All ranks must make this call"
+        return f"{self._list(late)} did not come within {self._seconds:g} s. All ranks must make this call"
 
     def _take(self, key: str) -> Any:
         """What is under ``key``, which is deleted, or None."""

@@ -34,6 +34,8 @@ def hook_optimizer(optimizer: Optimizer) -> None:
     if optimizer in _hooked:
         return
     _hooked.add(optimizer)
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        return  # a wrapper without torch's __init__, as timm's Lookahead: the optimizer inside hands out the state
     if steps_whole(optimizer):
         optimizer.register_state_dict_post_hook(_refuse_helper)
     else:

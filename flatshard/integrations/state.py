@@ -20,6 +20,8 @@ def is_sharded(model: nn.Module) -> bool:
 def policy_of(model: nn.Module) -> set[type[nn.Module]]:
     """The classes of ``model``'s layers that it names itself, in ``_no_split_modules``, as models of transformers do.
 
+    With adapters of peft around it, also the class of the base model: ``generate`` calls that one, past the outermost unit.
+
     Raises:
         ValueError: it names none, or has none of them.
     """
@@ -27,6 +29,8 @@ def policy_of(model: nn.Module) -> set[type[nn.Module]]:
     found = {type(m) for m in model.modules() if type(m).__name__ in names}
     if not found:
         raise ValueError(f"{type(model).__name__} does not name its layers (_no_split_modules): pass policy={{Block}}")
+    if hasattr(model, "get_base_model"):
+        found.add(type(model.get_base_model()))  # type: ignore[operator]
     return found
 
 

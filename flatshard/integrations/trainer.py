@@ -6,6 +6,7 @@ all must. A checkpoint is the one that a single process writes: any number of pr
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from typing import Any
@@ -55,13 +56,28 @@ class Sharded:
         shard(self.accelerator, self.model, **self._sharding)
         return self.model
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """The Trainer counts the elements of parameters; here of whole ones."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if not is_sharded(self.model) or tokens is None:
+            flops: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+            return flops
+        embeddings = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
+        shapes = [flatshard.full_shape(p) for n, p in self.model.named_parameters() if n not in embeddings]
+        return 6 * int(tokens.numel()) * sum(map(math.prod, shapes))
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """What ``from_pretrained`` opens. All ranks must call it."""
+        """What ``from_pretrained`` opens; of a model of peft, its adapters. All ranks must call it."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        state = flatshard.checkpoint.full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
+        if hasattr(self.model, "peft_config"):
+            from flatshard.integrations.peft import adapter_state_dict
+
+            state = adapter_state_dict(self.model)
+        else:
+            state = flatshard.checkpoint.full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
         self._save(folder, state_dict=state)  # type: ignore[attr-defined]
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_options import SavedOptions, copy_options, first_state, options_of
 from flatshard.layouts import work_of
 from flatshard.optim._owned import Owned, move
+from flatshard.optim._trial import Impossible, couples_parameters
 
 LIMIT_BYTES = 2**28
 
@@ -75,6 +76,7 @@ class WholeParameterOptimizer(Optimizer):
         self._proxies: dict[nn.Parameter, nn.Parameter] = {}
         self._loads: dict[Runtime, list[int]] = {}
         self._inner: Optimizer | None = None
+        self._tried_groups = 0
         super().__init__(params, defaults)
         groups = [{**g, "params": [self._proxies[p] for p in g["params"]]} for g in self.param_groups]
         self._inner = optimizer_class([{k: v for k, v in g.items() if k != "param_names"} for g in groups], **defaults)
@@ -127,6 +129,7 @@ class WholeParameterOptimizer(Optimizer):
         """As in torch. All ranks must call it together.
 
         Raises:
+            RuntimeError: the optimizer computes something over all parameters. Nothing has been stepped.
             CollectiveError: sending parts failed. Some parameters have been stepped, and others have not.
         """
         loss = None
@@ -135,6 +138,7 @@ class WholeParameterOptimizer(Optimizer):
                 loss = closure()
         inner = self._inner
         assert inner is not None
+        self._refuse_coupling(inner)
         inner.state.clear()
         for param, proxy in self._proxies.items():
             if param in self.state:
@@ -158,6 +162,26 @@ class WholeParameterOptimizer(Optimizer):
                 param.grad = grad
         copy_options(inner.param_groups, self.param_groups)
         return loss
+
+    def _refuse_coupling(self, inner: Optimizer) -> None:
+        """Try once per ndim of each new param group whether ``inner`` treats parameters one by one."""
+        new, self._tried_groups = self.param_groups[self._tried_groups :], len(self.param_groups)
+        if type(inner).__module__.startswith("torch.optim"):
+            return  # LBFGS needs a closure, which it does not get here
+        for settings in new:
+            cut = [p for p in settings["params"] if self.owner(p) is not None]
+            for ndim, param in {max(1, len(full_shape(p))): p for p in cut}.items():
+                with contextlib.suppress(Impossible):  # most likely it needs other arguments
+                    if not couples_parameters(inner, settings, ndim):
+                        continue
+                    info = shard_info(param)
+                    self._tried_groups = 0  # it raises again
+                    raise RuntimeError(
+                        f"{type(inner).__name__} steps a parameter differently if it has other parameters: it computes "
+                        f"something over all of them (a norm to clip by, say), and each rank steps only some, such as "
+                        f"{info.fqn if info else '?'!r}. Turn that option off, and call flatshard.clip_grad_norm_ "
+                        "before the step, or use an optimizer that treats parameters one by one"
+                    )
 
     def _step_batches(
         self, inner: Optimizer, before: SavedOptions, uncut: list[nn.Parameter], batches: list[list[Owned]]

@@ -3,8 +3,8 @@
 [Note: What is counted]
 Tensors on the meta device have no memory, but their storages have a size, are resized and are freed like real ones. ``Books``
 sees every operation, and so every new storage. The file that called the operation gives the category: files of reductions
-(``_OF_REDUCTIONS``) and collectives: "reductions"; other files of the handle: "unsharded"; any other file: "activations".
-A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
+(``_OF_REDUCTIONS``) and collectives: "reductions"; inner shards and other files of the handle: "unsharded"; any other file:
+"activations". A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from flatshard._composable.features import inner_shards
 from flatshard._handle import incoming, pool, reduction, reduction_input
 from flatshard.planning import _clock
 from flatshard.planning._clock import Clock
@@ -210,4 +211,4 @@ def _category(frame: Any) -> str:
         path = frame.f_code.co_filename
     if path in _OF_REDUCTIONS:
         return "reductions"
-    return "unsharded" if path.startswith(_HANDLE) else "activations"
+    return "unsharded" if path.startswith(_HANDLE) or path == inner_shards.__file__ else "activations"

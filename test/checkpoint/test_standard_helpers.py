@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import ShardedValue, _roll_call
+from flatshard.checkpoint import ShardedValue, _meeting, _roll_call
 from flatshard.tensors import shard_info
 
 Optimizer = torch.optim.Optimizer
@@ -226,13 +226,13 @@ def alone(ctx) -> None:
         r"full_tensor of 'up.weight'": value.full_tensor,
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name, seconds in (("WARN_AFTER", 0.01), ("GIVE_UP_AFTER", 0.05), ("SLICE", 0.02)):
-            patch.setattr(_roll_call, name, seconds)
+        patch.setattr(_roll_call, "GIVE_UP_AFTER", 0.05)
+        patch.setattr(_meeting, "_GRACE", 0.05)
         for text, call in calls.items():
             if ctx.rank == 1:
                 with pytest.raises(
                     RuntimeError,
-                    match=rf"^{text}: rank 1 has waited for 'rank 0', 'rank 2' for 0 s. All ranks must call it",
+                    match=rf"^{text}: 'rank 0', 'rank 2' did not come within 0.05 s. All ranks must make this call",
                 ):
                     call()
         dist.barrier(ctx.group)

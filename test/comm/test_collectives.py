@@ -26,11 +26,11 @@ from recording import (
     Net,
     Recording,
     collectives_of,
-    fake_world,
     make_input,
     same_everywhere,
     sent_bytes,
 )
+from suite import fake_world
 from torch import Tensor, nn
 
 import flatshard

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block
-from recording import FULL, GRAD_OP, NO_SHARD, Net, fake_world, make_input, same_everywhere, sent_bytes
+from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, same_everywhere, sent_bytes
+from suite import fake_world
 from torch import Tensor, nn
 
 from flatshard import ShardingStrategy, fully_shard, summon_full_params

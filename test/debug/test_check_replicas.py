@@ -77,7 +77,7 @@ def test_hybrid(pool: Pool):
 
 def nothing_to_compare(ctx) -> None:
     model = shard(ctx, ShardingStrategy.FULL_SHARD)
-    with pytest.raises(ValueError, match="every rank holds another part of each parameter"):
+    with pytest.raises(ValueError, match="each rank has a different part of every parameter"):
         check_replicas(model)
     check_replicas(model, buffers=True)
     if ctx.rank == 1:

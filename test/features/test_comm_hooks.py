@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from models import Block
 from parity import check_parity
-from recording import FULL, GRAD_OP, NO_SHARD, Net, fake_world, make_input, sent_bytes
+from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, sent_bytes
+from suite import fake_world
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 

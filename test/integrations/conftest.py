@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         absent = [name for name in marker.args if importlib.util.find_spec(name) is None]
         if absent:
             pytest.skip(f"not installed: {', '.join(absent)}; pip install -e '.[clients]' installs all clients")
+        import vision  # noqa: F401
 
 
 # Before any pool starts, as ranks have the environment that their libraries were imported in.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
+# For PRELOAD: Python 3.11 imports it with the path of a fresh interpreter.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+)
+
 TIMEOUT = 240.0  # seconds from a body's last note: the first one imports its libraries, on a busy machine slowly
 PRELOAD = (
+    "vision",
     "accelerate",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",

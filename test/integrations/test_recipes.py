@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import Block
 from tiny import Tokens, be_a_rank, tiny_llama
 
 import flatshard
@@ -46,7 +48,61 @@ class Engine:
 
 NAMES = {"trainer": trainer_names, "peft": peft_names, "weight sync": lambda folder: {"engine": Engine()}}
 WRITES = {"accelerate": "model/model.safetensors", "trainer": "model/config.json", "peft": "adapter_model.safetensors"}
+WRITES |= {"lightning": "last.ckpt", "fabric": "step-1"}
 """What is there after a recipe."""
+
+
+class Network(torch.nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*[Block(8) for _ in range(3)])
+
+
+def lightning_names(ctx: Any) -> dict[str, Any]:
+    import lightning
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = Network()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
+    options |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
+    return {"lightning": lightning, "Block": Block, "model": Task(), "loader": loader, "options": options}
+
+
+def fabric_names(ctx: Any) -> dict[str, Any]:
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
+    import lightning
+
+    options = {"accelerator": "cpu", "devices": 2}
+    return {"lightning": lightning, "Block": Block, "network": Network(), "x": torch.randn(2, 8), "options": options}
+
+
+def timm_names(ctx: Any) -> dict[str, Any]:
+    import timm
+
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
+    model = timm.models.vision_transformer.VisionTransformer(**sizes)
+    return {"timm": timm, "model": model, "images": torch.randn(2, 3, 8, 8)}
+
+
+OTHERS = {"lightning": lightning_names, "fabric": fabric_names, "timm": timm_names}
+"""What recipes with other models than transformers' need."""
+
+
+def run_other_recipe(ctx: Any, name: str, folder: str) -> None:
+    names = {"torch": torch, "flatshard": flatshard, "folder": folder, **OTHERS[name](ctx)}
+    exec(compile(RECIPES[name], "README.md", "exec"), names)
+    assert flatshard.describe(names["model"]).units
 
 
 def run_recipe(ctx, name: str, folder: str) -> None:
@@ -74,6 +130,6 @@ def run_recipe(ctx, name: str, folder: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.clients(*needs.split()), id=name) for name, needs, _ in FOUND]
 )
 def test_recipe(pair, tmp_path: Path, name: str):
-    pair.run(run_recipe, name, str(tmp_path), world_size=2)
+    pair.run(run_other_recipe if name in OTHERS else run_recipe, name, str(tmp_path), world_size=2)
     if name in WRITES:
         assert (tmp_path / WRITES[name]).exists()

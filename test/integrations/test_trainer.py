@@ -8,18 +8,29 @@ from typing import Any
 import pytest
 import torch
 from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama
-from torch import Tensor
+from torch import Tensor, nn
 
 import flatshard
+from flatshard import ShardingStrategy
 
 pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), pytest.mark.time_limit(600)]
 
 BATCH, STEPS, HALF = 2, 4, 2
-MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+
+
+def tiny_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_llama()
+    base.config.name_or_path = ""  # nothing to ask the hub for
+    return get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2, "lora": tiny_lora}
 Log = list[tuple[float, float]]
 
 
-def trainer(kind: str, folder: str, batch: int, **sharding: Any) -> Any:
+def trainer(kind: str, folder: str, batch: int, checkpointing: bool = False, **sharding: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from flatshard.integrations.trainer import ShardedTrainer
@@ -39,6 +50,7 @@ def trainer(kind: str, folder: str, batch: int, **sharding: Any) -> Any:
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        gradient_checkpointing=checkpointing,
     )
     made, sizes = MODELS[kind](), {"train_dataset": Tokens(32), "eval_dataset": Tokens(8)}
     return ShardedTrainer(made, args, **sizes, **sharding) if sharding else Trainer(made, args, **sizes)
@@ -48,23 +60,24 @@ def log_of(trained: Any) -> Log:
     return [(entry["loss"], float(entry["grad_norm"])) for entry in trained.state.log_history if "loss" in entry]
 
 
-def alone(ctx, kind: str, folder: str) -> tuple[Log, dict[str, Tensor], float]:
+def alone(ctx, kind: str, folder: str) -> tuple[Log, dict[str, Tensor], float, float]:
     be_alone()
     plain = trainer(kind, folder, 2 * BATCH)
     plain.train()
-    return log_of(plain), copied(plain.model), plain.evaluate()["eval_loss"]
+    return log_of(plain), copied(plain.model), plain.evaluate()["eval_loss"], plain.state.total_flos
 
 
-def sharded(ctx, kind: str, folder: str) -> tuple[Log, dict[str, Tensor], float, Any, Any]:
+def sharded(ctx, kind: str, folder: str, flops: float) -> tuple[Log, dict[str, Tensor], float, Any, Any]:
     be_a_rank(ctx)
     first = trainer(kind, f"{folder}/two", BATCH, sharding={})
     first.train()
     assert flatshard.describe(first.model).units
+    assert first.state.total_flos == flops
     loss = first.evaluate()["eval_loss"]
     whole = flatshard.checkpoint.full_state_dict(first.model)
     first.save_model(f"{folder}/saved")
     with torch.no_grad(), flatshard.keep_unsharded(first.model):
-        generated = first.model.generate(Tokens(2).tokens, max_new_tokens=4, do_sample=False)
+        generated = first.model.generate(input_ids=Tokens(2).tokens, max_new_tokens=4, do_sample=False)
     ctx.note("resume what two ranks have saved")
     be_a_rank(ctx)
     again = trainer(kind, f"{folder}/two", BATCH, sharding={})
@@ -84,17 +97,22 @@ def afterwards(ctx, kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str
     be_alone()
     plain = trainer(kind, f"{folder}/one", 2 * BATCH)
     plain.train(resume_from_checkpoint=f"{folder}/two/checkpoint-{HALF}")
-    opened = type(plain.model).from_pretrained(f"{folder}/saved")
+    if kind == "lora":
+        from peft import PeftModel
+
+        opened = PeftModel.from_pretrained(tiny_llama(), f"{folder}/saved")
+    else:
+        opened = type(plain.model).from_pretrained(f"{folder}/saved")
     with torch.no_grad():
-        generated = opened.generate(Tokens(2).tokens, max_new_tokens=4, do_sample=False)
+        generated = opened.generate(input_ids=Tokens(2).tokens, max_new_tokens=4, do_sample=False)
     return copied(plain.model), copied(opened), generated
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*list(MODELS)[:2], pytest.param("lora", marks=pytest.mark.clients("peft"))])
 def test_as_one_process(pair, single, tmp_path: Path, kind: str):
     folder = str(tmp_path)
-    [(log, weights, loss)] = single.run(alone, kind, f"{folder}/one", world_size=1)
-    results = pair.run(sharded, kind, folder, world_size=2)
+    [(log, weights, loss, flops)] = single.run(alone, kind, f"{folder}/one", world_size=1)
+    results = pair.run(sharded, kind, folder, flops, world_size=2)
     [(resumed, opened, tokens)] = single.run(afterwards, kind, folder, world_size=1)
     close = {"rtol": 1e-3, "atol": 1e-4}  # Trainer logs losses with four digits
     for seen, whole, evaluated, from_one, generated in results:
@@ -109,12 +127,16 @@ def test_as_one_process(pair, single, tmp_path: Path, kind: str):
 
 
 def evaluates_first(ctx, folder: str) -> tuple[float, list[str]]:
-    """Evaluation without training shards; then it trains. Arguments that would shard twice are refused."""
-    be_a_rank(ctx)
-    first = trainer("llama", folder, BATCH, sharding={"strategy": flatshard.ShardingStrategy.SHARD_GRAD_OP})
-    loss = first.evaluate()["eval_loss"]
-    units = [unit.fqn for unit in flatshard.describe(first.model).units]
-    first.train()
+    """Evaluation without training shards; then it trains, with and without checkpointing alike."""
+    logs = []
+    for checkpointing in (False, True):
+        be_a_rank(ctx)
+        first = trainer("llama", folder, BATCH, checkpointing, sharding={"strategy": ShardingStrategy.SHARD_GRAD_OP})
+        loss = first.evaluate()["eval_loss"]
+        units = [unit.fqn for unit in flatshard.describe(first.model).units]
+        first.train()
+        logs.append(log_of(first))
+    assert logs[0] == logs[1]
     return loss, units
 
 
@@ -122,3 +144,18 @@ def test_evaluation_first(pair, tmp_path: Path):
     (loss, units), (other, _) = pair.run(evaluates_first, str(tmp_path), world_size=2)
     assert loss == other
     assert units == ["", "model.layers.0", "model.layers.1"]
+
+
+def refused(ctx, folder: str) -> None:
+    from transformers import TrainingArguments
+
+    from flatshard.integrations.trainer import ShardedTrainer
+
+    be_a_rank(ctx)
+    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"Linear does not name its layers \(_no_split_modules\): pass policy="):
+        ShardedTrainer(nn.Linear(2, 2), args)
+
+
+def test_what_is_refused(pair, tmp_path: Path):
+    pair.run(refused, str(tmp_path), world_size=2)

@@ -128,3 +128,33 @@ def run_built_and_stepped_inside(ctx) -> None:
 
 def test_built_and_stepped_inside(pool):
     pool.run(run_built_and_stepped_inside, world_size=2)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: an optimizer around another, which does not call torch's ``__init__``."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+
+def run_wrapper(ctx) -> None:
+    model = sharded(ctx)
+    optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
+    before = values(model)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert not all(map(torch.equal, values(model), before))
+    moments = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert isinstance(moments, flatshard.checkpoint.ShardedValue)
+
+
+def test_wrapper_without_the_init_of_torch(pool):
+    pool.run(run_wrapper, world_size=2)

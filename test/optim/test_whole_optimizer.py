@@ -71,6 +71,14 @@ class Counting(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] / float(group["step"]))
 
 
+class Clipping(torch.optim.SGD):
+    """Clips the norm of all its gradients in its step, as timm's Lamb does."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        return super().step(closure)
+
+
 class LAMB(Optimizer):
     """As published (arXiv 1904.00962), on whole tensors; ``norms`` says how norms are taken."""
 
@@ -522,6 +530,22 @@ def refuse(ctx) -> None:
     (flat,) = flatshard.flat_parameters(whole)
     with pytest.raises(ValueError, match=r"not flat_parameters\(\)"):
         WholeParameterOptimizer([flat], torch.optim.Adafactor)
+
+
+def couple(ctx) -> None:
+    model = fully_shard(make(True), process_group=ctx.group)
+    optimizer = WholeParameterOptimizer(model.parameters(), Clipping, lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"Clipping steps a parameter differently .* such as '.*weight'"):
+            optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_couples_parameters_raises(pool):
+    pool.run(couple, world_size=2)
 
 
 def test_what_would_train_something_else_raises(pool):

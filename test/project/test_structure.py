@@ -65,6 +65,7 @@ INNER_IMPORTS = {
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.planner"),
+    ("integrations.trainer", "flatshard.integrations.peft"),  # peft may be absent
 }
 """(module, what it imports inside a function)."""
 
@@ -276,8 +277,11 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint._nested_dict",
     "torch.distributed.checkpoint.default_planner",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.storage",
 }
 
@@ -318,7 +322,7 @@ def only_handles_start_collectives_and_construction_broadcasts():
 
 
 def only_hooks_registers_hooks():
-    features = {n for n in TREES if n.startswith("_composable.features.")}
+    features = {n for n in TREES if n.startswith(("_composable.features.", "integrations."))}
     # Those of a copy on meta; and hooks of no forward.
     others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_hooks", "optim._hooks")
     for name, node in outside("_composable.hooks", *features, *others):

@@ -1,0 +1,155 @@
+"""torchtitan: a ``parallelize_fn`` for its decoders, and its ``CheckpointManager`` with Hugging Face's format.
+
+>>> spec = dataclasses.replace(spec, parallelize_fn=parallelize)
+
+Its optimizer container, learning rate schedulers, clipping and checkpoints in torch's format need no adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL, ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+from torchtitan.models.common.attention import FusedQKVLinear
+
+import flatshard
+from flatshard.checkpoint import ShardedValue
+
+__all__ = ["FlatshardCheckpointManager", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    **shard_options: Any,
+) -> nn.Module:
+    """A ``ModelSpec``'s ``parallelize_fn``: activation checkpointing, compile, then :func:`flatshard.fully_shard`.
+
+    Each transformer block is a unit, and so are the embeddings and the head, which torchtitan's chunked losses call alone.
+    As under torchtitan's FSDP, gradients are summed: the loss is divided by the number of tokens on all ranks. A fused weight
+    of queries, keys and values stays one in state dicts, as a rank's part of it can't be split.
+
+    Args:
+        model: a decoder, with ``tok_embeddings``, ``layers`` and ``lm_head``. On meta as torchtitan builds it, or not.
+        shard_options: more arguments of ``fully_shard``, given by ``functools.partial``.
+
+    Raises:
+        NotImplementedError: tensor, context, pipeline or expert parallelism is asked for.
+    """
+    for name in ("tp", "cp", "pp", "ep"):
+        if getattr(parallel_dims, f"{name}_enabled"):
+            raise NotImplementedError(f"parallelize: {name} > 1; flatshard's parallelize_fn has data parallelism only")
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    for _, module in _fused(model):
+        for key, hook in list(module._state_dict_hooks.items()):
+            if hook is FusedQKVLinear._split_qkv_on_save:
+                del module._state_dict_hooks[key]
+    hybrid = parallel_dims.dp_replicate_enabled
+    dimension = "fsdp" if parallel_dims.spmd_backend == "partial_dtensor" else "dp_shard"
+    options: dict[str, Any] = {
+        "device_mesh": parallel_dims.get_mesh(["dp_replicate", dimension] if hybrid else dimension),
+        "strategy": flatshard.ShardingStrategy.HYBRID_SHARD if hybrid else flatshard.ShardingStrategy.FULL_SHARD,
+        "mixed_precision": flatshard.MixedPrecision(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        ),
+        "cpu_offload": training.enable_cpu_offload,
+        **shard_options,
+    }
+    reshard = get_fsdp_reshard_after_forward_policy(parallelism.fsdp_reshard_after_forward, pp_enabled=False)
+    ends = [getattr(model, name, None) for name in ("tok_embeddings", "lm_head")]
+    held = [{id(p) for p in end.parameters()} for end in ends if end is not None]
+    alone = [] if len(held) == 2 and held[0] & held[1] else ends  # tied weights are the outermost unit's
+    for unit in (*alone, *model.get_submodule("layers").children()):
+        if unit is not None:
+            flatshard.fully_shard(unit, reshard_after_forward=reshard, **options)
+    flatshard.fully_shard(model, **options)
+    flatshard.configure(model, divide_factor=1.0)
+    return model
+
+
+def _fused(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{name}.", m) for name, m in model.named_modules() if isinstance(m, FusedQKVLinear)]
+
+
+class _Model(ModelWrapper):
+    """Without torchtitan's cache of values, which compares memory: sharded values share the parameters' anyway."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded values."""
+        return self._get_state_dict()  # type: ignore[no-any-return]
+
+
+class FlatshardCheckpointManager(CheckpointManager):
+    """torchtitan's, for sharded models: Hugging Face's format is made of whole values.
+
+    ``to_hf`` of a state dict adapter permutes rows of matrices, which a part of a matrix can't do. So the values are gathered
+    one at a time, and rank 0 writes them; to read them, each rank holds the whole model on CPU. torch's format is as before,
+    without either.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """The same."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module], **kwargs: Any) -> None:
+        super().__init__(config, model_parts=model_parts, **kwargs)
+        if self.enable:
+            self.states[MODEL] = _Model(model_parts)
+
+    @torch.no_grad()
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: Any, **kwargs: Any) -> Any:
+        """Called by ``save``."""
+        if not kwargs.get("to_hf"):
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, **kwargs)
+        first = dist.get_rank() == 0
+        whole = {}
+        for name, value in state_dict.items():
+            gathered = value.full_tensor() if isinstance(value, ShardedValue) else value
+            if first:
+                whole[name] = gathered.cpu()
+        if first:
+            for prefix, module in self._fused():
+                module._split_qkv_on_save(module, whole, prefix, {})
+        writer = HuggingFaceStorageWriter(
+            path=checkpoint_id, fqn_to_index_mapping=self.sd_adapter.fqn_to_index_mapping, save_distributed=False
+        )
+        # On all ranks, so that none goes on before the files are there.
+        save(self.sd_adapter.to_hf(whole) if first else {}, storage_writer=writer)
+        return None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Called by ``load``."""
+        if not from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        whole = {name: torch.empty(v.shape, dtype=v.dtype) for name, v in state_dict.items()}
+        for prefix, module in self._fused():
+            module._split_qkv_on_save(module, whole, prefix, {})
+        read = self.sd_adapter.to_hf(whole)
+        reader = self.sd_adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
+        load(read, storage_reader=reader, no_dist=True)
+        self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(read))
+
+    def _fused(self) -> list[tuple[str, Any]]:
+        return [found for part in self.states[MODEL].model for found in _fused(part)]

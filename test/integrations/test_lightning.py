@@ -1,0 +1,278 @@
+"""Lightning's ``Trainer`` and ``Fabric`` on sharded models, against plain training in one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Block
+from torch import nn
+
+pytestmark = [pytest.mark.clients("lightning"), pytest.mark.slow, pytest.mark.time_limit(600)]
+
+WIDTH = 8
+
+
+def data() -> torch.utils.data.TensorDataset:
+    g = torch.Generator().manual_seed(1)
+    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    return torch.utils.data.TensorDataset(make(48, WIDTH), make(48, 1))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(WIDTH) for _ in range(3)]).double()
+
+
+def task(seed: int = 0, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, sharded: Any = None) -> Any:
+    """A LightningModule with parameters of its own, which its steps use outside of ``forward``."""
+    import lightning
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            torch.manual_seed(seed)
+            self.head = nn.Linear(WIDTH, 1).double()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+            self.configured = False
+            self.validated: list[float] = []
+
+        def configure_model(self) -> None:
+            if sharded is not None:
+                sharded(self)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            return F.mse_loss(self.head(self.net(x)) * self.scale, y)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+        def on_validation_epoch_end(self) -> None:
+            self.validated.append(self.trainer.callback_metrics["val_loss"].item())
+
+        def configure_optimizers(self) -> Any:
+            built = optimizer(self.parameters(), lr=1e-2)
+            return [built], [torch.optim.lr_scheduler.StepLR(built, 1, gamma=0.5)]
+
+    return Task()
+
+
+def trainer(ctx: Any, strategy: Any, epochs: int = 2, **options: Any) -> Any:
+    import lightning
+
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}  # as a launcher does
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return lightning.Trainer(
+        **{**quiet, "accelerator": "cpu", "devices": 2, "strategy": strategy, "max_epochs": epochs, **options}
+    )
+
+
+def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
+    """``rank``: its part of two, in order. Lightning's own sampler for training would shuffle."""
+    parts = torch.utils.data.DistributedSampler
+    sampler = None if rank is None else parts(data(), num_replicas=2, rank=rank, shuffle=False)
+    return torch.utils.data.DataLoader(data(), batch_size=batch, sampler=sampler)
+
+
+def plain(epochs: int = 2, clip: float = 0.3, accumulate: int = 2, seed: int = 0) -> tuple[dict[str, Any], list[float]]:
+    """One process trains on the batches of both ranks; the losses of its validations."""
+    model = task(seed)
+    optimizer, scheduler = (found[0] for found in model.configure_optimizers())
+    validated = []
+    for _ in range(epochs):
+        for index, batch in enumerate(loader(8)):
+            (model.loss(batch) / accumulate).backward()
+            if index % accumulate == accumulate - 1:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+        with torch.no_grad():
+            validated.append(model.loss(next(iter(loader(48)))).item())
+    return model.state_dict(), validated
+
+
+def check_equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def shard_blocks(module: nn.Module) -> None:
+    import flatshard
+
+    if not module.configured:  # Lightning calls configure_model for each fit and validate
+        for block in module.net:
+            flatshard.fully_shard(block)
+    module.configured = True
+
+
+def fit(ctx: Any, how: str) -> None:
+    import flatshard
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    strategy = "flatshard" if how == "by name" else FlatshardStrategy(policy={Block})
+    # other initial values on rank 1: the strategy sends rank 0's
+    model = task(seed=ctx.rank, sharded=shard_blocks if how == "by name" else None)
+    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
+    run = trainer(ctx, strategy, **options)
+    run.fit(model, loader(4, ctx.rank), loader(4))
+    assert len(flatshard.describe(model).units) == 4
+    expected, validated = plain()
+    check_equal(flatshard.checkpoint.full_state_dict(model), expected)
+    assert model.validated[1:] == pytest.approx(validated, rel=1e-9)
+    [again] = run.validate(model, loader(4), verbose=False)
+    assert again["val_loss"] == pytest.approx(validated[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize("how", ["by policy", "by name"])
+def test_fit_is_one_process(pair, how):
+    pair.run(fit, how, timeout=400)
+
+
+def resume(ctx: Any, kind: str, directory: str) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    import flatshard
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    make = lambda: FlatshardStrategy(policy={Block}, state_dict_type=kind)  # noqa: E731
+    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "enable_checkpointing": True}
+    keep = ModelCheckpoint(directory, save_last=True, monitor="val_loss", save_top_k=1)
+    trainer(ctx, make(), epochs=1, callbacks=[keep], **options).fit(task(), loader(4, ctx.rank), loader(4))
+    last = os.path.join(directory, "last.ckpt")
+    assert os.path.isdir(last) == (kind == "sharded"), os.listdir(directory)
+
+    model = task(seed=5)
+    trainer(ctx, make(), epochs=2, callbacks=[keep], **options).fit(
+        model, loader(4, ctx.rank), loader(4), ckpt_path=last
+    )
+    expected, validated = plain()
+    check_equal(flatshard.checkpoint.full_state_dict(model), expected)
+    assert model.validated[-1] == pytest.approx(validated[-1], rel=1e-9)
+
+    other = "sharded" if kind == "full" else "full"  # a strategy loads what the other kind has saved
+    fresh = task(seed=7)
+    reader = trainer(ctx, FlatshardStrategy(policy={nn.Linear}, state_dict_type=other))
+    [found] = reader.validate(fresh, loader(4), ckpt_path=last, verbose=False)
+    assert found["val_loss"] == pytest.approx(validated[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_resume_is_an_uninterrupted_run(pair, kind, tmp_path):
+    pair.run(resume, kind, str(tmp_path), timeout=400)
+    if kind == "full":
+        check_plain_lightning_resumes(str(tmp_path / "last.ckpt"))
+
+
+def check_plain_lightning_resumes(path: str) -> None:
+    """A plain Trainer in one process goes on from the file, with its optimizer state."""
+    import lightning
+
+    os.environ.pop("LOCAL_RANK", None)
+    model = task(seed=5)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "accelerator": "cpu", "devices": 1}
+    lightning.Trainer(max_epochs=3, **options, **quiet).fit(model, loader(8), ckpt_path=path)
+    check_equal(model.state_dict(), plain(epochs=3)[0])
+
+
+def manual(ctx: Any) -> None:
+    import flatshard
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    def step(self: Any, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.3, "norm")
+        optimizer.step()
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x)) * self.scale
+
+    model = task()
+    type(model).training_step, type(model).forward = step, forward
+    model.automatic_optimization = False
+    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, limit_val_batches=0).fit(model, loader(4, ctx.rank))
+    check_equal(flatshard.checkpoint.full_state_dict(model), plain(epochs=1, accumulate=1)[0])
+
+
+def test_manual_optimization(pair):
+    pair.run(manual, timeout=400)
+
+
+def fabric(ctx: Any, directory: str) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    import flatshard
+    from flatshard.integrations.lightning import parallelize_fn
+
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
+
+    def start(seed: int) -> tuple[Any, Any, Any]:
+        strategy = ModelParallelStrategy(parallelize_fn({Block}), data_parallel_size=2, tensor_parallel_size=1)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(seed)
+        model = fabric.setup(nn.Sequential(network(), nn.Linear(WIDTH, 1).double()))
+        return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train(fabric: Any, model: Any, optimizer: Any, batches: list[Any]) -> None:
+        for index, (x, y) in enumerate(batches):
+            last = index % 2 == 1
+            with fabric.no_backward_sync(model, enabled=not last):
+                fabric.backward(F.mse_loss(model(x), y) / 2)
+            if last:
+                fabric.clip_gradients(model, optimizer, max_norm=0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    batches = [(x[ctx.rank :: 2], y[ctx.rank :: 2]) for x, y in loader(8)]
+    fab, model, optimizer = start(ctx.rank)
+    train(fab, model, optimizer, batches[:4])
+    path = os.path.join(directory, "step-4")
+    flatshard.save_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})
+    train(fab, model, optimizer, batches[4:])
+    straight = flatshard.checkpoint.full_state_dict(model.module)
+
+    torch.manual_seed(0)
+    alone = nn.Sequential(network(), nn.Linear(WIDTH, 1).double())
+    steps = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for index, (x, y) in enumerate(loader(8)):
+        (F.mse_loss(alone(x), y) / 2).backward()
+        if index % 2:
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
+            steps.step()
+            steps.zero_grad()
+    check_equal(straight, alone.state_dict())
+
+    fab, model, optimizer = start(3)
+    flatshard.load_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})
+    train(fab, model, optimizer, batches[4:])
+    check_equal(flatshard.checkpoint.full_state_dict(model.module), straight)
+
+
+def test_fabric_is_one_process(pair, tmp_path):
+    pair.run(fabric, str(tmp_path), timeout=400)
+
+
+def test_wrong_arguments():
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    with pytest.raises(ValueError, match="'full' or 'sharded', got 'local'"):
+        FlatshardStrategy(state_dict_type="local")
+    with pytest.raises(TypeError, match="find_unused_parameters; arguments of fully_shard go into shard_options="):
+        FlatshardStrategy(find_unused_parameters=True)

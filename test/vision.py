@@ -1,0 +1,31 @@
+"""Imported before anything that imports torchvision, as timm, torchmetrics and transformers do.
+
+PyPI's torchvision is built for CUDA. Beside a torch without CUDA its C++ library can't be loaded, and importing it fails, as
+it describes two operators of that library. In this case they are declared here; nothing in the tests calls them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+declared: list[torch.library.Library] = []
+"""The operators exist as long as this does."""
+
+
+def declare() -> None:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    try:
+        for library in Path(spec.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(library)
+    except OSError:
+        declared.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for name in ("nms", "qnms"):
+            declared[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+declare()
