@@ -1,0 +1,194 @@
+"""The functional names of FSDP2, so that a script migrates by one import::
+
+    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard   # was: from torch.distributed.fsdp import ...
+
+Each call makes its module one unit, inner modules first. The class stays; the methods of ``FSDPModule`` that scripts and
+clients call are attributes of the instance. Parameters are this rank's parts, no DTensors: what a script does with
+``p.full_tensor()`` or ``p.placements`` it does with ``flatshard.summon_full_params`` or ``flatshard.tensors.shard_info``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard._composable.features import full_params, grad_sync
+from flatshard._composable.features.configure import configure
+from flatshard._composable.features.forward_method import register_forward_method
+from flatshard._composable.find import unit_for
+from flatshard._composable.fully_shard import fully_shard as _fully_shard
+from flatshard._config import ShardingStrategy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "add_methods",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The fields of FSDP2's. See :class:`flatshard.MixedPrecision`."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """Nothing is offloaded."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """As FSDP2's. See :class:`flatshard.CPUOffload`."""
+
+    pin_memory: bool = True
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> M:
+    """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it. See the module's text.
+
+    Args:
+        mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
+        shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
+
+    Raises:
+        NotImplementedError: ``shard_placement_fn`` was given.
+        ValueError: the module's class has an attribute of the name of one of FSDP2's methods. Nothing has been changed.
+    """
+    if shard_placement_fn is not None:
+        raise NotImplementedError(
+            "flatshard.fsdp2.fully_shard takes no shard_placement_fn: call flatshard.fully_shard(module, "
+            "layout=flatshard.layouts.Rows()), and see layouts.Blocks and layouts.Whole"
+        )
+    _check_names(module)
+    hybrid = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    _fully_shard(
+        module,
+        device_mesh=mesh,
+        strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mp_policy,
+        cpu_offload=offload_policy,
+        ignored_states=ignored_params,
+    )
+    add_methods(module)
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """As ``torch.distributed.fsdp``'s. See :func:`flatshard.register_forward_method`."""
+    register_forward_method(module, method_name)
+
+
+def add_methods(module: nn.Module) -> None:
+    """Give a unit, on the instance, the methods that clients look for: ``no_sync``, and the following of ``FSDPModule``.
+
+    ``set_requires_gradient_sync``, ``set_requires_all_reduce``, ``set_is_last_backward``, ``set_reshard_after_forward``,
+    ``set_reshard_after_backward``, ``set_gradient_divide_factor``, ``set_modules_to_forward_prefetch``,
+    ``set_modules_to_backward_prefetch``, ``unshard``, ``reshard``. ``fully_shard`` of this module has done so already.
+
+    Raises:
+        ValueError: ``module`` is not a unit, or its class has an attribute of such a name.
+    """
+    unit_for(module, "add_methods")
+    _check_names(module)
+    module.__dict__.update({name: functools.partial(method, module) for name, method in _METHODS.items()})
+
+
+def _check_names(module: nn.Module) -> None:
+    if taken := [name for name in _METHODS if hasattr(type(module), name)]:
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(taken)} of its own, which would hide FSDP2's: call "
+            "flatshard.fully_shard, and flatshard's functions in place of the methods"
+        )
+
+
+def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    return grad_sync.no_sync(module)
+
+
+def _set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    configure(module, recurse=recurse, gradient_sync=requires_gradient_sync)
+
+
+def _set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    configure(module, recurse=recurse, all_reduce=requires_all_reduce)
+
+
+def _set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
+    """Every backward here ends with all its reductions, so there is nothing to set."""
+
+
+def _set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
+    configure(module, recurse=recurse, reshard_after_forward=reshard_after_forward)
+
+
+def _set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    if not reshard_after_backward:
+        raise NotImplementedError(
+            "set_reshard_after_backward(False): parameters are always freed after backward. To keep them over several "
+            "backwards, run these inside `with flatshard.keep_unsharded(module):`"
+        )
+
+
+def _set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
+    configure(module, recurse=False, divide_factor=factor)
+
+
+def _set_modules_to_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module]) -> None:
+    configure(module, forward_prefetch=modules)
+
+
+def _set_modules_to_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module]) -> None:
+    configure(module, backward_prefetch=modules)
+
+
+def _unshard(module: nn.Module, async_op: bool = False) -> full_params.UnshardHandle | None:
+    return full_params.unshard(module, async_op=async_op)
+
+
+def _reshard(module: nn.Module) -> None:
+    full_params.reshard(module, recurse=False)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    method.__name__.removeprefix("_"): method
+    for method in (
+        _no_sync,
+        _set_requires_gradient_sync,
+        _set_requires_all_reduce,
+        _set_is_last_backward,
+        _set_reshard_after_forward,
+        _set_reshard_after_backward,
+        _set_gradient_divide_factor,
+        _set_modules_to_forward_prefetch,
+        _set_modules_to_backward_prefetch,
+        _unshard,
+        _reshard,
+    )
+}

@@ -1,0 +1,174 @@
+"""A script for FSDP2, as in torch's tutorial, runs with ``flatshard.fsdp2`` in place of ``torch.distributed.fsdp``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from parity import full_params
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+
+import flatshard
+import flatshard.fsdp2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.output = nn.Linear(8, 11)
+
+    def reset_parameters(self) -> None:
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+STEPS = 3
+
+
+def batch(step: int, micro: int, ranks: range) -> Tensor:
+    torch.manual_seed(100 * step + micro)
+    return torch.randint(11, (4, 4))[ranks.start : ranks.stop]
+
+
+def script(api: Any, mesh: Any, rank: int, loaded: dict[str, Tensor]) -> tuple[nn.Module, list[float]]:
+    """The script. ``api`` is the module that it imports from."""
+    fully_shard = api.fully_shard
+    with torch.device("meta"):
+        model = Model()
+    options = {"mesh": mesh, "mp_policy": api.MixedPrecisionPolicy(), "offload_policy": api.OffloadPolicy()}
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for here, following in zip(model.layers[:-1], model.layers[1:], strict=True):
+        here.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([here])
+    api.register_fsdp_forward_method(model, "embedded")
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.reset_parameters()
+    if loaded:
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, dict(loaded), options=options)  # which changes the dict
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        model.unshard(async_op=True)
+        for micro in range(2):
+            model.set_is_last_backward(micro == 1)
+            model.set_requires_gradient_sync(micro == 1)
+            ids = batch(step, micro, range(rank, rank + 1))
+            loss = (
+                nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+                + model.embedded(ids).square().mean()
+            )
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.reshard()
+    return model, losses
+
+
+def one_process(ranks: int, loaded: dict[str, Tensor]) -> nn.Module:
+    model = Model()
+    model.load_state_dict(loaded)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro in range(2):
+            ids = batch(step, micro, range(ranks))
+            loss = (
+                nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+                + model.embedded(ids).square().mean()
+            )
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def run_script(ctx, shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = ctx.device_mesh(shape, names)
+    torch.manual_seed(7)
+    loaded = Model().state_dict()
+    ours, losses = script(flatshard.fsdp2, mesh, ctx.rank, loaded)
+    theirs, expected = script(torch.distributed.fsdp, mesh, ctx.rank, loaded)
+    torch.testing.assert_close(losses, expected)
+    alone = dict(one_process(ctx.world_size, loaded).named_parameters())
+    values = full_params(ours)
+    for name, param in theirs.named_parameters():
+        torch.testing.assert_close(values[name], param.full_tensor().detach(), rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(values[name], alone[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
+    assert type(ours) is Model
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_the_script(pool, shape):
+    pool.run(run_script, shape, world_size=4)
+
+
+def test_signatures():
+    theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
+    ours = inspect.signature(flatshard.fsdp2.fully_shard).parameters
+    assert set(ours) == set(theirs) - {"dp_mesh_dims"}
+    for name, method in flatshard.fsdp2._METHODS.items():
+        if name != "no_sync":
+            given, own = (inspect.signature(f).parameters for f in (getattr(FSDPModule, name), method))
+            assert list(own)[1:] == list(given)[1:], name
+
+
+def test_methods(world):
+    world(2)
+    model = flatshard.fully_shard(Model(), policy={Block})
+    assert not hasattr(model, "no_sync")
+    flatshard.fsdp2.add_methods(model)
+    clone = copy.deepcopy(model)
+    assert clone.no_sync.args[0] is clone
+    with clone.no_sync():
+        pass
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(True)
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(NotImplementedError, match="keep_unsharded"):
+        model.set_reshard_after_backward(False)
+    with pytest.raises(NotImplementedError, match=r"layout=flatshard\.layouts\.Rows"):
+        flatshard.fsdp2.fully_shard(Model(), shard_placement_fn=lambda p: None)
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
+        flatshard.fsdp2.add_methods(nn.Linear(2, 2))
+
+    class Own(nn.Linear):
+        def unshard(self) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="Own has unshard of its own"):
+        flatshard.fsdp2.fully_shard(Own(2, 2))
