@@ -335,6 +335,8 @@ class FlatParamHandle:
         for flat in self.flats:
             if moved := flat.moved():
                 self.reshard()
+                if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
+                    self.discard_gradients()
                 with torch.inference_mode(False), torch.no_grad():
                     flat.readopt(moved)
         if self._began_on_meta and self._began_on_meta != self.on_meta:

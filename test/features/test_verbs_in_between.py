@@ -264,3 +264,36 @@ def frozen_and_followed(ctx: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_frozen_and_followed_between_forward_and_backward(pool, world_size):
     pool.run(frozen_and_followed, world_size=world_size)
+
+
+def converted_after_a_failed_backward(ctx: Any) -> None:
+    """Gradients of the failed backward are not added to those of the next one."""
+    for strategy in STRATEGIES:
+        ctx.note(strategy.name)
+        plain, model = make(ctx, strategy)
+        plain.append(nn.Linear(3, 3, dtype=torch.float64))
+        model = copy.deepcopy(plain)
+        fully_shard(model, policy={nn.Sequential}, strategy=strategy, process_group=ctx.group)
+
+        def fail(grad: Tensor) -> None:
+            raise ValueError("in backward")
+
+        hook = model[1].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+        loss = model(batch(ctx, 0)[1]).square().mean()
+        hook.remove()
+        with pytest.raises(ValueError, match="in backward"):
+            loss.backward()
+        for m in (plain, model):
+            m.to(torch.float32)
+        flatshard.reduce_gradients(model)  # the first verb that looks at the parameters
+        for m, x in zip((plain, model), batch(ctx, 1), strict=True):
+            m.zero_grad()
+            m(x.float()).square().mean().backward()
+        with flatshard.summon_full_params(model, with_grads=True, writeback=False):
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_converted_after_a_failed_backward(pool, world_size):
+    pool.run(converted_after_a_failed_backward, world_size=world_size)
