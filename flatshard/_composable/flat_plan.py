@@ -42,15 +42,9 @@ def _options(
     if not plain.is_floating_point() or any(policy.ignores(m) for m in modules):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
-    casts = policy.param_dtype is not plain.dtype and not isinstance(wrapping, TensorSubclass)
-    compute = policy.param_dtype if casts else None
-    return FlatOptions(
-        compute,
-        policy.reduce_dtype,
-        policy.keep_low_precision_grads,
-        policy.keep_cast_shard and compute is not None,
-        *placed,
-    )
+    compute = None if isinstance(wrapping, TensorSubclass) else policy.param_dtype
+    keeps_cast = policy.keep_cast_shard and compute not in (None, plain.dtype)
+    return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, keeps_cast, *placed)
 
 
 def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: list[int]) -> list[PlannedFlat]:

@@ -1,8 +1,7 @@
 """``FlatParamHandle``: one unit's flat parameters, and the operations on them (unshard, reshard, reduce, ...).
 
-The handle combines flat parameters, slots and lifetime. It usually has a single flat parameter. Parameters of
-another dtype, and frozen parameters beside trainable ones, get a flat parameter of their own in the same handle. So a
-frozen parameter takes no gradient memory, and adds no bytes to a reduction.
+The handle combines flat parameters, slots and lifetime. It usually has a single flat parameter. Parameters of another dtype,
+and frozen ones beside trainable ones, get one of their own: so they take no gradient memory, and no bytes of a reduction.
 """
 
 from __future__ import annotations
@@ -339,6 +338,7 @@ class FlatParamHandle:
                     self.discard_gradients()
                 with torch.inference_mode(False), torch.no_grad():
                     flat.readopt(moved)
+                self._index()
         if self._began_on_meta and self._began_on_meta != self.on_meta:
             self._index()
         self.sync_requires_grad()

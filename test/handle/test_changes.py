@@ -254,3 +254,26 @@ def same(ctx: Any) -> None:
 
 def test_conversions_to_what_it_is(pool):
     pool.run(same, world_size=3)
+
+
+def converted_to_another_precision(ctx) -> None:
+    """The compute dtype stays the policy's, whatever the parameters' own dtype was when they were sharded."""
+    bf16 = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD:
+        for before, after in (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16):
+            ctx.note(f"{strategy.name}, {before} to {after}")
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(before)
+            fully_shard(model, policy={nn.Linear}, strategy=strategy, mixed_precision=bf16, process_group=ctx.group)
+            model(torch.ones(2, 3)).sum().backward()
+            model.zero_grad()
+            model.to(after)
+            out = model(torch.ones(2, 3))
+            out.sum().backward()
+            assert out.dtype is torch.bfloat16
+            assert all(p.dtype is after and p.grad.dtype is after for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_converted_to_another_precision(pool, world_size):
+    pool.run(converted_to_another_precision, world_size=world_size)
