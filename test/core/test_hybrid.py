@@ -220,7 +220,7 @@ def refusals(ctx) -> None:
             fully_shard(Net(), strategy=HYBRID[0], **arguments)
     with pytest.raises(ValueError, match="process_group is a tuple, which is for hybrid strategies"):
         fully_shard(Net(), process_group=(mesh.get_group(1), mesh.get_group(0)))
-    with pytest.raises(ValueError, match=r"or strategy=ShardingStrategy\.HYBRID_SHARD to replicate"):
+    with pytest.raises(ValueError, match=r"or strategy=ShardingStrategy\.HYBRID_SHARD, which replicates"):
         fully_shard(Net(), device_mesh=mesh)
     model = fully_shard(Net(), process_group=ctx.group)
     with pytest.raises(ValueError, match="unit '<root>' has strategy FULL_SHARD and no replicas"):
@@ -319,7 +319,7 @@ def test_what_no_later_backward_adds_to(pool, world_size):
 def hook_over_nobody(ctx) -> None:
     model = fully_shard(Net(), policy={Block}, process_group=(ctx.alone, ctx.group), strategy=HYBRID[0])
     with pytest.raises(
-        ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*leave it out"
+        ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*do not register it here"
     ):
         flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
 

@@ -145,8 +145,8 @@ class Ahead(nn.Module):
         for unit in units:
             before = unit.handle.unshard
 
-            def unshard(again: bool = False, before: Any = before) -> None:
-                before(again)
+            def unshard(*args: Any, before: Any = before, **options: Any) -> None:
+                before(*args, **options)
                 ahead = [
                     u
                     for u in units

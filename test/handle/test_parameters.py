@@ -985,7 +985,7 @@ def tie_to_a_new_name(ctx) -> None:
             for _ in range(2):
                 with pytest.raises(
                     RuntimeError,
-                    match=rf"'1\.1\.{name}' was registered after .* is '0\.weight', which is .*before fully_s",
+                    match=rf"'1\.1\.{name}' was registered after .* is the sharded parameter '0\.weight': .*before fully_s",
                 ):
                     model(x)
             setattr(model[1][1], name, None)

@@ -15,7 +15,6 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard, no_sync, summon_full_params
 from flatshard import _runtime as runtime_module
 from flatshard._composable.features.escapes import EscapeWatch
-from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import units_below
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -232,7 +231,7 @@ class Checkpointed(nn.Module):
 
 def caught_in(model: nn.Module) -> list[torch.Tensor]:
     """What the units' watches hold of inner modules' outputs."""
-    watches = [f for unit in units_below(model) for f in UnitHooks.of(unit).features if isinstance(f, EscapeWatch)]
+    watches = [watch for unit in units_below(model) if (watch := unit.feature(EscapeWatch)) is not None]
     assert watches
     return [tensor for watch in watches for tensor in watch._caught]
 
