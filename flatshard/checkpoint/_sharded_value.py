@@ -9,8 +9,10 @@ collective on parameter data and no copy, and loading fills the shards in place.
 [Note: A tensor of which a rank holds a part]
 :class:`ShardedValue` has the shape of the whole, as code that reads a checkpoint's shapes expects. What treats every element
 alike (arithmetic, casts, ``clone``, ``lerp_`` for averages of weights) does so to this rank's part. What would need the
-other ranks' elements raises, but for ``full_tensor()``, which asks them: nothing may pass for the whole that is not. A
-pickled one is this rank's part and says so: another rank refuses to load it.
+other ranks' elements raises, but for ``full_tensor()``, which asks them: nothing may pass for the whole that is not. What
+asks for the memory raises, too: libraries that write files do so (safetensors, transformers' ``save_pretrained``). Only
+``data_ptr()`` is 0, as of any tensor that wraps others, because torch's stager of asynchronous saves reads it. A pickled
+value is this rank's part and says so: another rank refuses to load it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -44,6 +46,21 @@ class Source(NamedTuple):
 
     info: ShardInfo
     runtime: Runtime  # of the ranks that have the other parts of the block
+
+
+def _no_memory(name: str) -> Callable[..., NoReturn]:
+    """The method ``name``, by which code gets at a tensor's bytes. [Note: A tensor of which a rank holds a part]"""
+
+    @functools.wraps(getattr(torch.Tensor, name))
+    def refused(self: ShardedValue, *args: Any, **kwargs: Any) -> NoReturn:
+        part = self._part
+        raise RuntimeError(
+            f"{name}() of {_name(self)}: this rank has only elements {part.start}:{part.stop} of it. Save whole tensors: "
+            "flatshard.checkpoint.full_state_dict(module) gathers them, flatshard.checkpoint.export_safetensors(module, "
+            "path) writes them as safetensors files. All ranks must call it. This rank's elements are value.to_local()"
+        )
+
+    return refused
 
 
 class ShardedValue(torch.Tensor):
@@ -96,6 +113,9 @@ class ShardedValue(torch.Tensor):
         else:  # with tensor parallelism only
             flat = self._local.clone()
         return unwrapped_whole(flat.as_strided(part.block_shape, part.stride), source.info)
+
+    untyped_storage = _no_memory("untyped_storage")  # also for `storage()`, which asks for it
+    numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))
 
     def __repr__(self) -> str:  # type: ignore[override]
         part = self._part
@@ -160,12 +180,12 @@ class ShardedValue(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.new_empty.default:
             return _new_empty(*args, **kwargs)
+        values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, ShardedValue)]
         alike = (
             torch.Tag.pointwise in func.tags and torch.Tag.data_dependent_output not in func.tags
         )  # `equal` has both
         if not alike and func not in _ON_PARTS:
-            raise NotImplementedError(f"{func} of a sharded tensor: {_CURE}")
-        values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, ShardedValue)]
+            raise NotImplementedError(f"{func} of {_name(values[0])}: {_CURE}")
         if func is aten.copy_.default and isinstance(args[0], ShardedValue) and not isinstance(args[1], ShardedValue):
             args = (args[0], _as_source(args[0]._part, args[1]), *args[2:])
         part = values[0]._part
@@ -232,7 +252,8 @@ _ON_PARTS = {
 
 
 def _name(value: ShardedValue) -> str:
-    return f"a sharded tensor of shape {tuple(value.shape)}"
+    name = "a sharded tensor" if value._source is None else f"the sharded tensor {value._source.info.fqn!r}"
+    return f"{name} of shape {tuple(value.shape)}"
 
 
 def _describe(value: torch.Tensor) -> str:

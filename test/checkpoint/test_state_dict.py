@@ -211,6 +211,43 @@ def test_operations_on_values(pool, world_size):
     pool.run(operate, world_size=world_size)
 
 
+def write(ctx) -> None:
+    """As safetensors and transformers' save_pretrained do: they ask every value for its memory."""
+    model = shard(ctx, make(), ShardingStrategy.FULL_SHARD, {nn.Linear})
+    value = model.state_dict()["up.weight"]
+    uses = {
+        "untyped_storage": lambda v: v.untyped_storage().data_ptr(),
+        "storage": lambda v: v.storage().data_ptr(),
+        "numpy": lambda v: v.numpy(),
+        "__array__": lambda v: v.__array__(),
+        "__dlpack__": lambda v: v.__dlpack__(),
+        "tolist": lambda v: v.tolist(),
+    }
+    for name, use in uses.items():
+        for tried in (value, value.double(), copy.deepcopy(value)):
+            with pytest.raises(RuntimeError) as e:
+                use(tried)
+            text = str(e.value)
+            for part in (
+                "'up.weight'",
+                "of shape (7, 5)",
+                "this rank has only",
+                "full_state_dict(",
+                "export_safetensors(",
+            ):
+                assert part in text, (name, text)
+    with warnings.catch_warnings(action="ignore"):
+        nameless = pickle.loads(pickle.dumps(value))
+    with pytest.raises(RuntimeError, match=r"a sharded tensor of shape \(7, 5\)"):
+        nameless.untyped_storage()
+    with pytest.raises(NotImplementedError, match=r"view.default of the sharded tensor 'up.weight' of shape \(7, 5\)"):
+        value.view(-1)
+
+
+def test_memory_of_values_is_refused_by_name(pool):
+    pool.run(write, world_size=2)
+
+
 def address(value: Tensor) -> int:
     return (value.to_local() if isinstance(value, ShardedValue) else value).data_ptr()
 
