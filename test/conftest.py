@@ -7,9 +7,7 @@ import faulthandler
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import lanes
 import pytest
@@ -18,6 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake_pg
 from accelerator import build, harness
 from pool import Pool
+from time_left import TimeLeft
 
 TEST_TIMEOUT = 120
 """Seconds that a test may take, unless it carries ``@pytest.mark.time_limit(seconds)``."""
@@ -87,61 +86,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return lanes.run(session) or None  # None: pytest's own
-
-
-class TimeLeft:
-    """Says every minute how far a long run is, and how long the rest takes if it is as slow as what has ended.
-
-    Tests differ by a factor of a thousand, and the slow ones lie together. So an estimate needs the seconds that each test
-    took before, which pytest's cache keeps; a run without them says only how many tests have ended.
-    """
-
-    EVERY = 60.0
-    KEY = "flatshard/seconds"
-    """Where pytest's cache has the seconds of each test."""
-    KNOWN = 0.9
-    """The part of a run that must have run before for an estimate."""
-
-    def __init__(self, reporter: Any, cache: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """``cache``: pytest's, or None without one."""
-        self._reporter = reporter
-        self._cache = cache
-        self._clock = clock
-        self._before: dict[str, float] = cache.get(self.KEY, {}) if cache is not None else {}
-        self._seconds: dict[str, float] = {}
-        self._count = self._ended = 0
-        self._expected = self._expected_ended = 0.0
-        self._began = self._said = 0.0
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._count = len(session.items)
-        known = [self._before[item.nodeid] for item in session.items if item.nodeid in self._before]
-        if len(known) < self.KNOWN * self._count:
-            self._before = {}
-        self._expected = sum(known)
-        self._began = self._said = self._clock()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._ended += 1
-        self._expected_ended += self._before.get(nodeid, 0.0)
-        now = self._clock()
-        if now - self._said >= self.EVERY and self._ended < self._count:
-            self._said = now
-            seconds = now - self._began
-            line = f"{self._ended} of {self._count} tests in {seconds / 60:.0f} min"
-            if self._expected_ended > 0:
-                left = seconds * (self._expected / self._expected_ended - 1)
-                line += f", about {max(left / 60, 1):.0f} min left"
-            self._reporter.ensure_newline()
-            self._reporter.write_line(line)
-
-    def pytest_sessionfinish(self) -> None:
-        if self._cache is not None and self._seconds:
-            kept = self._cache.get(self.KEY, {})
-            self._cache.set(self.KEY, kept | {name: round(took, 3) for name, took in self._seconds.items()})
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from flatshard._handle.placement import Placement
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
+from flatshard._handle.source import Source
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import shard_info
@@ -35,18 +36,6 @@ from flatshard._handle.unfilled import check_has_memory, cut_all
 from flatshard._runtime import Runtime
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
-
-
-class Source(Protocol):
-    """Where a feature has a unit gathered from, instead of the shards of all ranks. A deep copy is for the copied unit."""
-
-    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterable[Pending] | None:
-        """Called before each all-gather of ``flats``. Returns None, or what to do instead: an iterator that starts the
-        all-gather of each. ``again``: see ``FlatParamHandle.unshard``.
-        """
-
-    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Called before the gathered ``flats`` are freed. As long as ``until`` lives, ``gathers`` may be called ``again``."""
 
 
 class FlatParamHandle:
@@ -91,7 +80,9 @@ class FlatParamHandle:
         self._checked_at = self._synced_at = -1  # `changes.count` at the last `check_parameters`, `sync_requires_grad`
         self._gathers: list[Pending] = []
         self.gathered: Gathered | None = None  # None while the parameters are sharded
-        self.on_reduced: Callable[[], None] = _nothing  # called after reduced gradients were set in or added to `.grad`
+        self.on_reduced: Callable[[], None] = lambda: (
+            None
+        )  # called after reduced gradients were set in or added to `.grad`
         self.source: Source | None = None  # set by a feature
         self.gradient_nodes: list[Node] = []
         self._nodes_stream: Any = None  # the stream that all of them accumulate on; None on CPU
@@ -108,9 +99,8 @@ class FlatParamHandle:
         self._find_gradient_nodes()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
-        params = sum(len(b.params) for b in self.flats)
         return (
-            f"FlatParamHandle({self.fqn or '<root>'!r}, {params} parameters in {len(self.flats)} flat parameters, "
+            f"FlatParamHandle({self.fqn or '<root>'!r}, {len(self._params)} parameters in {len(self.flats)} flat parameters, "
             f"{self.lifetime.params.name})"
         )
 
@@ -606,7 +596,3 @@ class FlatParamHandle:
                     result.slots.add_copied(module, name, param, compute, memo)
         result._index()
         return result
-
-
-def _nothing() -> None:
-    pass

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lanes
-from conftest import TimeLeft
+from time_left import TimeLeft
 
 COUNT = lanes.ENOUGH // 2
 TOTAL = 2 * COUNT + 4
