@@ -9,8 +9,10 @@ collective on parameter data and no copy, and loading fills the shards in place.
 [Note: A tensor of which a rank holds a part]
 :class:`ShardedValue` has the shape of the whole, as code that reads a checkpoint's shapes expects. What treats every element
 alike (arithmetic, casts, ``clone``, ``lerp_`` for averages of weights) does so to this rank's part. What would need the
-other ranks' elements raises, but for ``full_tensor()``, which asks them: nothing may pass for the whole that is not. A
-pickled one is this rank's part and says so: another rank refuses to load it.
+other ranks' elements raises, but for ``full_tensor()``, which asks them: nothing may pass for the whole that is not. What
+asks for the memory raises, too: libraries that write files do so (safetensors, transformers' ``save_pretrained``). Only
+``data_ptr()`` is 0, as of any tensor that wraps others, because torch's stager of asynchronous saves reads it. A pickled
+value is this rank's part and says so: another rank refuses to load it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -44,6 +46,21 @@ class Source(NamedTuple):
 
     info: ShardInfo
     runtime: Runtime  # of the ranks that have the other parts of the block
+
+
+def _no_memory(name: str) -> Callable[..., NoReturn]:
+    """The method ``name``, by which code gets at a tensor's bytes. [Note: A tensor of which a rank holds a part]"""
+
+    @functools.wraps(getattr(torch.Tensor, name))
+    def refused(self: ShardedValue, *args: Any, **kwargs: Any) -> NoReturn:
+        part = self._part
+        raise RuntimeError(
+            f"{name}() of {_name(self)}: this rank has only elements {part.start}:{part.stop} of it. Save whole tensors: "
+            "flatshard.checkpoint.full_state_dict(module) gathers them, flatshard.checkpoint.export_safetensors(module, "
+            "path) writes them as safetensors files. All ranks must call it. This rank's elements are value.to_local()"
+        )
+
+    return refused
 
 
 class ShardedValue(torch.Tensor):
@@ -96,6 +113,9 @@ class ShardedValue(torch.Tensor):
         else:  # with tensor parallelism only
             flat = self._local.clone()
         return unwrapped_whole(flat.as_strided(part.block_shape, part.stride), source.info)
+
+    untyped_storage = _no_memory("untyped_storage")  # also for `storage()`, which asks for it
+    numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))
 
     def __repr__(self) -> str:  # type: ignore[override]
         part = self._part
@@ -160,35 +180,75 @@ class ShardedValue(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.new_empty.default:
             return _new_empty(*args, **kwargs)
+        values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, ShardedValue)]
+        if _is_foreach(func):
+            return _foreach(func, args, kwargs)
         alike = (
             torch.Tag.pointwise in func.tags and torch.Tag.data_dependent_output not in func.tags
         )  # `equal` has both
         if not alike and func not in _ON_PARTS:
-            raise NotImplementedError(f"{func} of a sharded tensor: {_CURE}")
-        values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, ShardedValue)]
+            raise NotImplementedError(f"{func} of {_name(values[0])}: {_CURE}")
         if func is aten.copy_.default and isinstance(args[0], ShardedValue) and not isinstance(args[1], ShardedValue):
             args = (args[0], _as_source(args[0]._part, args[1]), *args[2:])
-        part = values[0]._part
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the part is 1-D
-
-        def local(value: Any) -> Any:
-            if isinstance(value, ShardedValue) and value._part == part:
-                return value._local
-            if isinstance(value, torch.Tensor) and value.numel() != 1 and not _is_prepared(func, part, value):
-                raise ValueError(
-                    f"{func} of a sharded tensor ({values[0]!r}) and one with another layout ({_describe(value)}): "
-                    f"{_CURE}"
-                )
-            return value
-
+        local = functools.partial(_local_operand, func, values[0])
         result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
         if isinstance(result, torch.Tensor):
             for value in values:  # in place
                 if result is value._local:
                     return value
-            if result.numel() == part.numel:
-                return ShardedValue(result, part, values[0]._source)
+            return _like(values[0], result)
         return result
+
+
+def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
+    """``operand`` as ``func`` takes it together with this rank's part of ``value``."""
+    if isinstance(operand, ShardedValue) and operand._part == value._part:
+        return operand._local
+    if isinstance(operand, torch.Tensor) and operand.numel() != 1 and not _is_prepared(func, value._part, operand):
+        raise ValueError(
+            f"{func} of {_name(value)} ({value!r}) and one with another layout ({_describe(operand)}): {_CURE}"
+        )
+    return operand
+
+
+def _like(value: ShardedValue, result: torch.Tensor) -> torch.Tensor:
+    """``result`` of an operation on this rank's part of ``value``, as a sharded value if it is a part."""
+    return ShardedValue(result, value._part, value._source) if result.numel() == value._part.numel else result
+
+
+@functools.lru_cache
+def _is_foreach(func: Any) -> bool:
+    """Whether ``func`` is a function of torch on lists (``_foreach_lerp_``) that treats each element alike."""
+    prefix, _, name = func._schema.name.partition("::_foreach_")
+    name = name.removesuffix("_")
+    if prefix != "aten" or name in ("", "max"):  # `max` of a list reduces, and only `max` of two tensors is pointwise
+        return False
+    one = getattr(aten, name, None)  # lists have no tag, but the function of one tensor has
+    tags = [getattr(one, overload).tags for overload in one.overloads()] if one is not None else []
+    return name in ("copy", "zero") or any(torch.Tag.pointwise in found for found in tags)
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` on lists of tensors, of which some are sharded: one call, on this rank's parts."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    lists = {n: list(v) for n, v in given.items() if isinstance(v, list | tuple) and isinstance(v[0], torch.Tensor)}
+    firsts = []
+    for i, row in enumerate(zip(*lists.values(), strict=True)):
+        first = next((v for v in row if isinstance(v, ShardedValue)), None)
+        firsts.append(first)
+        if first is None:
+            continue
+        one = aten.copy_.default if func is aten._foreach_copy_.default else func
+        if one is aten.copy_.default and isinstance(row[0], ShardedValue) and not isinstance(row[1], ShardedValue):
+            row = (row[0], _as_source(first._part, row[1]))
+        for tensors, operand in zip(lists.values(), row, strict=True):
+            tensors[i] = _local_operand(one, first, operand)
+    results = func(**{**given, **lists})
+    if results is None:  # in place
+        return None
+    return [r if v is None else _like(v, r) for v, r in zip(firsts, results, strict=True)]
 
 
 _warned: list[bool] = []  # that a part is not the whole: once
@@ -232,7 +292,8 @@ _ON_PARTS = {
 
 
 def _name(value: ShardedValue) -> str:
-    return f"a sharded tensor of shape {tuple(value.shape)}"
+    name = "a sharded tensor" if value._source is None else f"the sharded tensor {value._source.info.fqn!r}"
+    return f"{name} of shape {tuple(value.shape)}"
 
 
 def _describe(value: torch.Tensor) -> str:

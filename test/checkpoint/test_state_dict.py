@@ -211,6 +211,102 @@ def test_operations_on_values(pool, world_size):
     pool.run(operate, world_size=world_size)
 
 
+def average(ctx) -> None:
+    """As averages of weights do with lists of everything in ``state_dict()``: timm's ModelEmaV3, torch's swa_utils."""
+    g = torch.Generator().manual_seed(0)
+    plain = make().state_dict().items()
+    whole, other = ({n: torch.randn(v.shape, generator=g).to(v.dtype) for n, v in plain} for _ in range(2))
+    model, source = shard(ctx, make(), policy={nn.Linear}), shard(ctx, make(), policy={nn.Linear})
+    model.load_state_dict(whole)
+    source.load_state_dict(other)
+    names = [n for n, v in model.state_dict().items() if v.is_floating_point()]
+
+    def apply(mine: list[Tensor], theirs: list[Tensor]) -> None:
+        torch._foreach_lerp_(mine, theirs, weight=0.25)
+        torch._foreach_mul_(mine, 0.5)
+        torch._foreach_add_(mine, theirs, alpha=2)
+        torch._foreach_maximum_(mine, [-t for t in theirs])
+        torch._foreach_addcmul_(mine, torch._foreach_sub(theirs, 1.0), torch._foreach_abs(theirs), value=0.5)
+        torch._foreach_sqrt_(torch._foreach_abs(torch._foreach_clone(mine)))
+
+    state, states = model.state_dict(), source.state_dict()
+    with CommunicationWatch() as watch:
+        apply([state[n] for n in names], [states[n] for n in names])
+    assert watch.seen == []
+    models = make(), make()  # with the same tied parameters
+    models[0].load_state_dict(whole)
+    models[1].load_state_dict(other)
+    expected, others = (m.state_dict() for m in models)
+    apply([expected[n] for n in names], [others[n] for n in names])
+    full = flatshard.checkpoint.full_state_dict(model)
+    for n in names:
+        torch.testing.assert_close(full[n], expected[n], msg=lambda m, n=n: f"{n}: {m}")
+    mine = [state["up.weight"], state["down.weight"]]
+    torch._foreach_copy_(mine, [other["up.weight"], other["down.weight"]])  # each rank takes its part of a whole tensor
+    full = flatshard.checkpoint.full_state_dict(model)
+    assert full["up.weight"].equal(other["up.weight"])
+    assert full["down.weight"].equal(other["down.weight"])
+    torch._foreach_zero_(mine)
+    assert all(v.to_local().eq(0).all() for v in mine)
+    results = torch._foreach_add(mine, 1.0)
+    assert [(type(r), r.shape) for r in results] == [(ShardedValue, v.shape) for v in mine]
+
+
+def refuse_lists(ctx) -> None:
+    state = shard(ctx, make(), policy={nn.Linear}).state_dict()
+    mine, before = [state["up.weight"], state["down.weight"]], state["up.weight"].to_local().clone()
+    for function in (torch._foreach_norm, torch._foreach_max):
+        with pytest.raises(NotImplementedError, match=r"of the sharded tensor 'up.weight' .*full_state_dict"):
+            function(mine)
+    for other in (torch.ones(5, 7), state["up.bias"], torch.ones(state["down.weight"].to_local().shape)):
+        with pytest.raises(ValueError, match=r"sharded tensor 'down.weight' .*another layout"):
+            torch._foreach_add_(mine, [state["up.weight"], other])
+    assert state["up.weight"].to_local().equal(before)  # nothing was changed
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_lists_of_values(pool, world_size):
+    pool.run(average, world_size=world_size)
+    pool.run(refuse_lists, world_size=world_size)
+
+
+def write(ctx) -> None:
+    """As safetensors and transformers' save_pretrained do: they ask every value for its memory."""
+    model = shard(ctx, make(), ShardingStrategy.FULL_SHARD, {nn.Linear})
+    value = model.state_dict()["up.weight"]
+    uses = {
+        "untyped_storage": lambda v: v.untyped_storage().data_ptr(),
+        "storage": lambda v: v.storage().data_ptr(),
+        "numpy": lambda v: v.numpy(),
+        "__array__": lambda v: v.__array__(),
+        "__dlpack__": lambda v: v.__dlpack__(),
+        "tolist": lambda v: v.tolist(),
+    }
+    for name, use in uses.items():
+        for tried in (value, value.double(), copy.deepcopy(value)):
+            with pytest.raises(RuntimeError) as e:
+                use(tried)
+            text = str(e.value)
+            for part in (
+                "'up.weight'",
+                "of shape (7, 5)",
+                "this rank has only",
+                "full_state_dict(",
+                "export_safetensors(",
+            ):
+                assert part in text, (name, text)
+    with warnings.catch_warnings(action="ignore"):
+        nameless = pickle.loads(pickle.dumps(value))
+    with pytest.raises(RuntimeError, match=r"a sharded tensor of shape \(7, 5\)"):
+        nameless.untyped_storage()
+    with pytest.raises(NotImplementedError, match=r"view.default of the sharded tensor 'up.weight' of shape \(7, 5\)"):
+        value.view(-1)
+
+
+def test_memory_of_values_is_refused_by_name(pool):
+    pool.run(write, world_size=2)
+
+
 def address(value: Tensor) -> int:
     return (value.to_local() if isinstance(value, ShardedValue) else value).data_ptr()
 

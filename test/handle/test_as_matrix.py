@@ -77,3 +77,43 @@ def run_merge(ctx) -> None:
 
 def test_merging_adapters(pool):
     pool.run(run_merge, world_size=2)
+
+
+INITIALISERS: dict[str, Callable[[Tensor], object]] = {
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+    "orthogonal_": nn.init.orthogonal_,
+    "eye_": nn.init.eye_,
+    "sparse_": lambda p: nn.init.sparse_(p, 0.5),
+}
+
+
+def initialise(ctx) -> None:
+    """Those that compute from the shape are refused, before they change anything; on whole parameters all work."""
+    for layout in (None, flatshard.layouts.Rows()):
+        for name, initialiser in INITIALISERS.items():
+            torch.manual_seed(0)
+            plain, model = nn.Linear(6, 4), nn.Linear(6, 4)
+            fully_shard(model, process_group=ctx.group, **({} if layout is None else {"layout": layout}))
+            before = model.weight.detach().clone()
+            with pytest.raises(
+                RuntimeError, match=r"'weight' is sharded: .* of shape \(4, 6\).*summon_full_params"
+            ) as e:
+                initialiser(model.weight)
+            assert "torch.nn.init computes from the shape" in str(e.value), name
+            assert model.weight.equal(before), name
+            torch.manual_seed(1)
+            initialiser(plain.weight)
+            with flatshard.summon_full_params(model):
+                torch.manual_seed(1)
+                initialiser(model.weight)
+            assert flatshard.checkpoint.full_state_dict(model)["weight"].equal(plain.weight), name
+            nn.init.constant_(model.weight, 2.0)
+            nn.init.normal_(model.weight)
+            assert model.weight.dim() == model.weight.ndimension() == model.weight.ndim
+
+
+def test_initialisers_of_a_part(pool):
+    pool.run(initialise, world_size=2)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pool import RankFailure
 from torch import nn
 
 pytestmark = [pytest.mark.clients("timm", "torchvision"), pytest.mark.slow, pytest.mark.time_limit(600)]
@@ -130,9 +129,6 @@ def average(ctx: Any, name: str) -> None:
     check_equal(averaged[1], averaged[0], 1e-5 if "float32" in name else 1e-8)
 
 
-_later = pytest.mark.xfail(raises=RankFailure, strict=False, reason="sharded values refuse torch._foreach_lerp_")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[_later] if "foreach" in n else []) for n in AVERAGES])
+@pytest.mark.parametrize("name", AVERAGES)
 def test_averages_of_weights(pair, name):
     pair.run(average, name, timeout=400)

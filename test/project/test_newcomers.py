@@ -262,11 +262,11 @@ def test_pickling_its_state_dict(world):
     assert_expected_inline(
         shown,
         """\
-UserWarning: a sharded tensor of shape (4, 4) is pickled (torch.save), and this rank has
-    only elements 0:8 of it: every rank must save a file of its own, which it alone can
-    load. For one file of everything: this rank has only a part of it. Take whole
-    tensors from flatshard.checkpoint.full_state_dict(module) or
-    flatshard.checkpoint.iter_full_params(module), on all ranks; or hand the dict to
+UserWarning: the sharded tensor 'blocks.0.linear.weight' of shape (4, 4) is pickled
+    (torch.save), and this rank has only elements 0:8 of it: every rank must save a file
+    of its own, which it alone can load. For one file of everything: this rank has only
+    a part of it. Take whole tensors from flatshard.checkpoint.full_state_dict(module)
+    or flatshard.checkpoint.iter_full_params(module), on all ranks; or hand the dict to
     torch.distributed.checkpoint""",
     )
 

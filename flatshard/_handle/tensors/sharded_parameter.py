@@ -18,6 +18,8 @@ holds a sharded parameter.
 For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
 even fit. Code that means the whole parameter uses these on the parameter itself. So they are Python methods of this class,
 which check first; optimizers use none of them. ``p.data`` and functions such as ``torch.matmul`` are not checked.
+Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first. They
+are refused for any part, as whole rows have another fan-out, too. Those that treat each element alike are left alone.
 """
 
 from __future__ import annotations
@@ -48,6 +50,13 @@ from flatshard._runtime import Runtime
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _TO_EMPTY = nn.Module.to_empty.__code__
+# Of `torch.nn.init`: they call `dim()` or `ndimension()` of what they fill, before anything else. The first is called by
+# `kaiming_*` and `xavier_*`; it is private, and where it is absent these raise torch's own error.
+_SHAPED_INITIALISERS = {
+    getattr(nn.init, name).__code__
+    for name in ("_calculate_fan_in_and_fan_out", "orthogonal_", "eye_", "dirac_", "sparse_")
+    if hasattr(nn.init, name)
+}
 
 
 class Home(Protocol):
@@ -220,6 +229,16 @@ class ShardedParameter(nn.Parameter):
     t, transpose, permute = map(_not_of_a_part, ("t", "transpose", "permute"))
     T, mT, H, mH = map(_property_not_of_a_part, ("T", "mT", "H", "mH"))
 
+    def dim(self) -> int:
+        """As in torch: of this rank's part."""
+        _refuse_initialiser(self, sys._getframe(1))
+        return super().dim()
+
+    def ndimension(self) -> int:
+        """As in torch: of this rank's part."""
+        _refuse_initialiser(self, sys._getframe(1))
+        return super().ndimension()
+
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
         if info is None:
@@ -302,6 +321,21 @@ def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False
         f"and {_SYMBOLS.get(use, use)!r} needs the whole. It is whole inside "
         "`with flatshard.summon_full_params(module):` and in the forward of its module. If a method of yours computes with "
         "it, register the method by flatshard.register_forward_method"
+    )
+
+
+def _refuse_initialiser(param: ShardedParameter, caller: FrameType) -> None:
+    """Raise if ``caller`` is an initialiser that computes from the shape. [Note: Parts are not matrices]"""
+    if caller.f_code not in _SHAPED_INITIALISERS:
+        return
+    info = param._flatshard_info
+    shape = tuple(full_shape(param))
+    if info.shard_world_size == 1 or tuple(param.shape) == shape:  # [Note: Filled later]
+        return
+    raise RuntimeError(
+        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape}, and "
+        "torch.nn.init computes from the shape of the whole. Initialise before fully_shard, or inside "
+        "`with flatshard.summon_full_params(module):`, with the same random numbers on all ranks"
     )
 
 
