@@ -35,10 +35,11 @@ class CollectiveError(RuntimeError):
         self.phase, self.unit, self.rank, self.world_size = phase, unit, rank, world_size
 
     def __str__(self) -> str:
+        # The cause may be a long text of gloo's about a connection, and says nothing about why: so it comes last.
         return (
-            f"the {self.phase} of unit {self.unit or '<root>'!r} failed on rank {self.rank} of {self.world_size}: "
-            f"{self.args[-1]}. If it waited in vain or lost a connection, look for the first error on the other ranks: one "
-            "of them died, or did not come to this unit"
+            f"the {self.phase} of unit {self.unit or '<root>'!r} failed on rank {self.rank} of {self.world_size}: if it "
+            "waited in vain or lost a connection, look for the first error on the other ranks: one of them died, or did not "
+            f"come to this unit. The error on this rank: {self.args[-1]}"
         )
 
 

@@ -363,10 +363,10 @@ def test_after_the_process_group_is_destroyed(world):
     assert_expected_inline(
         shown,
         """\
-CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: RuntimeError:
-    the process group that this module was sharded over has been destroyed. If it waited
-    in vain or lost a connection, look for the first error on the other ranks: one of
-    them died, or did not come to this unit""",
+CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: if it waited in
+    vain or lost a connection, look for the first error on the other ranks: one of them
+    died, or did not come to this unit. The error on this rank: RuntimeError: the
+    process group that this module was sharded over has been destroyed""",
     )
 
 
