@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerator.harness import Cases, Env, mean_square, numbers
 
 import flatshard
-from accelerator.harness import Cases, Env, mean_square, numbers
 from flatshard import MixedPrecision
 from flatshard import ShardingStrategy as S
 

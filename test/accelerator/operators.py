@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
-
 from accelerator.machine import Key, Machine, lines_of, stack_here
+from torch.utils._pytree import tree_map
 
 NAME = "simdev"
 _RANDOM = ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")

@@ -35,7 +35,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-
 from accelerator import build
 from accelerator.machine import CaptureError, Machine
 from accelerator.operators import NAME, Operators, is_sim

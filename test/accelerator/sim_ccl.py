@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from accelerator.machine import Record
 from accelerator.operators import NAME, extent, is_sim
 from accelerator.sim import operators, sim

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from pool import Pool
-
 from accelerator.capture import cases
 from accelerator.harness import check
+from pool import Pool
 
 
 @pytest.mark.parametrize("name", cases.on_ranks)

@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerator import capture, training
+from accelerator.harness import POLICIES, Case, Cases, Env, mean_square, numbers, run_case
 from pool import Context, Pool
 from torch import Tensor
 
 import flatshard
-from accelerator import capture, training
-from accelerator.harness import POLICIES, Case, Cases, Env, mean_square, numbers, run_case
 from flatshard import CPUOffload
 from flatshard._composable.backward import Backward
 from flatshard._composable.context import Context as UnitContext

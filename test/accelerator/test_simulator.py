@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerator.harness import POLICIES
 from pool import Context, Pool, RankFailure
 from torch import Tensor
-
-from accelerator.harness import POLICIES
 
 SIZE = 256  # a block of the allocator, so that the next tensor of this size takes the last one's memory
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator.harness import Block, Cases, Env, Net, mean_square, numbers, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from accelerator.harness import Block, Cases, Env, Net, mean_square, numbers, sgd
 from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
 
