@@ -63,7 +63,7 @@ def shard(accelerator: Accelerator, model: nn.Module, **sharding: Any) -> None:
     model.no_sync = functools.partial(flatshard.no_sync, model)  # type: ignore[assignment]
     if "get_state_dict" not in vars(accelerator):
         accelerator.get_state_dict = functools.partial(_state_dict, accelerator)
-        accelerator.register_load_state_pre_hook(_load)
+        accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
 
 
 def _check(accelerator: Accelerator) -> None:
@@ -108,11 +108,12 @@ def _optimizer_state(accelerator: Accelerator, model: nn.Module, optimizer: Opti
     return whole_optimizer_state(model, optimizer, rank0_only=not accelerator.project_configuration.save_on_each_node)
 
 
-def _load(models: list[nn.Module], folder: str) -> None:
+def _load(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
     """Before ``accelerator.load_state`` loads ``models``, in its place: its own way compares the storages of sharded values.
 
-    The files are those of ``save_accelerator_state``.
+    The files are those of ``save_accelerator_state``. ``save_state`` returns on other ranks while rank 0 still writes them.
     """
+    accelerator.wait_for_everyone()
     for i, model in enumerate(models):
         ending = f"_{i}" if i else ""
         file = Path(folder) / f"{SAFE_MODEL_NAME}{ending}.safetensors"
