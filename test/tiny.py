@@ -76,7 +76,7 @@ def be_a_rank(ctx: Any) -> None:
     GradientState._reset_state()
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
 
 
 def be_alone() -> None:

@@ -73,6 +73,12 @@ def _check(accelerator: Accelerator) -> None:
             f"accelerate is set up for {kind.value}, which would shard the model again: leave out its plugin, and launch "
             "with accelerate launch --multi_gpu, or torchrun"
         )
+    if torch.distributed.is_initialized() and accelerator.num_processes != torch.distributed.get_world_size():
+        raise ValueError(
+            f"accelerate counts {accelerator.num_processes} processes, and torch.distributed "
+            f"{torch.distributed.get_world_size()}: every rank would take itself for the one that saves. On CPU use "
+            "Accelerator(cpu=True), or accelerate launch --cpu"
+        )
 
 
 def _model_of(accelerator: Accelerator, optimizer: Optimizer) -> nn.Module:

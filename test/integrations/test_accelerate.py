@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,22 @@ def test_what_is_refused(pair):
     [first, second], _ = pair.run(refused, world_size=2)
     assert first == "Linear does not name its layers (_no_split_modules): pass policy={Block}"
     assert "SGD steps parameters of none of the prepared models" in second
+
+
+def miscounted(ctx) -> None:
+    from accelerate import Accelerator
+
+    from flatshard.integrations.accelerate import prepare
+
+    be_a_rank(ctx)
+    del os.environ[
+        "ACCELERATE_USE_CPU"
+    ]  # on a machine without a GPU, accelerate then takes each rank for the only process
+    with pytest.raises(ValueError, match=r"accelerate counts 1 processes, and torch.distributed [24]: .*cpu=True"):
+        prepare(Accelerator(), tiny_llama())
+
+
+def test_ranks_that_accelerate_does_not_count_are_refused(pair):
+    if torch.cuda.is_available():
+        pytest.skip("accelerate counts ranks with GPUs")
+    pair.run(miscounted, world_size=2)
