@@ -6,6 +6,8 @@ Every contender holds the same model and saves it with its optimizer's state to 
 loads them back. A round does all of them once; figures are medians over the rounds, with the fastest and the slowest, and
 ratios to the floor: each rank writes its bytes to one file with a single call, flushes it, and reads it back.
 What was just written is read from the page cache, by all of them. Peers need numpy, to send objects.
+
+CPU is what rank 0 spends, user and system, in all of its threads: it says more than seconds where others use the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contenders import Setting, build
 from gpt import GPT, Block, GPTConfig
-from suite import Table, arguments, main, over, progress
+from suite import Figure, Table, arguments, main, over, progress
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -102,7 +104,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     contenders = {name: make(name, args.layers, args.width) for name in names}
     nbytes = sum(p.numel() * p.element_size() for p in contenders[names[0]].model.parameters()) * 3
     directory = Path(shared(tempfile.mkdtemp(dir=args.directory) if dist.get_rank() == 0 else ""))
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ["floor", *names]}
+    times: Times = {name: ([], []) for name in ["floor", *names]}
     try:
         for round_ in range(rounds + 1):
             progress(f"checkpoints, round {round_} of {rounds}")
@@ -131,7 +133,11 @@ def make(name: str, layers: int, width: int) -> Contender:
     return Contender(model, optimizer, save, load)
 
 
-def both(job: Contender, path: Path) -> tuple[float, float]:
+Spent = tuple[float, float]  # seconds, and seconds of CPU
+Times = dict[str, tuple[list[Spent], list[Spent]]]  # of saves and loads, by contender
+
+
+def both(job: Contender, path: Path) -> tuple[Spent, Spent]:
     saved = timed(lambda: job.save(job, path))
     loaded = timed(lambda: job.load(job, path))
     if dist.get_rank() == 0:
@@ -139,7 +145,7 @@ def both(job: Contender, path: Path) -> tuple[float, float]:
     return saved, loaded
 
 
-def floor(path: Path, nbytes: int) -> tuple[float, float]:
+def floor(path: Path, nbytes: int) -> tuple[Spent, Spent]:
     data = bytearray(nbytes)
     file = path.with_suffix(f".{dist.get_rank()}")
 
@@ -158,13 +164,14 @@ def floor(path: Path, nbytes: int) -> tuple[float, float]:
     return spent
 
 
-def timed(function: Callable[[], object]) -> float:
-    """Seconds until the slowest rank is done."""
+def timed(function: Callable[[], object]) -> Spent:
+    """Until the slowest rank is done; CPU of this one."""
     dist.barrier()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     function()
+    cpu = time.process_time() - cpu
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, cpu
 
 
 def shared(text: str) -> str:
@@ -175,17 +182,16 @@ def shared(text: str) -> str:
     return bytes(row.tolist()).rstrip(b"\0").decode()
 
 
-def table(times: dict[str, tuple[list[float], list[float]]], nbytes: int, rounds: int, notes: list[str]) -> Table:
-    """Seconds, and over the floor."""
-    least = [statistics.median(values) for values in times["floor"]]
-    rows = {}
-    for name, (saves, loads) in times.items():
-        rows[name] = {
-            "save, s": over(saves, 1.0),
-            "over floor": over(saves, least[0]),
-            "load, s": over(loads, 1.0),
-            "over floor ": over(loads, least[1]),
-        }
+def table(times: Times, nbytes: int, rounds: int, notes: list[str]) -> Table:
+    """Seconds, over the floor, and CPU."""
+    least = [statistics.median(wall for wall, _ in values) for values in times["floor"]]
+    rows: dict[str, dict[str, Figure]] = {name: {} for name in times}
+    for name, kinds in times.items():
+        for verb, spent, base in zip(("save", "load"), kinds, least, strict=True):
+            wall, cpu = zip(*spent, strict=True)
+            rows[name][f"{verb}, s"] = over(wall, 1.0)
+            rows[name][f"{verb} over floor"] = over(wall, base)
+            rows[name][f"{verb} CPU, s"] = over(cpu, 1.0)
     title = (
         f"saving and loading {nbytes / 2**20:.0f} MiB a rank, parameters and AdamW's state, {dist.get_world_size()} gloo "
         f"ranks; medians of {rounds} rounds"

@@ -7,9 +7,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flatshard._trace import logger
+
 Report = Callable[[int, int], object]
 
 _EVERY = 10.0  # seconds between lines
+
+
+def _no_report(done: int, total: int) -> None:
+    """In the place of one that raised."""
 
 
 class ByteCount:
@@ -25,7 +31,11 @@ class ByteCount:
         """So much more has been done."""
         self.done += nbytes
         if self._report is not None:
-            self._report(self.done, self.total)
+            try:
+                self._report(self.done, self.total)
+            except Exception:  # what is shown does not decide on a checkpoint
+                logger.exception("%s %r goes on, without progress, which raised", self._verb, str(self._path))
+                self._report = _no_report
         elif self._is_first and time.monotonic() - self._said > _EVERY:
             self._said = time.monotonic()
             seconds = self._said - self._began

@@ -17,9 +17,10 @@ import errno
 import fcntl
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+from flatshard._trace import logger
 
 METADATA = ".metadata"
 _LOCK = ".lock"
@@ -157,7 +158,7 @@ class NewDirectory:
             (self.path / _LOCK).unlink()
             remove(self._before)
         except OSError as e:
-            warnings.warn(f"{str(self.path)!r} is saved. Left to be cleaned by the next save: {e}", stacklevel=2)
+            logger.warning("%r is saved. Left to be cleaned by the next save: %s", str(self.path), e)
 
     def discard(self) -> None:
         """Remove what was written, unless it is published, as far as that is possible: the next save removes the rest."""

@@ -196,12 +196,14 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     """Those of a job's state.
 
     Raises:
-        ValueError: a name has a dot; an optimizer's module is not among them.
+        ValueError: a name is no string, or has a dot; an optimizer's module is not among them.
     """
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
     shown = {id(module): _settled_state(module) for module in modules}
     found: list[Entry] = []
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise ValueError(f"state has the name {key!r}, which is no string")
         if "." in key:
             raise ValueError(f"state names {key!r}: a name with a dot could not be told from what is inside of {key!r}")
         if isinstance(value, Optimizer):

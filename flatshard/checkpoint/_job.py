@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._byte_count import ByteCount, Report
@@ -71,24 +72,22 @@ def save_checkpoint(
     at = Path(path).absolute()
     before = _ended()
     meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
-    saving = _Saving(at, meeting.is_first, overwrite, progress)
+    saving, save = _Saving(at, meeting.is_first, overwrite, progress), Save()
     with contextlib.ExitStack() as stack:
         stack.enter_context(meeting)
         stack.callback(saving.discard)
         own = meeting.round(lambda: saving.plan(state, before, wait), saving.plan_for_all)
-        rest = stack.pop_all()  # left open for the thread
-    save = Save()
 
-    def write() -> None:
-        with rest:
+        def write() -> None:
             meeting.round(lambda: saving.write(*own), saving.finish)
 
-    if wait:
-        write()
-        save.set_result(None)
-    else:
-        _background.append(save)
-        threading.Thread(target=save.follow, args=(write, meeting.is_first), name="flatshard-save").start()
+        if wait:
+            write()
+            save.set_result(None)
+        else:
+            _background.append(save)
+            arguments = (stack.pop_all(), write, meeting.is_first)  # the thread leaves the meeting
+            threading.Thread(target=save.follow, args=arguments, name="flatshard-save").start()
     return save
 
 
@@ -130,10 +129,11 @@ def load_checkpoint(
     """
     at = Path(path).absolute()
     before = _ended()
-    with Meeting(process_group, f"load_checkpoint({str(at)!r})", timeout) as meeting:
-        loading = _Loading(at, meeting.is_first, strict, verify, progress)
+    meeting = Meeting(process_group, f"load_checkpoint({str(at)!r})", timeout)
+    loading = _Loading(at, meeting.is_first, strict, verify, progress)
+    with meeting:
         meeting.round(lambda: before, _known_by_some)
-        meeting.round(lambda: loading.check(state))
+        meeting.round(lambda: loading.check(state), _are_alike)
         try:
             meeting.round(loading.install)
         except BaseException:
@@ -194,6 +194,10 @@ class Save(Future[None]):
 
     is_known = False  # whether somebody has asked how it ended
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # what has begun is not cancelled
+
     def result(self, timeout: float | None = None) -> None:
         """Wait, and raise what went wrong."""
         self.exception(timeout)
@@ -205,10 +209,11 @@ class Save(Future[None]):
         self.is_known = True
         return found
 
-    def follow(self, write: Any, is_first: bool) -> None:
-        """End as ``write`` does."""
+    def follow(self, meeting: contextlib.ExitStack, write: Callable[[], None], is_first: bool) -> None:
+        """End as ``write`` does, in ``meeting``, which is left then."""
         try:
-            write()
+            with meeting:
+                write()
         except BaseException as e:
             if is_first:
                 logger.error("in the background, %s", e)
@@ -248,6 +253,15 @@ def _report() -> None:
 # -- loading: [Note: Nothing is changed by a failed load] --------------------------------------------------------------
 
 
+def _are_alike(digests: Sequence[str]) -> None:
+    """Raise if ranks have read the metadata of different checkpoints."""
+    if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ValueError(
+            f"{name_list([f'rank {rank}' for rank in odd], 10)} found another checkpoint there than rank 0: all must see "
+            "one file system, and no other job may replace the checkpoint meanwhile"
+        )
+
+
 class _Loading:
     """One rank's part of a load."""
 
@@ -263,8 +277,8 @@ class _Loading:
         self._later: Any = None
         self._undos: list[Undo] = []
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Phase 1."""
+    def check(self, state: Mapping[str, Any]) -> str:
+        """Phase 1. Returns by what ranks see that they load the same."""
         self._reader.reset(disk.find(disk.real(self._path)))
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, self._is_first)
@@ -280,11 +294,13 @@ class _Loading:
         self._reader.read_data(now, self._planner)
         for entry in self._entries:
             entry.check(self._loaded[entry.key])
+        return self._reader.digest
 
     def install(self) -> None:
         """Phase 2."""
         for entry in self._entries:
             entry.install(self._loaded[entry.key], self._undos)
+        self._reader.check_same()
 
     def undo(self) -> None:
         """Phase 2 has failed, here or elsewhere."""

@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 _PREFIX = "flatshard/meeting"
 _GRACE = 5.0  # seconds that the others give rank 0 to say who is missing
+_LEAVE_AFTER = 2.0  # seconds, in which whoever is alive has looked for an answer
 _LOOK_AFTER, _WARN_AFTER = 1.0, 10.0  # seconds
 _PIECE = 2**20  # bytes under one key: stores limit them
 
@@ -54,30 +56,43 @@ class Meeting:
     """All ranks of a process group in one undertaking; a context. With one rank nothing is sent."""
 
     def __init__(self, group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> None:
-        """Wait for all ranks.
-
+        """
         Args:
             group: None: the default group, or this process alone where there is none.
             what: the call and its arguments, which must be the same on all ranks, for errors.
             timeout: how much later than the first the last rank may come, and how long one may give no sign of life.
-
-        Raises:
-            MeetingError: some did not come, or came for something else.
         """
         self.what, self._timeout, self._rounds = what, timeout.total_seconds(), 0
         self.rank, self.size, self._store = membership(default_group() if group is None else group)
         self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Wait for all ranks.
+
+        Raises:
+            MeetingError: some did not come, or came for something else.
+        """
         if self.size > 1:
             assert self._store is not None
             with self._explained():
-                self._name = meet(self._store, self.rank, range(self.size), what, self._timeout, self._timeout)
+                self._name = Rendezvous(
+                    self._store, self.rank, range(self.size), self.what, self._timeout, self._timeout
+                ).meet()
             threading.Thread(target=self._beat, name="flatshard-meeting", daemon=True).start()
-
-    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
+        if self.rank == 0 and self._rounds:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the others know
+                self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Until the others have read the last answer. The process may end after this, and the store with it."""
+        waits = _waits()
+        for rank in range(1, self.size):
+            while self._store.check([f"{self._key}/down/{rank}/0"]) and next(waits) < _LEAVE_AFTER:
+                pass
 
     @property
     def is_first(self) -> bool:
@@ -135,6 +150,11 @@ class Meeting:
 
     # -- over the store ------------------------------------------------------------------------------------------------
 
+    @property
+    def _key(self) -> str:
+        """How keys of this round begin."""
+        return f"{_PREFIX}/{self._name}/{self._rounds}"
+
     def _answer(self, answers: list[tuple[str | None, Any]]) -> None:
         for rank in range(1, self.size):
             self._send(f"down/{rank}", answers[rank])
@@ -142,12 +162,12 @@ class Meeting:
     def _send(self, key: str, value: Any) -> None:
         data = pickle.dumps(value)
         pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
-        at = f"{_PREFIX}/{self._name}/{self._rounds}/{key}"
+        at = f"{self._key}/{key}"
         for i, piece in reversed(list(enumerate(pieces))):
             self._store.set(f"{at}/{i}", b"%d " % len(pieces) + piece)
 
     def _receive(self, key: str, sender: int) -> Any:
-        at = f"{_PREFIX}/{self._name}/{self._rounds}/{key}"
+        at = f"{self._key}/{key}"
         alive = f"{_PREFIX}/{self._name}/alive/{sender}"
         sign, heard = b"", time.monotonic()
         for waited in _waits():
@@ -191,98 +211,83 @@ class Meeting:
 # -- [Note: Who is missing] --------------------------------------------------------------------------------------------
 
 
-def meet(
-    store: Any,
-    rank: int,
-    names: Sequence[int],
-    what: str,
-    seconds: float,
-    told_for: float = 0.0,
-    look: Callable[[], object] = lambda: None,
-) -> str:
-    """Wait until all ranks of a store have come for ``what``. Returns a name that they alone have.
+@dataclass
+class Rendezvous:
+    """One rank's side of a meeting at the store of the ranks' process group.
 
     Args:
-        store: of the ranks' process group.
-        rank: this one, of those.
+        store: of the group.
+        rank: this one, of its ranks.
         names: what errors call each.
-        what: the call, the same on all ranks.
+        what: the call that ranks come for, the same on all.
         seconds: how much later than the first the last rank may come.
         told_for: seconds for which ranks that come too late are told so, and do not take the next call for this one.
         look: called now and then in a long wait: to raise what ends it.
-
-    Raises:
-        MeetingError: some did not come, or came for something else.
     """
-    door = _Door(store, rank, names, what, seconds, told_for, look)
-    return door.host() if rank == 0 else door.visit()
 
+    store: Any
+    rank: int
+    names: Sequence[int]
+    what: str
+    seconds: float
+    told_for: float = 0.0
+    look: Callable[[], object] = lambda: None
 
-class _Door:
-    """One rank's side of a meeting at the store."""
+    def meet(self) -> str:
+        """Wait until all ranks have come. Returns a name that they alone have.
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        names: Sequence[int],
-        what: str,
-        seconds: float,
-        told_for: float,
-        look: Callable[[], object],
-    ) -> None:
-        self._store, self._rank, self._names, self._what = store, rank, names, what
-        self._seconds, self._told_for, self._look = seconds, told_for, look
+        Raises:
+            MeetingError: some did not come, or came for something else.
+        """
+        return self._host() if self.rank == 0 else self._visit()
 
-    def host(self) -> str:
+    def _host(self) -> str:
         """Rank 0 waits for all, and gives the meeting its name."""
-        others = range(1, len(self._names))
-        self._store.set(f"{_PREFIX}/at/0", "")
+        others = range(1, len(self.names))
+        self.store.set(f"{_PREFIX}/at/0", "")
         try:
             late: list[int] = []
             for waited in self._waits():
                 late = self._late(late or others)
-                if waited > self._seconds or not (late or (late := self._late(others))):
+                if waited > self.seconds or not (late or (late := self._late(others))):
                     break
             problem = self._describe_late(late) if late else ""
-            until = time.time() + self._told_for
-            for r in late if self._told_for else ():
-                self._store.set(f"{_PREFIX}/missed/{r}", pickle.dumps((self._what, problem, until)))
+            until = time.time() + self.told_for
+            for r in late if self.told_for else ():
+                self.store.set(f"{_PREFIX}/missed/{r}", pickle.dumps((self.what, problem, until)))
             notes = {r: self._take(f"{_PREFIX}/at/{r}") for r in others}
         finally:
-            self._store.delete_key(f"{_PREFIX}/at/0")
-        other = [f"rank {self._names[r]}: {n[1]}" for r, n in notes.items() if n is not None and n[1] != self._what]
+            self.store.delete_key(f"{_PREFIX}/at/0")
+        other = [f"rank {self.names[r]}: {n[1]}" for r, n in notes.items() if n is not None and n[1] != self.what]
         if other and not problem:
-            problem = f"ranks came for different things. Rank {self._names[0]}: {self._what}; {'; '.join(other)}"
+            problem = f"ranks came for different things. Rank {self.names[0]}: {self.what}; {'; '.join(other)}"
         name = uuid.uuid4().hex
         for r, note in notes.items():
             if note is not None:
-                self._store.set(f"{_PREFIX}/go/{r}/{note[0]}", pickle.dumps((problem, name)))
+                self.store.set(f"{_PREFIX}/go/{r}/{note[0]}", pickle.dumps((problem, name)))
         if problem:
-            raise MeetingError(f"{self._what}: {problem}")
+            raise MeetingError(f"{self.what}: {problem}")
         return name
 
-    def visit(self) -> str:
+    def _visit(self) -> str:
         """Another rank leaves its note, and waits to be told the name."""
-        own, note = f"{_PREFIX}/at/{self._rank}", uuid.uuid4().hex
-        missed = self._take(f"{_PREFIX}/missed/{self._rank}")
-        if missed is not None and missed[0] == self._what and time.time() < missed[2]:
-            raise MeetingError(f"{self._what}: {missed[1]}")
-        self._store.set(own, pickle.dumps((note, self._what)))
+        own, note = f"{_PREFIX}/at/{self.rank}", uuid.uuid4().hex
+        missed = self._take(f"{_PREFIX}/missed/{self.rank}")
+        if missed is not None and missed[0] == self.what and time.time() < missed[2]:
+            raise MeetingError(f"{self.what}: {missed[1]}")
+        self.store.set(own, pickle.dumps((note, self.what)))
         try:
             for waited in self._waits():
-                if self._store.check([f"{_PREFIX}/go/{self._rank}/{note}"]):
+                if self.store.check([f"{_PREFIX}/go/{self.rank}/{note}"]):
                     break
-                if waited > self._seconds + _GRACE:
-                    raise MeetingError(
-                        f"{self._what}: {self._describe_late(self._late(range(len(self._names))) or [0])}"
-                    )
+                if waited > self.seconds + _GRACE:
+                    raise MeetingError(f"{self.what}: {self._describe_late(self._late(range(len(self.names))) or [0])}")
         except BaseException:
-            self._store.delete_key(own)
+            self.store.delete_key(own)
             raise
-        problem, name = self._take(f"{_PREFIX}/go/{self._rank}/{note}")
+        problem, name = self._take(f"{_PREFIX}/go/{self.rank}/{note}")
         if problem:
-            raise MeetingError(f"{self._what}: {problem}")
+            raise MeetingError(f"{self.what}: {problem}")
         return str(name)
 
     def _waits(self) -> Iterator[float]:
@@ -290,35 +295,33 @@ class _Door:
         for waited in _waits():
             yield waited
             if waited > _LOOK_AFTER:
-                self._look()
+                self.look()
             if waited > _WARN_AFTER and not warned:
                 warned = True
-                late = self._list(self._late(range(len(self._names))))
+                late = self._list(self._late(range(len(self.names))))
                 logger.warning(
-                    f"{self._what}: rank {self._names[self._rank]} has waited for {late} for {waited:.0f} s. All ranks must "
+                    f"{self.what}: rank {self.names[self.rank]} has waited for {late} for {waited:.0f} s. All ranks must "
                     "make this call"
                 )
 
     def _late(self, ranks: Sequence[int]) -> list[int]:
         keys = [f"{_PREFIX}/at/{r}" for r in ranks]
         return (
-            []
-            if self._store.check(keys)
-            else [r for r, k in zip(ranks, keys, strict=True) if not self._store.check([k])]
+            [] if self.store.check(keys) else [r for r, k in zip(ranks, keys, strict=True) if not self.store.check([k])]
         )
 
     def _list(self, ranks: Sequence[int]) -> str:
-        return name_list([f"rank {self._names[r]}" for r in ranks], 10)
+        return name_list([f"rank {self.names[r]}" for r in ranks], 10)
 
     def _describe_late(self, late: Sequence[int]) -> str:
-        return f"{self._list(late)} did not come within {self._seconds:g} s. All ranks must make this call"
+        return f"{self._list(late)} did not come within {self.seconds:g} s. All ranks must make this call"
 
     def _take(self, key: str) -> Any:
         """What is under ``key``, which is deleted, or None."""
-        if not self._store.check([key]):
+        if not self.store.check([key]):
             return None
-        found = pickle.loads(self._store.get(key))
-        self._store.delete_key(key)
+        found = pickle.loads(self.store.get(key))
+        self.store.delete_key(key)
         return found
 
 

@@ -5,6 +5,7 @@ So also FSDP2's, sharded ones of FSDP1, those of plain models. Nothing in them i
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import os
@@ -47,8 +48,10 @@ class Reader(FileSystemReader):
         """``verify``: False leaves out the sums, and with them one more reading of the files."""
         super().__init__(path)
         self.progress: ByteCount | None = None
-        self._verify, self._checked = verify, False
+        self.digest = ""  # of the metadata: the same for all ranks that load one checkpoint
+        self._verify = verify
         self._metadata: Metadata | None = None
+        self._versions: dict[Path, _Version] = {}  # of the files that are read, once they have been looked at
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See torch.
@@ -56,7 +59,10 @@ class Reader(FileSystemReader):
         Raises:
             ValueError: it is damaged, or not the metadata of a checkpoint.
         """
-        self._metadata = unpickled((Path(self.path) / disk.METADATA).read_bytes())
+        file = Path(self.path) / disk.METADATA
+        self._versions = {file: _version(file)}
+        data = file.read_bytes()
+        self._metadata, self.digest = unpickled(data), hashlib.blake2b(data, digest_size=16).hexdigest()
         return self._metadata
 
     def _by_file(self, plan: LoadPlan) -> dict[Path, list[_Wanted]]:
@@ -106,9 +112,13 @@ class Reader(FileSystemReader):
         wrong = []
         for file, wanted in files.items():
             end = max(each.end for each in wanted)
-            size = file.stat().st_size if file.is_file() else None
-            if size is None or size < end:
-                wrong.append(f"{file.name!r} ({'missing' if size is None else f'{size} of at least {end} bytes'})")
+            version = _version(file) if file.is_file() else None
+            if version is None or version.size < end:
+                size = "missing" if version is None else f"{version.size} of at least {end} bytes"
+                wrong.append(f"{file.name!r} ({size})")
+            else:
+                self._versions[file] = version
+        self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
         blocks = {file: _blocks(wanted) if self._verify else {} for file, wanted in files.items()}
@@ -117,9 +127,19 @@ class Reader(FileSystemReader):
             self.progress.total = verified + sum(each.nbytes for w in files.values() for each in w if each.is_tensor)
         with _threads() as pool:
             wrong = [text for file in files for text in self._damaged(pool, file, files[file], blocks[file])]
+        self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
-        self._checked = True
+
+    def check_same(self) -> None:
+        """The files are those that were looked at.
+
+        Raises:
+            ValueError: another save has replaced them.
+        """
+        for file, version in self._versions.items():
+            if not file.exists() or _version(file) != version:
+                raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
     def _damaged(
         self, pool: ThreadPoolExecutor, file: Path, wanted: list[_Wanted], blocks: dict[_Block, _Wanted]
@@ -151,8 +171,9 @@ class Reader(FileSystemReader):
         Raises:
             ValueError: see :meth:`check`; nothing has been read.
         """
-        if not self._checked:
+        if len(self._versions) < 2:  # only the metadata's
             self.check(plan)
+        self.check_same()
         with _threads() as pool:
             for file, wanted in self._by_file(plan).items():
                 with file.open("rb", buffering=0) as stream:
@@ -218,6 +239,20 @@ class Reader(FileSystemReader):
     def _count(self, nbytes: int) -> None:
         if self.progress is not None:
             self.progress.add(nbytes)
+
+
+class _Version(NamedTuple):
+    """By which a file is known from another that has taken its place."""
+
+    device: int
+    inode: int
+    size: int
+    changed: int  # nanoseconds
+
+
+def _version(file: Path) -> _Version:
+    stat = file.stat()
+    return _Version(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 class _Wanted(NamedTuple):

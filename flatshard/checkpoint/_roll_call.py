@@ -2,8 +2,8 @@
 
 [Note: One rank alone]
 ``if rank == 0: full_state_dict(model)`` is the first mistake that people make with sharded models: the others never issue the
-all-gather. So ranks first meet at the process group's store (``meet``): a rank that waits for long logs a warning, and raises
-in the end.
+all-gather. So ranks first meet at the process group's store (:class:`Rendezvous`): a rank that waits for long logs a warning,
+and raises in the end.
 
 The wait counts as one for a collective, so the watch sees within seconds when another rank waits for this one in a forward.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flatshard._comm.progress import EXCHANGE, Label, digest, here
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._meeting import meet
+from flatshard.checkpoint._meeting import Rendezvous
 
 GIVE_UP_AFTER = 300.0  # seconds
 
@@ -44,8 +44,9 @@ def _meet(store: Any, runtime: Runtime, call: str) -> None:
         if runtime.monitor is not None and (why := runtime.monitor.explain(issued)) is not None:
             raise why
 
+    names = dist.get_process_group_ranks(runtime.group)
     try:
-        meet(store, runtime.rank, dist.get_process_group_ranks(runtime.group), call, GIVE_UP_AFTER, look=look)
+        Rendezvous(store, runtime.rank, names, call, GIVE_UP_AFTER, look=look).meet()
     except BaseException:
         runtime.progress.counts[issued.key] -= 1  # not counted by the others either
         raise
