@@ -120,14 +120,11 @@ class Optimized(Stateful):
         return own_optim_state(self._names, self.value)
 
     def template(self, names: Iterable[str]) -> Any:
-        return on_meta(own_optim_state(self._names, self.value, self._wanted(names)))
-
-    def _wanted(self, names: Iterable[str]) -> list[str]:
-        """The keys of state that is to be loaded: those in the checkpoint, and, where it may lack some, those that stay."""
         prefix = f"{self.key}."
-        saved = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
-        stay = {} if self.strict else self.saved()["state"]
-        return saved + [f"state.{n}.{k}" for n, values in stay.items() for k in values]
+        wanted = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+        if not self.strict:  # what the checkpoint lacks stays
+            wanted += [f"state.{n}.{k}" for n, values in self.saved()["state"].items() for k in values]
+        return on_meta(own_optim_state(self._names, self.value, wanted))
 
     def check(self, loaded: Any) -> None:
         (self._load,) = to_load(self._names, as_list(self.value), loaded, self.strict)
@@ -167,14 +164,7 @@ class PlainOptimized(Optimized):
         return {**result, "param_groups": groups}
 
     def template(self, names: Iterable[str]) -> Any:
-        own, params = self.saved(), dict(zip(self._order, self._params, strict=True))
-        state: dict[str, dict[str, Any]] = {}
-        for key in self._wanted(names):
-            name, _, short = key.removeprefix("state.").rpartition(".")
-            if key.startswith("state.") and name in params:
-                like = torch.zeros(()) if short == "step" else params[name].detach()
-                state.setdefault(name, {})[short] = own["state"].get(name, {}).get(short, like)
-        return on_meta({**own, "state": state})
+        return {**on_meta(self.saved()), **super().template(names)}
 
     def check(self, loaded: Any) -> None:
         self._load = rekey(loaded, self._order, to="ids")

@@ -124,8 +124,9 @@ def load_checkpoint(
 
     Raises:
         MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
-            shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state. If
-            the disk fails after all that, the message says that some has been read.
+            shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
+            another save has replaced the checkpoint, or ranks see different ones. If the disk fails after all that, the
+            message says that some has been read.
     """
     at = Path(path).absolute()
     before = _ended()

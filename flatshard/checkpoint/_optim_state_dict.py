@@ -184,7 +184,13 @@ def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parame
     if steps_whole(optimizer):
         state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
         return state
-    return first_state(optimizer, group, torch.zeros_like(stepped.detach()))
+    try:
+        return first_state(optimizer, group, torch.zeros_like(stepped.detach()))
+    except Exception as e:
+        raise RuntimeError(
+            f"what the first step of {type(optimizer).__name__} would make is not known, as a step of a copy raised "
+            f"{type(e).__name__}: {e}. Take a step before loading"
+        ) from e
 
 
 # -- whole values ------------------------------------------------------------------------------------------------------

@@ -5,16 +5,18 @@ So also FSDP2's, sharded ones of FSDP1, those of plain models. Nothing in them i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
 import os
 import pickle
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -33,9 +35,6 @@ from flatshard.checkpoint._metadata import Body, unpickled
 
 _SHARE = 4 * BLOCK  # bytes for one thread at a time
 
-R = TypeVar("R")
-Sized = TypeVar("Sized", "_Block", "_Piece")
-
 
 class Reader(FileSystemReader):
     """``torch.distributed.checkpoint.load(state, storage_reader=Reader(path))``: executes nothing, reads into place.
@@ -51,7 +50,7 @@ class Reader(FileSystemReader):
         self.digest = ""  # of the metadata: the same for all ranks that load one checkpoint
         self._verify = verify
         self._metadata: Metadata | None = None
-        self._versions: dict[Path, _Version] = {}  # of the files that are read, once they have been looked at
+        self._versions: dict[Path, tuple[int, ...]] = {}  # of the files that are read, once they have been looked at
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See torch.
@@ -112,12 +111,11 @@ class Reader(FileSystemReader):
         wrong = []
         for file, wanted in files.items():
             end = max(each.end for each in wanted)
-            version = _version(file) if file.is_file() else None
-            if version is None or version.size < end:
-                size = "missing" if version is None else f"{version.size} of at least {end} bytes"
-                wrong.append(f"{file.name!r} ({size})")
+            size = file.stat().st_size if file.is_file() else None
+            if size is None or size < end:
+                wrong.append(f"{file.name!r} ({'missing' if size is None else f'{size} of at least {end} bytes'})")
             else:
-                self._versions[file] = version
+                self._versions[file] = _version(file)
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
@@ -142,7 +140,7 @@ class Reader(FileSystemReader):
                 raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
     def _damaged(
-        self, pool: ThreadPoolExecutor, file: Path, wanted: list[_Wanted], blocks: dict[_Block, _Wanted]
+        self, pool: ThreadPoolExecutor, file: Path, wanted: list[_Wanted], blocks: dict[_Piece, _Wanted]
     ) -> Iterator[str]:
         """What in ``file`` is not as it was saved. Blocks that nothing is wanted of are not looked at."""
         with file.open("rb", buffering=0) as raw:
@@ -153,15 +151,7 @@ class Reader(FileSystemReader):
                     except Exception as e:
                         yield f"{each.name} in {file.name!r} ({type(e).__name__}: {e})"
 
-            def differing(some: list[_Block]) -> list[_Block]:
-                memory, found = memoryview(bytearray(max(block.nbytes for block in some))), []
-                for block in some:
-                    _read_into(raw.fileno(), memory[: block.nbytes], block.start)
-                    if checksum(memory[: block.nbytes]) != block.sum:
-                        found.append(block)
-                return found
-
-            wrong = [block for found in self._in_threads(pool, differing, [*blocks]) for block in found]
+            wrong = self._read_in_threads(pool, raw.fileno(), list(blocks))
         for name in dict.fromkeys(blocks[block].name for block in wrong):
             yield f"{name} in {file.name!r} (its bytes do not have their sum)"
 
@@ -209,21 +199,20 @@ class Reader(FileSystemReader):
 
     def _fill(self, pool: ThreadPoolExecutor, file: int, places: list[tuple[_Wanted, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
-
-        def read(some: list[_Piece]) -> None:
-            for piece in some:
-                _read_into(file, piece.memory, piece.start)
-
         memories = [(memory_of(tensor), each.start) for each, tensor in places]
-        pieces = [_Piece(m[i : i + BLOCK], at + i) for m, at in memories for i in range(0, m.nbytes, BLOCK)]
-        for _ in self._in_threads(pool, read, pieces):
-            pass
+        self._read_in_threads(
+            pool,
+            file,
+            [
+                _Piece(at + i, min(BLOCK, memory.nbytes - i), memory[i : i + BLOCK], b"")
+                for memory, at in memories
+                for i in range(0, memory.nbytes, BLOCK)
+            ],
+        )
 
-    def _in_threads(
-        self, pool: ThreadPoolExecutor, function: Callable[[list[Sized]], R], pieces: list[Sized]
-    ) -> Iterator[R]:
-        """Call ``function`` with a few MiB of ``pieces`` at a time, and yield what it returned."""
-        shares: list[list[Sized]] = []
+    def _read_in_threads(self, pool: ThreadPoolExecutor, file: int, pieces: list[_Piece]) -> list[_Piece]:
+        """Read all of ``pieces``, in threads. Returns those that are not as they were saved."""
+        shares: list[list[_Piece]] = []
         room = 0
         for piece in pieces:
             if room <= 0:
@@ -231,28 +220,22 @@ class Reader(FileSystemReader):
                 room = _SHARE
             shares[-1].append(piece)
             room -= piece.nbytes
-        results = pool.map(function, shares) if len(shares) > 1 else map(function, shares)
-        for share, result in zip(shares, results, strict=True):
+        read = functools.partial(_read_pieces, file)
+        wrong = []
+        for share, found in zip(shares, pool.map(read, shares) if len(shares) > 1 else map(read, shares), strict=True):
             self._count(sum(piece.nbytes for piece in share))
-            yield result
+            wrong += found
+        return wrong
 
     def _count(self, nbytes: int) -> None:
         if self.progress is not None:
             self.progress.add(nbytes)
 
 
-class _Version(NamedTuple):
+def _version(file: Path) -> tuple[int, ...]:
     """By which a file is known from another that has taken its place."""
-
-    device: int
-    inode: int
-    size: int
-    changed: int  # nanoseconds
-
-
-def _version(file: Path) -> _Version:
     stat = file.stat()
-    return _Version(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _Wanted(NamedTuple):
@@ -285,27 +268,38 @@ class _Wanted(NamedTuple):
         )
 
 
-class _Block(NamedTuple):
-    """Bytes of a file that have a sum."""
+class _Piece(NamedTuple):
+    """Bytes of a file that are read at once: to their place, or to see that they have their sum."""
 
     start: int
     nbytes: int
+    place: memoryview | None
     sum: bytes
 
 
-class _Piece(NamedTuple):
-    """Where to read some bytes to, and where they are in a file."""
+class _Beside(threading.local):
+    """Memory of each thread for what is only looked at: small enough for a processor's cache."""
 
-    memory: memoryview
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(BLOCK))
 
 
-def _blocks(wanted: list[_Wanted]) -> dict[_Block, _Wanted]:
-    """Those of one file that are touched, each with one that touches it."""
+_beside = _Beside()
+
+
+def _read_pieces(file: int, pieces: list[_Piece]) -> list[_Piece]:
+    """Returns those that do not have their sum."""
+    wrong = []
+    for piece in pieces:
+        memory = piece.place or _beside.block[: piece.nbytes]
+        _read_into(file, memory, piece.start)
+        if piece.place is None and checksum(memory) != piece.sum:
+            wrong.append(piece)
+    return wrong
+
+
+def _blocks(wanted: list[_Wanted]) -> dict[_Piece, _Wanted]:
+    """Those of one file that have a sum, and are touched; each with one that touches it."""
     blocks = {}
     for each in wanted:
         if each.body is not None:
@@ -313,7 +307,7 @@ def _blocks(wanted: list[_Wanted]) -> dict[_Block, _Wanted]:
             first, stop = (each.start - start) // BLOCK, -(-(each.start - start + each.nbytes) // BLOCK)
             for i in range(first, stop):
                 size = min(BLOCK, nbytes - i * BLOCK)
-                blocks[_Block(start + i * BLOCK, size, sums[8 * i : 8 * i + 8])] = each
+                blocks[_Piece(start + i * BLOCK, size, None, sums[8 * i : 8 * i + 8])] = each
     return blocks
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_checkpoint
+from flatshard.checkpoint import MeetingError
 from flatshard.checkpoint._disk import METADATA
 
 WIDTH = 7
@@ -230,6 +231,34 @@ def keep_anything(ctx, path: str) -> None:
 
 def test_stateful_objects_and_plain_values(pool, tmp_path):
     pool.run(keep_anything, str(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD, torch.optim.AdamW])
+def test_a_plain_optimizer_with_state_in_shapes_of_its_own(tmp_path, kind):
+    """It has none before the first step."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, other = nn.Linear(6, 4), nn.Linear(6, 4)
+    optimizer, fresh = kind(model.parameters()), kind(other.parameters())
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "x", {"model": model, "optimizer": optimizer})
+    load_checkpoint(tmp_path / "x", {"model": other, "optimizer": fresh})
+    assert all(map(torch.equal, step(model, optimizer), step(other, fresh)))
+
+
+def test_an_optimizer_whose_first_step_cannot_be_tried(tmp_path):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    save_checkpoint(tmp_path / "x", {"model": model, "optimizer": optimizer})
+    fresh = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    with pytest.raises(MeetingError, match=r"first step of LBFGS .*closure.*Take a step before loading"):
+        load_checkpoint(tmp_path / "x", {"model": model, "optimizer": fresh})
 
 
 class Deep(nn.Sequential):
