@@ -123,7 +123,7 @@ def left_on_any_rank(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
     left = [each for filled in filling for each in filled.left()]
     told = torch.tensor([float(flag) for _, flag in left], device=runtime.device)
     if left and runtime.world_size > 1:
-        runtime.all_reduce_now(told, "max")
+        runtime.all_reduce_now(told, "max", "whether all parameters have been filled")
     return [fqn for (fqn, _), flag in zip(left, told.tolist(), strict=True) if flag]
 
 
