@@ -283,6 +283,7 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.storage",
+    "torch.distributed.pipelining.schedules",  # names of actions
 }
 
 
