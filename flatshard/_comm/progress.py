@@ -20,8 +20,9 @@ from typing import Any
 
 from flatshard._errors import OutOfStepError
 
-GATHER, REDUCE, EXCHANGE = 0, 1, 2
-"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``."""
+GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
+"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
+``NUMBERS`` are a few numbers of several units, such as a norm. Their label says what is computed, and has the tag 0."""
 
 _RECENT = 5  # number of collectives that an error lists
 
@@ -76,6 +77,10 @@ SAME_ORDER = (
     "ranks. Functions that gather, such as full_state_dict and summon_full_params, are called by all ranks, not by rank 0 "
     "alone"
 )
+SAME_NUMBERS = (
+    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
+    "computes it, and print the result on one of them"
+)
 
 
 Place = tuple[int, int, str]
@@ -102,6 +107,8 @@ class Issued:
         self.place = place
 
     def __str__(self) -> str:
+        if self.kind == NUMBERS:
+            return f"{self.verb} for {self.unit}"
         return f"{self.verb} of {self.unit or '<root>'!r}{' for backward' if self.again else ''}"
 
     @property

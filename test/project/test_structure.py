@@ -283,6 +283,7 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.storage",
+    "torch.distributed.pipelining.schedules",  # names of actions
 }
 
 
@@ -363,7 +364,8 @@ def a_handle_knows_no_hooks_and_no_module_tree():
             word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if name != "_handle.tensors.sharded_parameter":  # hooking a parameter is part of what the user sees of it
                 assert "hook" not in word, show(name, node)
-            assert word not in TREE_WORDS, show(name, node)
+            known = name == "_handle.tensors.guard" and ast.unparse(node).startswith("nn.Module.")  # who reads a dict
+            assert known or word not in TREE_WORDS, show(name, node)
             if name != "_handle.slots":
                 assert word not in ("_parameters", "_buffers"), show(name, node)
 
