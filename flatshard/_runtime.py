@@ -46,7 +46,7 @@ from flatshard._comm.backends import (
     builtin_collectives,
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, make_collectives, settle
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Issued, Label, Progress, describe_place, here
+from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
 
@@ -73,6 +73,15 @@ class Then:
         self.advance()
         assert self._second is not None
         self._second.wait()
+
+
+class AtWait:
+    """A collective that is issued by ``wait``, and has ended when it returns."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.wait = run
 
 
 class Monitor(Protocol):
@@ -464,8 +473,16 @@ class Runtime:
                 tensor.detach().copy_(dense)
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream."""
-        self._builtin.all_reduce_now(tensor, op)
+        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream.
+
+        On CPU the host waits for the other ranks here, so this counts as one wait more that the monitor may end: a rank that
+        takes a norm alone (``if rank == 0: print(p.grad.norm())``) gets an error, not a hang.
+        """
+        run = functools.partial(self._builtin.all_reduce_now, tensor, op)
+        if self.progress is None or self.streams is not None:
+            run()
+        else:
+            self._issue(self.progress, "all-reduce", EXCHANGE, NUMBERS, False, lambda: AtWait(run)).wait()
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""
