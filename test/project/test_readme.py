@@ -15,6 +15,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,19 @@ def see_what_the_loop_sees(ctx) -> None:
 
 def test_what_your_training_loop_sees(pool):
     pool.run(see_what_the_loop_sees, world_size=2)
+
+
+def test_a_transformer_layer_with_units_inside_takes_its_slow_path(world):
+    """The last of the limitations. The others are where the features are tested."""
+    world(2)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    fast = torch._transformer_encoder_layer_fwd
+    with torch.no_grad(), mock.patch("torch._transformer_encoder_layer_fwd", side_effect=fast) as called:
+        layer(torch.ones(1, 2, 8))
+        assert called.call_count == 1
+        flatshard.fully_shard(layer, policy={nn.Linear})
+        layer(torch.ones(1, 2, 8))
+        assert called.call_count == 1
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
