@@ -97,7 +97,7 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}")
     except SignalException as signalled:
-        sys.exit(128 + signalled.sigval)
+        leave(128 + signalled.sigval)
 
 
 @contextlib.contextmanager

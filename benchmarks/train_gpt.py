@@ -62,7 +62,7 @@ TOLERANCE = 1e-5
 def main() -> None:
     options = parse_options(sys.argv[1:])
     if options.ranks and not are_started():
-        print(f"starting {options.ranks} processes, which import torch ...", flush=True)
+        print(f"starting {options.ranks} process{'es' * (options.ranks > 1)}: each imports torch ...", flush=True)
         start(options.ranks, __file__, sys.argv[1:])
         leave(0)
     with process_group() as ranks:

@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one_process():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no warning either
     lines = done.stdout.splitlines()
-    assert lines[0] == "starting 2 processes, which import torch ..."
+    assert lines[0] == "starting 2 processes: each imports torch ..."
     assert lines[-1].startswith("equal: largest relative difference ")
     assert len([line for line in lines if re.match(r" +\d  ", line)]) == 4
 
