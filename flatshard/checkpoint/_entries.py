@@ -186,8 +186,14 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     """Those of a job's state.
 
     Raises:
+        TypeError: ``state`` is no dict.
         ValueError: a name is no string, or has a dot; an optimizer's module is not among them.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "state must be a dict of what the job consists of, such as {'model': model, 'optimizer': optimizer, 'step': 1}, "
+            f"got a {type(state).__name__}"
+        )
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
     shown = {id(module): _settled_state(module) for module in modules}
     found: list[Entry] = []
