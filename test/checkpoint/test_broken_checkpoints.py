@@ -929,6 +929,18 @@ def test_written_and_read_by_torchs_own_functions(pool, tmp_path):
     pool.run(through_torch, str(tmp_path / "x"), world_size=2)
 
 
+def test_a_reader_that_is_used_again_looks_again(job):
+    reader, state = flatshard.checkpoint.Reader(job.path), {"m": job.model.state_dict()}
+    dcp.load(state, storage_reader=reader)
+    assert same(values(job.model), job.saved[:4])
+    (file,) = job.path.glob("*.distcp")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(bytes_of(job.saved[0]), bytes(job.saved[0].nbytes)))
+    with pytest.raises(dcp.api.CheckpointException, match=r"files of the checkpoint are damaged: 'm.a.weight'"):
+        dcp.load(state, storage_reader=reader)
+    assert same(values(job.model), job.saved[:4])
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.uint16, torch.bool, torch.complex64, torch.bfloat16], ids=str
 )
