@@ -1,14 +1,13 @@
-"""The result of ``plan``: its numbers, the tables that ``print`` shows, and warnings about sizes."""
+"""The result of ``plan``, and the tables that ``print`` shows."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flatshard._errors import name_list
 from flatshard.debug._describe import UnitDescription, table
 from flatshard.planning._hardware import Collective, Timeline
 from flatshard.planning._memory import CATEGORIES, Memory, Peak
@@ -36,12 +35,6 @@ class UnitPlan(UnitDescription):
     def padding(self) -> int:
         """Elements of padding on all ranks."""
         return sum(f.padded_numel - f.numel for f in self.flats)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of bytes, in the order of the table's columns."""
-        own = (self.shard_nbytes, self.gradient_nbytes, self.optimizer_nbytes, self.unsharded_nbytes)
-        return (*own, self.reduction_nbytes, self.sent_nbytes)
 
 
 @dataclass(frozen=True)
@@ -165,7 +158,7 @@ def as_text(plan: Plan) -> str:
     lines += table(_memory_rows(plan))
     lines.append(f"the peak is in {plan.total_peak.phase}, at unit {plan.total_peak.unit}")
     lines += ["", "strategies"]
-    lines += table(_strategy_rows(plan), left=2)
+    lines += table(_strategy_rows(plan.strategies), left=2)
     time = plan.timeline
     lines += ["", "time of a step"]
     lines.append(
@@ -181,9 +174,22 @@ def as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+_COLUMNS: dict[str, tuple[str, Callable[[int], str]]] = {
+    "numel": ("numel", "{:,}".format),
+    "padding": ("padding", "{:,}".format),
+    "shard": ("shard_nbytes", in_bytes),
+    ".grad": ("gradient_nbytes", in_bytes),
+    "optimizer": ("optimizer_nbytes", in_bytes),
+    "unsharded": ("unsharded_nbytes", in_bytes),
+    "reducing": ("reduction_nbytes", in_bytes),
+    "collectives": ("collectives", "{:,}".format),
+    "sent": ("sent_nbytes", in_bytes),
+}
+"""The columns of the table of units: attributes of ``UnitPlan``, and how they are shown."""
+
+
 def _unit_rows(units: Sequence[UnitPlan]) -> list[tuple[str, ...]]:
-    head = "unit,module,numel,padding,shard,.grad,optimizer,unsharded,reducing,collectives,sent"
-    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
+    rows: list[tuple[str, ...]] = [("unit", "module", *_COLUMNS)]
     for cells, group in itertools.groupby(units, key=lambda unit: (unit.module, *_cells([unit]))):
         alike = list(group)
         name = alike[0].fqn or "<root>"
@@ -193,11 +199,7 @@ def _unit_rows(units: Sequence[UnitPlan]) -> list[tuple[str, ...]]:
 
 def _cells(units: Sequence[UnitPlan]) -> tuple[str, ...]:
     """The numbers of ``units`` together, as the cells of one line."""
-    numel, padding, collectives = (
-        sum(n) for n in zip(*((u.numel, u.padding, u.collectives) for u in units), strict=True)
-    )
-    *sizes, sent = (in_bytes(sum(n)) for n in zip(*(u.sizes for u in units), strict=True))
-    return (f"{numel:,}", f"{padding:,}", *sizes, f"{collectives:,}", sent)
+    return tuple(show(sum(getattr(unit, name) for unit in units)) for name, show in _COLUMNS.values())
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -213,13 +215,14 @@ def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _strategy_rows(plan: Plan) -> list[tuple[str, ...]]:
-    head = "strategy,over,between steps,peak,collectives,sent,step,hidden"
-    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
-    for each in plan.strategies:
+def _strategy_rows(strategies: Sequence[StrategyPlan]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden")
+    ]
+    for each in strategies:
         rows.append(
             (
-                each.strategy + (" (this)" if each is plan.strategies[0] else ""),
+                each.strategy + (" (this)" if each is strategies[0] else ""),
                 world(each.world_size),
                 in_bytes(each.between_steps_nbytes),
                 in_bytes(each.peak_nbytes),
@@ -230,43 +233,3 @@ def _strategy_rows(plan: Plan) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-MUCH_PADDING = 0.05
-"""Warn if more than this part of a unit's elements is padding."""
-MUCH_IMBALANCE = 0.1
-"""Warn if the fullest rank has more elements than the average, by more than this part."""
-DOMINANT = 0.5
-"""Warn if one unit has more than this part of all elements."""
-
-
-def size_warnings(units: Sequence[UnitPlan], mean_numel: float, fullest_numel: int) -> list[str]:
-    """Warnings about the sizes of units and shards."""
-    found = []
-    padded = [u for u in units if u.padding > MUCH_PADDING * u.numel]
-    if padded:
-        worst = max(padded, key=lambda u: u.padding / max(1, u.numel))
-        found.append(
-            f"{_named(padded)} more than {MUCH_PADDING:.0%} padding ({worst.fqn or '<root>'!r}: "
-            f"{worst.padding / max(1, worst.numel):.0%}). Parameters begin at multiples of 16 bytes and shards are multiples "
-            "of 128 bytes. So other sizes, few elements for many ranks, and layouts by rows or blocks need padding: make "
-            "larger units"
-        )
-    if fullest_numel > (1 + MUCH_IMBALANCE) * mean_numel:
-        found.append(
-            f"shards are unbalanced: the fullest rank has {fullest_numel:,} elements, the average is {mean_numel:,.0f}"
-        )
-    numel = sum(u.numel for u in units)
-    if len(units) > 1:
-        for unit in units:
-            if unit.numel > DOMINANT * numel:
-                found.append(
-                    f"unit {unit.fqn or '<root>'!r} has {unit.numel / numel:.0%} of all elements, which are unsharded "
-                    "at the same time: choose units inside it, too"
-                )
-    return found
-
-
-def _named(units: Iterable[UnitPlan]) -> str:
-    names = [u.fqn or "<root>" for u in units]
-    return f"unit {names[0]!r} has" if len(names) == 1 else f"{len(names)} units ({name_list(names, 3)}) have"
