@@ -530,6 +530,23 @@ def test_what_is_public_is_documented():
     every_note_that_is_cited_is_defined_once()
 
 
+TWO_CLASSES = {
+    "Progress",  # of collectives, and of a checkpoint being written, which is to be called otherwise
+    "Source",  # of what a unit is gathered from, and of a checkpoint's value, which is to be called otherwise
+}
+
+
+def test_no_two_classes_have_one_name():
+    """A name has one meaning in the whole package."""
+    where: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, set()).add(name)
+    twice = {name: modules for name, modules in where.items() if len(modules) > 1}
+    assert twice.keys() <= TWO_CLASSES, twice
+
+
 IMPORT_TESTS = {
     ("test_core_alone.py", "test_structure"),  # the packages as they are listed there
 }
