@@ -1,17 +1,20 @@
-"""The result of ``plan``, and the tables that ``print`` shows."""
+"""The result of ``plan``: tables that ``print`` shows, a trace for Perfetto, and a picture by matplotlib."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
 import os
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from flatshard.debug._describe import UnitDescription, table
 from flatshard.planning._hardware import Collective, Timeline
 from flatshard.planning._memory import CATEGORIES, Memory, Peak
-from flatshard.planning._trace import write_picture, write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +112,59 @@ class Plan:
         return f"{self.module}, {self.strategy} over {world(self.world_size)}"
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a step as a JSON trace, to open in https://ui.perfetto.dev: spans, and memory by category."""
-        write_trace(path, self.title, self.timeline, self.memory)
+        """Write a step as a JSON trace, to open in https://ui.perfetto.dev or chrome://tracing.
+
+        It has a track for computing, one for each kind of collective, and counters of memory by category.
+        """
+        spans, categories = self.timeline.spans, self._categories
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self.title}}]
+        for kind in dict.fromkeys(["compute", *(s.kind for s in spans if s.kind != "wait")]):
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": _LANES[kind], "args": {"name": kind}})
+        for span in spans:
+            at = {"ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": 0, "tid": _LANES[span.kind]}
+            name = span.unit if span.kind != "wait" else f"wait: {span.unit}"
+            events.append({"ph": "X", "name": name, "cat": f"{span.kind},{span.phase}", "args": {}, **at})
+        for seconds, memory in self.memory:
+            sizes = {category: getattr(memory, category) for category in categories}
+            events.append({"ph": "C", "name": "memory (bytes)", "ts": seconds * 1e6, "pid": 0, "args": sizes})
+        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the same as a picture, by matplotlib. The extension of ``path`` gives the format.
+        """Draw memory by category for each sample, and the spans below. The extension of ``path`` gives the format.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        write_picture(path, self.title, self.timeline, self.memory)
+        try:
+            figures = importlib.import_module("matplotlib.figure")
+        except ImportError as e:
+            raise ImportError(
+                "Plan.plot draws with matplotlib, which is not installed: `pip install matplotlib`, or write a trace by "
+                "Plan.trace(path) and open it in https://ui.perfetto.dev"
+            ) from e
+        figure = figures.Figure(figsize=(14, 8), layout="constrained")
+        figure.suptitle(self.title)
+        above, below = figure.subplots(2, 1, height_ratios=[2, 1])
+        categories = self._categories
+        sizes = [[getattr(memory, c) / 2**20 for _, memory in self.memory] for c in categories]
+        above.stackplot(range(len(self.memory)), sizes, labels=categories, step="post")
+        above.set(ylabel="MiB on a rank", xlabel="events of a step", xlim=(0, max(1, len(self.memory) - 1)))
+        above.legend(loc="upper left")
+        for kind, colour in _COLOURS.items():
+            bars = [(s.start * 1e3, s.seconds * 1e3) for s in self.timeline.spans if s.kind == kind]
+            below.broken_barh(bars, (3 - _LANES[kind], 0.8), color=colour)
+        below.set_yticks([3.4 - lane for lane in range(4)], list(_COLOURS))
+        below.set(xlabel="ms (modelled)", ylim=(0, 4), xlim=(0, max(1e-9, self.step_seconds * 1e3)))
+        figure.savefig(path)
+
+    @property
+    def _categories(self) -> list[str]:
+        """The categories of memory that occur."""
+        return [c for c in CATEGORIES if any(getattr(memory, c) for _, memory in self.memory)]
+
+
+_LANES = {"compute": 0, "wait": 0, "all-gather": 1, "reduce-scatter": 2, "all-reduce": 3}
+_COLOURS = {"compute": "#59a14f", "all-gather": "#e15759", "reduce-scatter": "#edc948", "all-reduce": "#b07aa1"}
 
 
 def in_bytes(nbytes: int) -> str:
