@@ -31,7 +31,7 @@ from flatshard._composable.flat_plan import plan_flats
 from flatshard._composable.forward import Forward
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, unit_of
+from flatshard._composable.state import Unit, called_modules, unit_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
 from flatshard.planning._clock import Clock, RecordingCollectives
@@ -254,7 +254,8 @@ class _InOrder:
     def __init__(self, program: Program) -> None:
         self.program = program
         for unit in program.units:
-            unit.module.forward = functools.partial(self._forward, unit)
+            for module in called_modules(unit.module):
+                module.forward = functools.partial(self._forward, unit, module)
 
     def run_once(self) -> None:
         """Run a forward and its backward."""
@@ -266,11 +267,13 @@ class _InOrder:
             clock.phase = "backward"
             torch.autograd.backward((output,), (torch.empty_like(output),))
 
-    def _forward(self, unit: Unit, x: Tensor) -> Tensor:
+    def _forward(self, unit: Unit, module: nn.Module, x: Tensor) -> Tensor:
         given = self.program.options.activations
         nbytes = given.get(unit.fqn, 0) if isinstance(given, Mapping) else given if unit.fqn else 0
+        if module is not called_modules(unit.module)[0]:
+            nbytes = 0  # once in each unit
         saved = torch.empty(nbytes, dtype=torch.uint8, device=META) if nbytes else None
-        return self._visit(unit.module, x, saved)
+        return self._visit(module, x, saved)
 
     def _visit(self, module: nn.Module, x: Tensor, saved: Tensor | None) -> Tensor:
         for name, param in module._parameters.items():
