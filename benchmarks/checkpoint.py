@@ -16,7 +16,6 @@ import argparse
 import importlib.util
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contenders import Setting, build
 from gpt import GPT, Block, GPTConfig
-from suite import Figure, Table, arguments, main, over, progress
+from suite import Benchmark, Figure, Table, over, progress, seconds_of_all, spread
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -52,10 +51,6 @@ def save_ours(job: Contender, path: Path) -> None:
 
 def load_ours(job: Contender, path: Path) -> None:
     flatshard.load_checkpoint(path, {"model": job.model, "optimizer": job.optimizer})
-
-
-def load_ours_unverified(job: Contender, path: Path) -> None:
-    flatshard.load_checkpoint(path, {"model": job.model, "optimizer": job.optimizer}, verify=False)
 
 
 def save_ours_by_torch(job: Contender, path: Path) -> None:
@@ -88,7 +83,6 @@ def load_by_torch(job: Contender, path: Path) -> None:
 
 CONTENDERS: dict[str, tuple[str, Any, Any]] = {
     "flatshard": ("flatshard", save_ours, load_ours),
-    "flatshard, unverified": ("flatshard", save_ours, load_ours_unverified),
     "flatshard, dcp": ("flatshard", save_ours_by_torch, load_ours_by_torch),
     "FSDP2, dcp": ("FSDP2", save_by_torch, load_by_torch),
     "FSDP1, dcp": ("FSDP1", save_by_torch, load_by_torch),
@@ -96,30 +90,45 @@ CONTENDERS: dict[str, tuple[str, Any, Any]] = {
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (11 if args.full else 5)
     names, notes = args.only, []
     if importlib.util.find_spec("numpy") is None:
-        names = [n for n in names if n in ("flatshard", "flatshard, unverified")]
+        names = [name for name in names if "dcp" not in name]
         notes = [f"no numpy, so without {', '.join(n for n in args.only if n not in names)}"]
     contenders = {name: make(name, args.layers, args.width) for name in names}
     nbytes = sum(p.numel() * p.element_size() for p in contenders[names[0]].model.parameters()) * 3
-    directory = Path(shared(tempfile.mkdtemp(dir=args.directory) if dist.get_rank() == 0 else ""))
-    times: Times = {name: ([], []) for name in ["floor", *names]}
+    directory = Path(shared(tempfile.mkdtemp() if dist.get_rank() == 0 else ""))
+    saves: dict[str, list[Spent]] = {name: [] for name in ["floor", *names]}
+    loads: dict[str, list[Spent]] = {name: [] for name in saves}
     try:
-        for round_ in range(rounds + 1):
-            progress(f"checkpoints, round {round_} of {rounds}")
-            turn = round_ % len(times)  # who comes first finds the disk busy with what was removed last
-            for name in [*times][turn:] + [*times][:turn]:
-                saves, loads = times[name]
+        for round_ in range(args.rounds + 1):
+            progress(f"checkpoints, round {round_} of {args.rounds}")
+            turn = round_ % len(saves)  # who comes first finds the disk busy with what was removed last
+            for name in [*saves][turn:] + [*saves][:turn]:
                 path = directory / f"{name.replace(', ', '-')}-{round_}"
-                spent = floor(path, nbytes) if name == "floor" else both(contenders[name], path)
+                saved, loaded = floor(path, nbytes) if name == "floor" else both(contenders[name], path)
                 if round_:  # the first warms up
-                    saves.append(spent[0])
-                    loads.append(spent[1])
+                    saves[name].append(saved)
+                    loads[name].append(loaded)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(directory)
-    return [table(times, nbytes, rounds, notes)]
+    rows: dict[str, dict[str, Figure]] = {name: {} for name in saves}
+    for verb, times in (("save", saves), ("load", loads)):
+        floors = [wall for wall, _ in times["floor"]]
+        for name, spent in times.items():
+            wall, cpu = zip(*spent, strict=True)
+            rows[name] |= {f"{verb}, s": spread(wall), f"{verb} over floor": over(wall, floors), f"{verb} CPU, s": spread(cpu)}
+    return [
+        Table(
+            "checkpoint",
+            f"saving and loading {nbytes / 2**20:.0f} MiB a rank, parameters and AdamW's state, {dist.get_world_size()} gloo "
+            f"ranks; medians of {args.rounds} rounds",
+            "a single write, flush and read of the same bytes, in the same rounds",
+            rows,
+            notes=notes,
+            digits=3,
+        )
+    ]
 
 
 def make(name: str, layers: int, width: int) -> Contender:
@@ -134,7 +143,6 @@ def make(name: str, layers: int, width: int) -> Contender:
 
 
 Spent = tuple[float, float]  # seconds, and seconds of CPU
-Times = dict[str, tuple[list[Spent], list[Spent]]]  # of saves and loads, by contender
 
 
 def both(job: Contender, path: Path) -> tuple[Spent, Spent]:
@@ -164,14 +172,11 @@ def floor(path: Path, nbytes: int) -> tuple[Spent, Spent]:
     return spent
 
 
-def timed(function: Callable[[], object]) -> Spent:
+def timed(run: Callable[[], object]) -> Spent:
     """Until the slowest rank is done; CPU of this one."""
-    dist.barrier()
-    began, cpu = time.perf_counter(), time.process_time()
-    function()
-    cpu = time.process_time() - cpu
-    dist.barrier()
-    return time.perf_counter() - began, cpu
+    cpu = time.process_time()
+    wall = seconds_of_all(run)
+    return wall, time.process_time() - cpu
 
 
 def shared(text: str) -> str:
@@ -182,39 +187,9 @@ def shared(text: str) -> str:
     return bytes(row.tolist()).rstrip(b"\0").decode()
 
 
-def table(times: Times, nbytes: int, rounds: int, notes: list[str]) -> Table:
-    """Seconds, over the floor, and CPU."""
-    least = [statistics.median(wall for wall, _ in values) for values in times["floor"]]
-    rows: dict[str, dict[str, Figure]] = {name: {} for name in times}
-    for name, kinds in times.items():
-        for verb, spent, base in zip(("save", "load"), kinds, least, strict=True):
-            wall, cpu = zip(*spent, strict=True)
-            rows[name][f"{verb}, s"] = over(wall, 1.0)
-            rows[name][f"{verb} over floor"] = over(wall, base)
-            rows[name][f"{verb} CPU, s"] = over(cpu, 1.0)
-    title = (
-        f"saving and loading {nbytes / 2**20:.0f} MiB a rank, parameters and AdamW's state, {dist.get_world_size()} gloo "
-        f"ranks; medians of {rounds} rounds"
-    )
-    return Table(
-        "checkpoint",
-        title,
-        "a single write, flush and read of the same bytes, in the same rounds",
-        rows,
-        notes=notes,
-        digits=3,
-    )
-
-
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--layers", type=int, default=8)
-    made.add_argument("--width", type=int, default=512)
-    made.add_argument("--rounds", type=int, default=0, help="default: 5, with --full 11")
-    made.add_argument("--directory", type=Path, help="where to write (default: the temporary directory)")
-    made.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
-    return made
-
+BENCHMARK = Benchmark(
+    measure, __doc__, ranks=2, rounds=(5, 11), sizes={"layers": 8, "width": 512}, contenders=list(CONTENDERS)
+)
 
 if __name__ == "__main__":
-    main(measure, parser(), ranks=2)
+    BENCHMARK.main()

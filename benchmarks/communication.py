@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from corpus import VOCABULARY, load_corpus, random_windows
 from gpt import GPT, Block, GPTConfig
 from no_communication import NoCommunication
-from suite import Figure, Table, arguments, main, over, progress
+from suite import Benchmark, Figure, Table, progress, seconds_of_all, spread
 from torch import nn
 
 import flatshard
@@ -86,29 +85,29 @@ class Trainer:
         self.times: list[float] = []
 
     def step(self, tokens: torch.Tensor) -> None:
-        dist.barrier()
-        start = time.perf_counter()
+        """A step of training, and its place on the curve."""
+        self.times.append(seconds_of_all(lambda: self.train(tokens)))
+        mean = self.loss.clone()
+        dist.all_reduce(mean)
+        self.losses.append(mean.item() / dist.get_world_size())
+
+    def train(self, tokens: torch.Tensor) -> None:
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        dist.barrier()
-        self.times.append(time.perf_counter() - start)
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        self.losses.append(mean.item() / dist.get_world_size())
+        self.loss = loss.detach()
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    steps = args.steps or (400 if args.full else 100)
     rank, size = dist.get_rank(), dist.get_world_size()
     config = GPTConfig(VOCABULARY, args.context, args.layers, args.width, heads=4)
     trainers = {name: Trainer(name, config) for name in WAYS}
     text = load_corpus().train
-    for step in range(steps):
+    for step in range(args.rounds):
         if step % 25 == 0:
-            progress(f"training, step {step} of {steps}")
+            progress(f"training, step {step} of {args.rounds}")
         windows = random_windows(text, size * args.batch, args.context + 1, seed=step)
         tokens = windows[rank * args.batch : (rank + 1) * args.batch]
         for trainer in trainers.values():
@@ -118,8 +117,8 @@ def measure(args: argparse.Namespace) -> list[Table]:
             gradients = gradient_error(trainers["fp32"].model, trainers["int8 reduce"].model)
     note = f"int8: relative RMS error of the gathered parameters {parameters:.2%}, of reduced gradients {gradients:.2%}"
     numel = sum(p.numel() for p in GPT(config).parameters())
-    title = f"training a GPT of {numel / 1e6:.2f} M parameters, {size} gloo ranks, {steps} steps"
-    rows = {name: row(trainer, trainers["fp32"], steps) for name, trainer in trainers.items()}
+    title = f"training a GPT of {numel / 1e6:.2f} M parameters, {size} gloo ranks, {args.rounds} steps"
+    rows = {name: row(trainer, trainers["fp32"], args.rounds) for name, trainer in trainers.items()}
     return [Table("communication", title, "fp32's loss; none's time", rows, notes=[note], digits=4)]
 
 
@@ -129,7 +128,7 @@ def row(trainer: Trainer, exact: Trainer, steps: int) -> dict[str, Figure]:
     marks = [0, steps // 4, steps // 2, steps - 1]
     last = [statistics.mean(curve[-10:]) for curve in (trainer.losses, exact.losses)]
     return {
-        "ms": over(trainer.times, 1.0, 1e3),
+        "ms": spread(1e3 * value for value in trainer.times),
         **{f"loss {mark + 1}": Figure(trainer.losses[mark]) for mark in marks},
         "last 10": Figure(last[0]),
         "last 10 / fp32's": Figure(last[0] / last[1]),
@@ -137,15 +136,9 @@ def row(trainer: Trainer, exact: Trainer, steps: int) -> dict[str, Figure]:
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--layers", type=int, default=4)
-    made.add_argument("--width", type=int, default=128)
-    made.add_argument("--context", type=int, default=64)
-    made.add_argument("--batch", type=int, default=8, help="sequences per rank")
-    made.add_argument("--steps", type=int, default=0, help="default: 100, with --full 400")
-    return made
-
+BENCHMARK = Benchmark(
+    measure, __doc__, ranks=2, rounds=(100, 400), sizes={"layers": 4, "width": 128, "context": 64, "batch": 8}
+)
 
 if __name__ == "__main__":
-    main(measure, parser(), ranks=2)
+    BENCHMARK.main()

@@ -10,7 +10,6 @@ import importlib
 import json
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import suite
 import torch
 
 Run = Callable[[], object]
@@ -59,9 +59,7 @@ class Device:
 
     def seconds(self, run: Run) -> float:
         """How long ``run`` takes."""
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
+        return suite.seconds(run)
 
     def count(self, run: Run, trace: Path) -> Counts | None:
         """What ``run`` launches and waits for. ``trace``: where it may leave how it knows. None: nobody counts here."""

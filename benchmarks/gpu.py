@@ -46,7 +46,6 @@ import contextlib
 import dataclasses
 import gc
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,7 +60,7 @@ from contenders import FSDP1_FLAT, Setting, build, drop_gradients, filling_nothi
 from counting import CopiedBytes
 from devices import Cuda, Device, Simulated
 from gpt import GPT, Block, GPTConfig
-from suite import Figure, Table, arguments, fake_world, interleaved, main, over, progress
+from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, spread
 
 import flatshard
 
@@ -297,8 +296,8 @@ def figures(args: argparse.Namespace, device: Device, name: str, traces: Path) -
         steps.clear()
         for contender, series in times.items():
             row = rows[contender]
-            row["ms"] = over(series, 1.0, 1e3)
-            row["over plain"] = over(series, statistics.median(times["plain"]))
+            row["ms"] = spread(1e3 * value for value in series)
+            row["over plain"] = over(series, times["plain"])
             row["copied / P"] = Figure((copied[contender] - copied["plain"]) / (4 * numel))
             if device.device.type == "cpu":
                 continue
@@ -408,17 +407,17 @@ def measure(args: argparse.Namespace) -> list[Table]:
     return [marked(table) for table in made] if args.simulated else made
 
 
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     for size, default in SIZES.items():
-        made.add_argument(f"--{size}", type=int, help=f"default: {default}, simulated {SIMULATED_SIZES[size]}")
-    made.add_argument("--cycles", type=int, default=800_000, help="of the collectives that show overlap")
-    made.add_argument("--traces", type=Path, metavar="DIR", help="keep the profiler's traces there")
-    made.add_argument("--capture", nargs=2, metavar=("ROW", "PLACE"), help="only capture this contender's step")
-    made.add_argument("--simulated", action="store_true", help="on the simulated device: whether it runs, no results")
-    return made
+        parser.add_argument(f"--{size}", type=int, help=f"default: {default}, simulated {SIMULATED_SIZES[size]}")
+    parser.add_argument("--cycles", type=int, default=800_000, help="of the collectives that show overlap")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="keep the profiler's traces there")
+    parser.add_argument("--capture", nargs=2, metavar=("ROW", "PLACE"), help="only capture this contender's step")
+    parser.add_argument("--simulated", action="store_true", help="on the simulated device: whether it runs, no results")
 
+
+BENCHMARK = Benchmark(measure, __doc__, more=add_arguments)
 
 if __name__ == "__main__":
-    if lacking := incomplete(main(measure, parser())):
+    if lacking := incomplete(BENCHMARK.main()):
         raise SystemExit("\n".join(lacking))

@@ -24,12 +24,11 @@ import bare
 import torch
 import torch.distributed as dist
 from contenders import ONE_CALL, SHARDED, Setting, as_on_gpus, build
-from suite import OURS, Figure, Table, arguments, beyond, fake_world, interleaved, main, progress, seconds
+from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, interleaved, progress, seconds, spread
 from torch import nn
 from units import PARAMS, WIDTH, Unit, Units, timed_step
 
 TARGETS = {"fp32": 100.0, "bf16": 110.0}
-NAMES = [*SHARDED, ONE_CALL]
 BARE = "bare units"
 
 
@@ -63,92 +62,61 @@ def floor(world_size: int, units: int, dtype: torch.dtype) -> Callable[[], float
     return lambda: seconds(lambda: [unit() for _ in range(units)])
 
 
-def contender(name: str, units: int, bf16: bool) -> tuple[nn.Module, Callable[[], float]]:
-    """The model and its timed step."""
+def contender(name: str, units: int, bf16: bool) -> Callable[[], float]:
+    """The timed step of a new model."""
     torch.manual_seed(0)
-    model = build(name, Units(units), Setting(Unit, bf16=bf16))
+    model: nn.Module = Units(units)
+    if name == BARE:
+        bare.shard(list(model.units))
+    else:
+        model = build(name, model, Setting(Unit, bf16=bf16))
     step = timed_step(model, torch.bfloat16 if bf16 else torch.float32)
 
     def within() -> float:
         with as_on_gpus() if name == ONE_CALL else contextlib.nullcontext():
             return step()
 
-    return model, within
+    return within
 
 
-def bare_units(units: int) -> Callable[[], float]:
-    """The timed step of the same model with no more than the least code."""
-    model = Units(units)
-    bare.shard(list(model.units))
-    return timed_step(model)
-
-
-def column(args: argparse.Namespace, bf16: bool, rounds: int) -> dict[str, Figure]:
+def column(args: argparse.Namespace, bf16: bool) -> dict[str, Figure]:
     """Microseconds per unit over plain, of every contender and the floor."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    models = {name: contender(name, args.units, bf16) for name in dict.fromkeys(["plain", *args.only])}
-    steps = {name: step for name, (_, step) in models.items()} | {"floor": floor(args.world_size, args.units, dtype)}
-    if not bf16:
-        steps[BARE] = bare_units(args.units)
-    times = interleaved(steps, rounds)
+    names = ["plain", *args.only, *([] if bf16 else [BARE])]
+    steps = {name: contender(name, args.units, bf16) for name in names}
+    steps["floor"] = floor(args.world_size, args.units, torch.bfloat16 if bf16 else torch.float32)
+    times = interleaved(steps, args.rounds)
     base = statistics.median(times["plain"])
-    result = {name: beyond(times[name], base, 1e6 / args.units) for name in [*args.only, BARE] if name in times}
-    result["floor"] = beyond(times["floor"], 0.0, 1e6 / args.units)
-    result["plain (in all)"] = beyond(times["plain"], 0.0, 1e6 / args.units)
-    return result
+    of_all = {"floor", "plain"}  # the others' are beyond plain
+    return {
+        "plain (in all)" if name == "plain" else name: spread(
+            1e6 / args.units * (value - base * (name not in of_all)) for value in times[name]
+        )
+        for name in [*names[1:], "floor", "plain"]
+    }
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (41 if args.full else 11)
     columns: dict[str, dict[str, Figure]] = {}
     with fake_world(args.world_size):
         for name, bf16 in (("fp32", False), ("bf16", True)):
             progress(f"host time, {name}")
-            columns[name] = column(args, bf16, rounds)
+            columns[name] = column(args, bf16)
     return [
         Table(
             "host_overhead",
             "microseconds of host time of forward + backward over the plain model, per unit of 12 small parameters; "
-            f"medians of {rounds} rounds (fake group of {args.world_size}, {args.units} units)",
+            f"medians of {args.rounds} rounds (fake group of {args.world_size}, {args.units} units)",
             "what no eager flat design can leave out, timed alone in the same rounds",
-            {name: {c: column[name] for c, column in columns.items() if name in column} for name in columns["fp32"]},
-            {OURS: TARGETS} if OURS in args.only else {},
+            by_column(columns),
+            {OURS: TARGETS},
             digits=0,
         )
     ]
 
 
-def profile(units: int, world_size: int) -> None:
-    """Prints where flatshard's step spends its time."""
-    import cProfile
-    import pstats
-
-    with fake_world(world_size):
-        _, step = contender("flatshard", units, bf16=False)
-        for _ in range(3):
-            step()
-        with cProfile.Profile() as found:
-            for _ in range(10):
-                step()
-        pstats.Stats(found).sort_stats("tottime").print_stats(30)
-
-
-def measure_or_profile(args: argparse.Namespace) -> list[Table]:
-    if args.profile:
-        profile(args.units, args.world_size)
-        return []
-    return measure(args)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--world-size", type=int, default=64)
-    made.add_argument("--units", type=int, default=100)
-    made.add_argument("--rounds", type=int, default=0, help="default: 11, with --full 41")
-    made.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
-    made.add_argument("--profile", action="store_true", help="cProfile of flatshard's steps instead of timings")
-    return made
-
+BENCHMARK = Benchmark(
+    measure, __doc__, rounds=(11, 41), sizes={"world_size": 64, "units": 100}, contenders=[*SHARDED, ONE_CALL]
+)
 
 if __name__ == "__main__":
-    main(measure_or_profile, parser())
+    BENCHMARK.main()

@@ -31,7 +31,7 @@ from contenders import SHARDED, Setting, build, unsynchronised
 from copied_bytes import CONFIG, RANKS, parameter_bytes
 from counting import LiveBytes
 from gpt import GPT, Block
-from suite import OURS, Figure, Table, arguments, fake_world, main, progress
+from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
 
 from flatshard._composable.state import units_below
 from flatshard.comm import Collectives, builtin_collectives
@@ -133,24 +133,23 @@ def floor(bf16: bool) -> float:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    peaks: dict[str, dict[str, Figure]] = {name: {} for name in NAMES}
-    between: dict[str, dict[str, Figure]] = {name: {} for name in NAMES}
+    peaks: dict[str, dict[str, Figure]] = {}
+    between: dict[str, dict[str, Figure]] = {}
     floors = {bf16: floor(bf16) for bf16 in (False, True)}
     with fake_world(RANKS):
         for column, case in CASES.items():
             progress(f"memory, {column}")
-            for name in NAMES:
-                peak, after = held(name, case)
-                peaks[name][column] = Figure(peak / floors[case.bf16])
-                if case in (Case(), Case(bf16=True)):
-                    between[name][column] = Figure(after / state_bytes())
+            counted = {name: held(name, case) for name in NAMES}
+            peaks[column] = {name: Figure(peak / floors[case.bf16]) for name, (peak, _) in counted.items()}
+            if case in (Case(), Case(bf16=True)):
+                between[column] = {name: Figure(after / state_bytes()) for name, (_, after) in counted.items()}
     what = f"GPT of 12 blocks, fake group of {RANKS}"
     return [
         Table(
             "memory",
             f"peak of live bytes in a training step over the floor ({what})",
             "shards, gradients and AdamW's moments, two largest whole units, what a plain forward keeps; counted",
-            peaks,
+            by_column(peaks),
             {OURS: TARGETS},
             [f"The floor is {floors[False] / 2**20:.2f} MiB in fp32 and {floors[True] / 2**20:.2f} MiB in bf16."],
             digits=3,
@@ -159,11 +158,13 @@ def measure(args: argparse.Namespace) -> list[Table]:
             "memory_between_steps",
             f"live bytes between steps over shards, gradients and AdamW's moments without padding ({what})",
             "1.0",
-            between,
+            by_column(between),
             {OURS: {"fp32": 1.0, "bf16": 1.0}},
         ),
     ]
 
 
+BENCHMARK = Benchmark(measure, __doc__)
+
 if __name__ == "__main__":
-    main(measure, arguments(__doc__))
+    BENCHMARK.main()

@@ -15,15 +15,14 @@ every N-th matrix, without communication: this rank's share of the work.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from contenders import Setting, build
 from gpt import GPT, Block, GPTConfig
-from suite import Figure, Table, arguments, interleaved, main, over
+from suite import Benchmark, Figure, Table, interleaved, over, seconds_of_all, spread
 from torch import nn
 
 import flatshard
@@ -118,44 +117,27 @@ CONTENDERS: dict[str, Callable[[GPT], tuple[Step, str]]] = {
 }
 
 
-def timed(step: Step) -> Callable[[], float]:
-    """Seconds until the slowest rank is done."""
-
-    def run() -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        dist.barrier()
-        return time.perf_counter() - began
-
-    return run
-
-
 def measure(args: argparse.Namespace) -> list[Table]:
     title = f"a Muon step of {args.layers} blocks of width {args.width}, {dist.get_world_size()} gloo ranks, fp32"
     least = "a plain Muon's step of every N-th matrix, without communication: this rank's share of the work"
     column = "over gather all"
     if not hasattr(torch.optim, "Muon"):
         return [Table("muon", title, least, {"flatshard": {column: Figure(None, note="no torch.optim.Muon here")}})]
-    rounds = args.rounds or (9 if args.full else 5)
     made: dict[str, tuple[Step, str]] = {}
     for name, make in CONTENDERS.items():
         torch.manual_seed(0)
         made[name] = make(GPT(GPTConfig(256, 64, args.layers, args.width, heads=8)))
-    times = interleaved({name: timed(step) for name, (step, _) in made.items()}, rounds, warm_up=1)
-    base = statistics.median(times["gather all"])
-    rows = {name: {column: over(series, base), "ms": over(series, 1.0, 1e3)} for name, series in times.items()}
+    steps = {name: partial(seconds_of_all, step) for name, (step, _) in made.items()}
+    times = interleaved(steps, args.rounds, warm_up=1)
+    rows = {
+        name: {column: over(series, times["gather all"]), "ms": spread(1e3 * value for value in series)}
+        for name, series in times.items()
+    }
     notes = [f"{name}: {note}" for name, (_, note) in made.items()]
-    return [Table("muon", f"{title}; medians of {rounds} rounds", least, rows, notes=notes)]
+    return [Table("muon", f"{title}; medians of {args.rounds} rounds", least, rows, notes=notes)]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--layers", type=int, default=6)
-    made.add_argument("--width", type=int, default=384)
-    made.add_argument("--rounds", type=int, default=0, help="default: 5, with --full 9")
-    return made
-
+BENCHMARK = Benchmark(measure, __doc__, ranks=2, rounds=(5, 9), sizes={"layers": 6, "width": 384})
 
 if __name__ == "__main__":
-    main(measure, parser(), ranks=2)
+    BENCHMARK.main()

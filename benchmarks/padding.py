@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from suite import Figure, Table, arguments, main
+from suite import Benchmark, Figure, Table
 
 from flatshard._handle.layout import Cut, plan_layout
 
@@ -78,5 +78,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     return [Table("padding", "percent of padding of one layer as a unit", "0", rows)]
 
 
+BENCHMARK = Benchmark(measure, __doc__)
+
 if __name__ == "__main__":
-    main(measure, arguments(__doc__))
+    BENCHMARK.main()

@@ -13,8 +13,11 @@ machine only ratios within one run mean anything. Counts are exact.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -22,15 +25,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import hardware
 import plots
+import torch
 from ranks import set_environment
 from suite import Table, arguments
 
 HERE = Path(__file__).parent
 QUICK = (
     "copied_bytes",
-    "payload",
     "memory",
     "host_overhead",
     "optimizer_overhead",
@@ -42,6 +44,40 @@ QUICK = (
 )
 MORE = ("muon", "checkpoint", "communication")
 """With ``--full``, or by name."""
+
+
+def describe(command: str) -> dict[str, str]:
+    """Where and with what results are made: versions, processors, the commit. No host names and no paths."""
+    gpus = "none"
+    if torch.cuda.is_available():
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    info = Path("/proc/cpuinfo")  # on Linux
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} on {platform.machine()}",
+        "cpu": f"{[*models, platform.processor() or 'unknown'][0]}, {os.cpu_count()} cores, 1 thread a rank",
+        "gpu": gpus,
+    }
+
+
+def commit() -> str:
+    """Of this repository, and whether the working tree differs from it but for results."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
+        return git("rev-parse", "--short=12", "HEAD") + (", changed" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "not a git checkout"
 
 
 def run(name: str, full: bool) -> list[Table]:
@@ -88,7 +124,7 @@ def main() -> None:
     set_environment()
     names = args.only or [*QUICK, *(MORE if args.full else ())]
     options = (["--full"] if args.full else []) + (["--only", *args.only] if args.only else [])
-    about = hardware.describe(" ".join(["python benchmarks/run.py", *options, *(["--plot"] if args.plot else [])]))
+    about = describe(" ".join(["python benchmarks/run.py", *options, *(["--plot"] if args.plot else [])]))
     tables: list[Table] = []
     failures = []
     began = time.perf_counter()
@@ -115,7 +151,7 @@ def write(args: argparse.Namespace, about: dict[str, str], tables: Sequence[Tabl
     head = "\n".join(f"{key}: {value}" for key, value in about.items())
     text = "\n\n".join([head, *(table.as_text() for table in tables), "\n".join(notes)]) + "\n"
     (args.results / f"{stem}.txt").write_text(text)
-    data = {**about, "notes": list(notes), "tables": [table.to_json() for table in tables]}
+    data = {**about, "notes": list(notes), "tables": [dataclasses.asdict(table) for table in tables]}
     (args.results / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
     for table in tables if args.plot else ():
         plots.draw(table, args.results / f"{table.name}.svg")

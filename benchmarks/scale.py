@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from contenders import ONE_CALL, SHARDED, Setting, build, nothing_moves
-from suite import OURS, Figure, Table, arguments, fake_world, interleaved, main, progress
+from suite import OURS, Benchmark, Figure, Table, fake_world, interleaved, over, progress, spread
 from units import Unit, Units, timed_step
 
 RANKS = (8, 4096)
 UNITS = (10, 1000)
-FULL = [*SHARDED, ONE_CALL]
 
 
 def stepped(name: str, units: int, group: dist.ProcessGroup | None) -> Callable[[], float]:
@@ -41,28 +39,20 @@ def stepped(name: str, units: int, group: dist.ProcessGroup | None) -> Callable[
     return within
 
 
-def spread(few: list[float], many: list[float], of: Callable[[float, float], float]) -> Figure:
-    """``of`` the medians, and the least and the most of its values over the rounds."""
-    each = [of(a, b) for a, b in zip(few, many, strict=True)]
-    return Figure(of(statistics.median(few), statistics.median(many)), min(each), max(each))
-
-
-def by_ranks(names: list[str], units: int, rounds: int) -> dict[str, dict[str, Figure]]:
+def by_ranks(names: list[str], rounds: int) -> dict[str, dict[str, Figure]]:
     """Milliseconds of a step at either size, and their ratio."""
     few, many = RANKS
     with fake_world(many):
         groups = {few: dist.new_group(list(range(few)), backend="fake"), many: dist.group.WORLD}
-        steps = {f"{name}@{size}": stepped(name, units, group) for name in names for size, group in groups.items()}
+        steps = {f"{name}@{size}": stepped(name, 30, group) for name in names for size, group in groups.items()}
         times = interleaved(steps, rounds)
-    result = {}
-    for name in names:
-        a, b = times[f"{name}@{few}"], times[f"{name}@{many}"]
-        result[name] = {
-            f"ms, {few} ranks": Figure(1e3 * statistics.median(a), 1e3 * min(a), 1e3 * max(a)),
-            f"ms, {many:,} ranks": Figure(1e3 * statistics.median(b), 1e3 * min(b), 1e3 * max(b)),
-            "ratio": spread(a, b, lambda x, y: y / x),
+    return {
+        name: {
+            **{f"ms, {size:,} ranks": spread(1e3 * value for value in times[f"{name}@{size}"]) for size in RANKS},
+            "ratio": over(times[f"{name}@{many}"], times[f"{name}@{few}"]),
         }
-    return result
+        for name in names
+    }
 
 
 def by_units(names: list[str], rounds: int) -> dict[str, dict[str, Figure]]:
@@ -71,29 +61,28 @@ def by_units(names: list[str], rounds: int) -> dict[str, dict[str, Figure]]:
     with fake_world(RANKS[0]):
         steps = {f"{name}@{units}": stepped(name, units, None) for name in names for units in UNITS}
         times = interleaved(steps, rounds)
-    result = {}
+    rows = {}
     for name in names:
-        a, b = times[f"{name}@{few}"], times[f"{name}@{many}"]
-        result["floor: plain" if name == "plain" else name] = {
-            f"us per unit, {few}": Figure(*(1e6 / few * v for v in (statistics.median(a), min(a), max(a)))),
-            f"us per unit, {many:,}": Figure(*(1e6 / many * v for v in (statistics.median(b), min(b), max(b)))),
-            "exponent": spread(a, b, lambda x, y: math.log(y / x) / math.log(many / few)),
-        }
-    return result
+        of = {units: times[f"{name}@{units}"] for units in UNITS}
+        exponents = (math.log(b / a) / math.log(many / few) for a, b in zip(of[few], of[many], strict=True))
+        per_unit = {f"us per unit, {n:,}": spread(1e6 / n * value for value in of[n]) for n in UNITS}
+        rows["floor: plain" if name == "plain" else name] = {**per_unit, "exponent": spread(exponents)}
+    return rows
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (11 if args.full else 9)
-    names = FULL if args.full else ["flatshard"]
+    names = [*SHARDED, ONE_CALL] if args.full else ["flatshard"]
+    fewer = max(3, args.rounds // 2)
     progress("host time by ranks")
-    ranks = by_ranks(names, 30, rounds)
+    ranks = by_ranks(names, args.rounds)
     progress("host time by units")
-    units = by_units([*names, "plain"], max(3, rounds // 2))
+    units = by_units([*names, "plain"], fewer)
     left_out = () if args.full else ("Peers: with --full.",)
+    what = "host time of forward + backward by"
     return [
         Table(
             "scale_ranks",
-            f"host time of forward + backward by ranks (fake group, 30 units); medians of {rounds} rounds",
+            f"{what} ranks (fake group, 30 units); medians of {args.rounds} rounds",
             "a ratio of 1",
             {**ranks, "floor": {"ratio": Figure(1.0)}},
             {OURS: {"ratio": 1.05}},
@@ -101,7 +90,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
         ),
         Table(
             "scale_units",
-            f"host time of forward + backward by units (fake group of {RANKS[0]}); medians of {max(3, rounds // 2)} rounds",
+            f"{what} units (fake group of {RANKS[0]}); medians of {fewer} rounds",
             "the plain model, in the same rounds",
             units,
             {OURS: {"exponent": 1.02}},
@@ -111,11 +100,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--rounds", type=int, default=0, help="default: 9, with --full 11")
-    return made
-
+BENCHMARK = Benchmark(measure, __doc__, rounds=(9, 11))
 
 if __name__ == "__main__":
-    main(measure, parser())
+    BENCHMARK.main()

@@ -22,7 +22,7 @@ import traceback
 
 import torch
 from contenders import SHARDED, Setting, build, nothing_moves
-from suite import OURS, Table, arguments, fake_world, main, over, progress, seconds
+from suite import OURS, Benchmark, Table, fake_world, progress, seconds, spread
 from units import WIDTH, Unit, Units
 
 RANKS = 4096
@@ -77,30 +77,30 @@ def forked(name: str) -> list[float]:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (3 if args.full else 11)
     names = ["plain", *(SHARDED if args.full else ["flatshard"])]
     for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(module)
     once("plain")
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     with fake_world(RANKS):
-        for number in range(rounds):
-            progress(f"set-up, round {number + 1} of {rounds}")
+        for number in range(args.rounds):
+            progress(f"set-up, round {number + 1} of {args.rounds}")
             for name in names:
                 times[name].append(forked(name))
     plain = statistics.median(first for _, first, _ in times["plain"])
     rows = {}
     for name, series in times.items():
-        wrapping, first, adam = zip(*series, strict=True)
-        less = [value - plain for value in first] if name != "plain" else first
-        rows["floor: plain (first step in all)" if name == "plain" else name] = dict(
-            zip(COLUMNS, (over(values, 1.0, 1e3) for values in (wrapping, less, adam)), strict=True)
-        )
+        less = 0.0 if name == "plain" else plain
+        each = [(wrapping, first - less, adam) for wrapping, first, adam in series]
+        rows["floor: plain (first step in all)" if name == "plain" else name] = {
+            column: spread(1e3 * value for value in values)
+            for column, values in zip(COLUMNS, zip(*each, strict=True), strict=True)
+        }
     return [
         Table(
             "setup_time",
             f"milliseconds of set-up over the fake group of {RANKS:,}: 30 units, and AdamW (foreach) of 480 parameters; "
-            f"medians of {rounds} rounds",
+            f"medians of {args.rounds} rounds",
             "the plain model's, in the same rounds; its first step is subtracted from the others'",
             rows,
             {OURS: TARGETS},
@@ -110,11 +110,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--rounds", type=int, default=0, help="default: 11, with --full 3")
-    return made
-
+BENCHMARK = Benchmark(measure, __doc__, rounds=(11, 3))
 
 if __name__ == "__main__":
-    main(measure, parser())
+    BENCHMARK.main()

@@ -15,23 +15,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from contenders import SHARDED, Setting, Unavailable, build, unsynchronised
 from gpt import GPT, Block, GPTConfig
-from suite import OURS, Figure, Table, arguments, interleaved, main, over, progress
+from suite import OURS, Benchmark, Figure, Table, by_column, interleaved, over, progress, seconds_of_all, spread
 from torch import nn
 
 COLUMNS = {"fp32": (False, 1), "fp32, 4 x": (False, 4), "bf16": (True, 1)}
 """(bf16, microbatches)"""
 TARGETS = {"fp32": 0.60, "fp32, 4 x": 0.60, "bf16": 0.70}
-MILLISECONDS = "FSDP2, ms"
 EACH = "flatshard, each reduced"
-NAMES = ["plain", *SHARDED, "DDP"]
 
 
 def config(args: argparse.Namespace) -> GPTConfig:
@@ -50,9 +46,7 @@ def trainer(name: str, args: argparse.Namespace, bf16: bool, microbatches: int) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 256, (args.batch, args.context + 1))
 
-    def step() -> float:
-        dist.barrier()
-        began = time.perf_counter()
+    def step() -> None:
         optimizer.zero_grad()
         for number in range(microbatches):
             held = name != EACH and number < microbatches - 1
@@ -60,70 +54,60 @@ def trainer(name: str, args: argparse.Namespace, bf16: bool, microbatches: int) 
                 logits = model(tokens[:, :-1]).float()
                 nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
-        dist.barrier()
-        return time.perf_counter() - began
 
-    return step
+    return lambda: seconds_of_all(step)
 
 
-def column(args: argparse.Namespace, bf16: bool, microbatches: int, rounds: int) -> dict[str, Figure]:
-    """Every contender's ratio to FSDP2."""
+def column(args: argparse.Namespace, bf16: bool, microbatches: int) -> tuple[dict[str, Figure], Figure]:
+    """Every contender's ratio to FSDP2, and FSDP2's milliseconds."""
     steps: dict[str, Callable[[], float]] = {}
     result: dict[str, Figure] = {}
-    for name in [*args.only, *([EACH] if microbatches > 1 and "flatshard" in args.only else [])]:
+    names = dict.fromkeys(["FSDP2", *args.only, *([EACH] if microbatches > 1 and "flatshard" in args.only else [])])
+    for name in names:
         try:
             steps[name] = trainer(name, args, bf16, microbatches)
         except Unavailable as e:
             result[name] = Figure(None, note=str(e))
-    times = interleaved(steps, rounds, warm_up=1)
-    base = statistics.median(times["FSDP2"]) if "FSDP2" in times else float("nan")
+    times = interleaved(steps, args.rounds, warm_up=1)
+    base = times["FSDP2"]
     result |= {"floor: plain" if name == "plain" else name: over(series, base) for name, series in times.items()}
-    if "FSDP2" in times:
-        result[MILLISECONDS] = over(times["FSDP2"], 1.0, 1e3)
-    return result
+    return result, spread(1e3 * value for value in base)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    rounds = args.rounds or (9 if args.full else 3)
-    columns = {}
+    columns: dict[str, dict[str, Figure]] = {}
+    base = []
     for name, (bf16, microbatches) in COLUMNS.items():
         progress(f"step time, {name}")
-        columns[name] = column(
-            args, bf16, microbatches, rounds if microbatches == 1 or args.full else max(1, rounds - 1)
-        )
+        columns[name], milliseconds = column(args, bf16, microbatches)
+        base.append(f"{name} {milliseconds.text(0)}")
         gc.collect()
-    base = {name: found.pop(MILLISECONDS).text(0) for name, found in columns.items() if MILLISECONDS in found}
-    names = list(dict.fromkeys(name for found in columns.values() for name in found))
-    last = [name for name in ("floor: plain",) if name in names]
-    rows = {
-        name: {c: found[name] for c, found in columns.items() if name in found} for name in names if name not in last
-    }
-    rows |= {name: {c: found[name] for c, found in columns.items() if name in found} for name in last}
+    rows = dict(by_column(columns))
+    if "floor: plain" in rows:
+        rows["floor: plain"] = rows.pop("floor: plain")  # the last row
     with torch.device("meta"):
         numel = sum(p.numel() for p in GPT(config(args)).parameters())
     return [
         Table(
             "step_time",
             f"step time over FSDP2's, GPT of {numel / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks; medians of "
-            f"{rounds} rounds (of 4 x, one less in the quick set)",
+            f"{args.rounds} rounds",
             "the plain model's step without communication, on each rank's own batch, in the same rounds",
             rows,
-            {OURS: TARGETS} if OURS in rows else {},
-            [f"FSDP2's milliseconds: {'; '.join(f'{name} {text}' for name, text in base.items())}"] if base else [],
+            {OURS: TARGETS},
+            [f"FSDP2's milliseconds: {'; '.join(base)}"],
         )
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = arguments(__doc__)
-    made.add_argument("--layers", type=int, default=8)
-    made.add_argument("--width", type=int, default=512)
-    made.add_argument("--context", type=int, default=64)
-    made.add_argument("--batch", type=int, default=4, help="sequences per rank")
-    made.add_argument("--rounds", type=int, default=0, help="default: 3, with --full 9")
-    made.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
-    return made
-
+BENCHMARK = Benchmark(
+    measure,
+    __doc__,
+    ranks=2,
+    rounds=(3, 9),
+    sizes={"layers": 8, "width": 512, "context": 64, "batch": 4},
+    contenders=["plain", *SHARDED, "DDP"],
+)
 
 if __name__ == "__main__":
-    main(measure, parser(), ranks=2)
+    BENCHMARK.main()

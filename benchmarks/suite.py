@@ -1,7 +1,7 @@
-"""What all benchmarks share: tables of figures with their targets and spreads, timing, a command line.
+"""What all benchmarks share: their command line and ranks, timing, tables of figures with their targets and spreads.
 
-A benchmark is a file with ``measure(args) -> tables``, and runs alone (``python benchmarks/memory.py``) or with the others
-(``python benchmarks/run.py``). Those over gloo start their own ranks. No environment variable needs to be set by hand.
+A benchmark is a file that makes one :class:`Benchmark`, which says what can be chosen and measures it. It runs alone
+(``python benchmarks/memory.py``) or with the others (``python benchmarks/run.py``). No environment variable needs to be set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from ranks import are_started, process_group, set_environment, start
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 OURS = "flatshard"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,22 @@ class Figure:
         return f"{self.value:,.{digits}f}{spread}"
 
 
+def spread(values: Iterable[float]) -> Figure:
+    """The median of the rounds, with the least and the most."""
+    values = list(values)
+    return Figure(statistics.median(values), min(values), max(values))
+
+
+def over(series: Iterable[float], base: Iterable[float]) -> Figure:
+    """Each round's value over the median of ``base``."""
+    middle = statistics.median(base)
+    return spread(value / middle for value in series)
+
+
+Rows = Mapping[str, Mapping[str, Figure]]
+"""Figures by column, by contender."""
+
+
 @dataclass(frozen=True)
 class Table:
     """One measure: rows of contenders, columns of settings."""
@@ -56,8 +75,7 @@ class Table:
     """What is measured, of what, in which unit."""
     floor: str
     """What could not be less, and how that is computed."""
-    rows: Mapping[str, Mapping[str, Figure]]
-    """Figures by column, by contender."""
+    rows: Rows
     targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """What a figure should be at most, by column, by contender: flatshard and its variants."""
     notes: Sequence[str] = ()
@@ -71,7 +89,7 @@ class Table:
         """(contender, column, figure, target, whether it is missed as it is printed), where there is a figure."""
         for name, columns in self.targets.items():
             for column, target in columns.items():
-                value = self.rows[name][column].value
+                value = self.rows[name][column].value if name in self.rows else None
                 if value is not None:
                     yield name, column, value, target, round(value, self.digits) > target
 
@@ -91,15 +109,20 @@ class Table:
             text.append("  ".join([name.ljust(first), *padded]).rstrip())
         return "\n".join([*text, f"Floor: {self.floor}", *self.notes])
 
-    def to_json(self) -> dict[str, Any]:
-        """Of plain dictionaries, lists, strings and numbers."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Table:
-        """What :meth:`to_json` gave."""
+        """What ``dataclasses.asdict`` gave."""
         rows = {name: {c: Figure(**f) for c, f in row.items()} for name, row in data["rows"].items()}
         return Table(**{**data, "rows": rows})
+
+
+def by_column(columns: Mapping[str, Mapping[str, Figure]]) -> Rows:
+    """Rows from figures by contender, by column."""
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    return {name: {c: column[name] for c, column in columns.items() if name in column} for name in names}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def interleaved(steps: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
@@ -127,14 +150,10 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def over(series: Sequence[float], base: float, scale: float = 1.0) -> Figure:
-    """The median's, the least's and the most's ratio to ``base``."""
-    return Figure(*(scale * v / base for v in (statistics.median(series), min(series), max(series))))
-
-
-def beyond(series: Sequence[float], base: float, scale: float = 1.0) -> Figure:
-    """The same of the difference to ``base``."""
-    return over([v - base for v in series], 1.0, scale)
+def seconds_of_all(run: Callable[[], object]) -> float:
+    """Seconds from when all ranks are there until the slowest is done."""
+    dist.barrier()
+    return seconds(lambda: (run(), dist.barrier()))
 
 
 @contextlib.contextmanager
@@ -148,37 +167,68 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main(
-    measure: Callable[[argparse.Namespace], list[Table]], parser: argparse.ArgumentParser, ranks: int = 1
-) -> list[Table]:
-    """The command line of one benchmark: its own arguments, ``--full`` and ``--json``. Over ``ranks`` gloo processes.
+def progress(text: str) -> None:
+    """A line for whoever waits, by rank 0, apart from the tables."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"  {text}", file=sys.stderr, flush=True)
 
-    Returns what was measured.
-    """
-    parser.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
-    args = parser.parse_args()
-    if ranks > 1 and not are_started():
-        start(ranks, sys.argv[0], sys.argv[1:])
-        raise SystemExit
-    set_environment()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    with process_group(use_gpu=False) if ranks > 1 else contextlib.nullcontext() as job:
-        tables = measure(args)
-        if job is None or job.rank == 0:
-            print("\n\n".join(table.as_text() for table in tables), flush=True)
-            if args.json is not None:
-                args.json.write_text(json.dumps([table.to_json() for table in tables]))
-    return tables
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One file's benchmark, and what can be chosen on its command line beside ``--full`` and ``--json``."""
+
+    measure: Callable[[argparse.Namespace], list[Table]]
+    """Gets the chosen values, such as ``args.rounds``."""
+    doc: str | None
+    """The file's docstring: the text of ``--help``."""
+    ranks: int = 1
+    """Of a gloo group. 1: there is none."""
+    rounds: tuple[int, int] = (0, 0)
+    """In the quick set, and with ``--full``. 0: nothing is timed."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Whole numbers, such as ``layers``, with their defaults."""
+    contenders: Sequence[str] = ()
+    """For ``--only``."""
+    more: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    """Adds other arguments."""
+
+    def parser(self) -> argparse.ArgumentParser:
+        made = arguments(self.doc)
+        made.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
+        made.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
+        for size, default in self.sizes.items():
+            made.add_argument(f"--{size.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
+        if any(self.rounds):
+            quick, full = self.rounds
+            made.add_argument("--rounds", type=int, help=f"default: {quick}, with --full {full}")
+        if self.contenders:
+            made.add_argument("--only", nargs="+", choices=self.contenders, default=self.contenders, metavar="NAME")
+        self.more(made)
+        return made
+
+    def main(self) -> list[Table]:
+        """Measure what the command line asks for, over gloo ranks where there are several. Returns the tables."""
+        args = self.parser().parse_args()
+        if any(self.rounds) and args.rounds is None:
+            args.rounds = self.rounds[args.full]
+        if self.ranks > 1 and not are_started():
+            start(self.ranks, sys.argv[0], sys.argv[1:])
+            raise SystemExit
+        set_environment()
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        with process_group(use_gpu=False) if self.ranks > 1 else contextlib.nullcontext() as job:
+            tables = self.measure(args)
+            if job is None or job.rank == 0:
+                print("\n\n".join(table.as_text() for table in tables), flush=True)
+                if args.json is not None:
+                    args.json.write_text(json.dumps([dataclasses.asdict(table) for table in tables]))
+        return tables
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the file's docstring."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def progress(text: str) -> None:
-    """A line for whoever waits, by rank 0, apart from the tables."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"  {text}", file=sys.stderr, flush=True)

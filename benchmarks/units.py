@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from contenders import drop_gradients
+from suite import seconds
 from torch import Tensor, nn
 
 PARAMS = 12
@@ -44,9 +44,7 @@ def timed_step(model: nn.Module, dtype: torch.dtype = torch.float32) -> Callable
     x = torch.ones(2, WIDTH, dtype=dtype)
 
     def step() -> float:
-        began = time.perf_counter()
-        model(x).sum().backward()
-        elapsed = time.perf_counter() - began
+        elapsed = seconds(lambda: model(x).sum().backward())
         drop_gradients(model)
         return elapsed
 

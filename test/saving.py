@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from counting import LiveBytes
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
@@ -77,27 +77,16 @@ class CommunicationWatch(TorchDispatchMode):
         return [(f, d) for f, d in self.seen if d not in (torch.uint8, torch.int64)]
 
 
-class MemoryWatch(TorchDispatchMode):
+class MemoryWatch(LiveBytes):
     """The most bytes that were alive at once, of tensors made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for out in torch.utils._pytree.tree_leaves(result):
-            memory = (
-                isinstance(out, Tensor) and not out.is_meta and not isinstance(out, flatshard.checkpoint.ShardedValue)
-            )
-            if memory and out.untyped_storage()._cdata not in known:
-                storage = out.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage)
-        storages = {k: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for k, ref in self._alive.items()}
-        self._alive = {k: ref for k, ref in self._alive.items() if storages[k] is not None}
-        self.peak = max(self.peak, sum(s.nbytes() for s in storages.values() if s is not None))  # they are resized
+        made = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        made = [t for t in made if not isinstance(t, flatshard.checkpoint.ShardedValue)]
+        self.add(t for t in made if t.untyped_storage()._cdata not in known)
+        self.peak = max(self.peak, self.now())
         return result
 
 

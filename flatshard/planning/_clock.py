@@ -57,7 +57,7 @@ class Clock:
         self.hardware = hardware
         self.world_size = world_size
         self.main = self.current = RecordedStream(self)
-        self.on_issue: Callable[[], object] = _nothing
+        self.on_issue: Callable[[], object] = lambda: None
         self._ends: dict[object, float] = {}  # the time at which the last collective ends, by group
         self.begin()
 
@@ -89,7 +89,7 @@ class Clock:
 
     def compute(self, flops: int) -> None:
         """Record ``flops`` floating-point operations on the current stream."""
-        seconds = self.hardware.compute_seconds(flops)
+        seconds = flops / (self.hardware.flops * self.hardware.efficiency)
         if seconds:
             self._add("compute", self.unit, self.current.time, self.current.time + seconds)
             self.current.time += seconds
@@ -123,10 +123,6 @@ class Clock:
         self.spans.append(span)
 
 
-def _nothing() -> None:
-    pass
-
-
 class RecordingCollectives(BuiltinCollectives):
     """The collectives of one rank of a group that does not exist. They send nothing, and record each call."""
 
@@ -153,9 +149,7 @@ class RecordingCollectives(BuiltinCollectives):
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         if input.dtype is not output.dtype and self._clock.current is not self._clock.main:
-            torch.empty_like(
-                input
-            )  # the received gradients, as in ``DefaultCollectives``; freed when the stream is done
+            torch.empty_like(input)  # what ``DefaultCollectives`` receives into, and frees when the stream is done
         return self._issue("reduce-scatter", input, self._name)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:

@@ -41,12 +41,10 @@ class Bandwidths:
     """The fraction of the peak that computing reaches. 0.5 is typical of a large language model; measure yours."""
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            whole = name != "gpus_per_node" or isinstance(value, int)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or not whole:
-                kind = "number" if name != "gpus_per_node" else "int"
-                raise ValueError(f"Bandwidths: {name} must be a positive {kind}, got {value!r}")
+        for name, value in vars(self).items():
+            what, kinds = ("int", int) if name == "gpus_per_node" else ("number", int | float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
+                raise ValueError(f"Bandwidths: {name} must be a positive {what}, got {value!r}")
 
     def seconds(self, kind: str, nbytes: int, ranks: int, ranks_in_node: int) -> float:
         """The time of a collective over ``ranks`` ranks, with ``ranks_in_node`` in each node. [Note: The model of time]"""
@@ -64,10 +62,6 @@ class Bandwidths:
         if collective.group == "replicas":  # each n-th rank, where n is the size of the shard group
             per_node = max(1, per_node // (world_size // collective.ranks))
         return self.seconds(collective.kind, collective.nbytes, collective.ranks, min(collective.ranks, per_node))
-
-    def compute_seconds(self, flops: int) -> float:
-        """The time of ``flops`` operations."""
-        return flops / (self.flops * self.efficiency)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,13 +50,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        known = self.shards + self.gradients + self.optimizer + self.unsharded + self.reductions + self.arriving
-        return known + self.activations + self.others
+        return self.held + self.activations + self.others
 
     @property
     def held(self) -> int:
         """Bytes that flatshard and the optimizer allocate: all but ``activations`` and ``others``."""
-        return self.total - self.activations - self.others
+        return self.shards + self.gradients + self.optimizer + self.unsharded + self.reductions + self.arriving
 
 
 CATEGORIES = tuple(f.name for f in fields(Memory))
@@ -72,17 +71,11 @@ class Peak:
     unit: str = ""  # that runs then
 
 
-def _higher(before: Peak, now: Peak) -> Peak:
-    """The higher peak. If both are equal and in the same unit, ``now``, whose categories are more accurate."""
-    if now.nbytes == before.nbytes and (now.phase, now.unit) == (before.phase, before.unit):
-        return now
-    return now if now.nbytes > before.nbytes else before
-
-
 class Ledger:
-    """The memory of one device over time, and its peaks."""
+    """The memory of one device: bytes by category now, and in the recorded step their peaks and samples over time."""
 
     def __init__(self) -> None:
+        self.nbytes = dict.fromkeys(CATEGORIES, 0)  # of what keeps its size
         self.samples: list[tuple[float, Memory]] = []  # (seconds, what is in memory from then on)
         self.held_peak = self.peak = Peak()
 
@@ -98,17 +91,19 @@ class Ledger:
             self.samples.append((clock.now, memory))
 
 
-class _LiveStorage:
+def _higher(before: Peak, now: Peak) -> Peak:
+    """The higher peak. If both are equal and in the same unit, ``now``, whose categories are more accurate."""
+    same_place = (now.phase, now.unit) == (before.phase, before.unit)
+    return now if now.nbytes > before.nbytes or (now.nbytes == before.nbytes and same_place) else before
+
+
+class _LiveStorage(NamedTuple):
     """One storage that exists."""
 
-    __slots__ = ("category", "nbytes", "on_host", "ref")
-
-    def __init__(self, ref: weakref.ref[torch.UntypedStorage], category: str, on_host: bool, nbytes: int) -> None:
-        self.ref, self.category, self.on_host = ref, category, on_host
-        self.nbytes = nbytes  # 0 for a storage that may be resized: its size is read each time
-
-
-_RESIZED = ("unsharded", "reductions")  # categories whose storages may be resized
+    ref: weakref.ref[torch.UntypedStorage]
+    category: str
+    ledger: Ledger
+    nbytes: int  # that the ledger counts; 0 for a storage that may be resized: its size is read each time
 
 
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,29 +112,24 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
-        self._storages: dict[int, _LiveStorage] = {}  # by id
-        self._resized: dict[int, _LiveStorage] = {}  # the storages that may be resized
-        self._held: tuple[dict[str, int], dict[str, int]] = (
-            dict.fromkeys(CATEGORIES, 0),
-            dict.fromkeys(CATEGORIES, 0),
-        )  # bytes of all other storages, on the device and on the host
-        self.is_open = False
         self.device, self.host = Ledger(), Ledger()
+        self._storages: dict[int, _LiveStorage] = {}  # by id
+        self._resized: dict[int, _LiveStorage] = {}  # those that may be resized
+        self._is_open = False
 
-    def open(self) -> None:
-        """Begin to record samples and peaks."""
-        self.is_open = True
-        self.look()
+    def open(self) -> tuple[Memory, Memory]:
+        """Begin to record samples and peaks. Returns what is in memory, on the device and on the host."""
+        self._is_open = True
+        return self.look()
 
     def close(self) -> None:
         """End the recording with a sample of what is left after the step."""
         for ledger, memory in zip((self.device, self.host), self.look(), strict=True):
             ledger.samples.append((self.clock.now, memory))
-        self.is_open = False
+        self._is_open = False
 
-    def add(self, category: str, on_host: bool, nbytes: int) -> None:
-        """Count bytes that have no storage."""
-        self._held[on_host][category] += nbytes
+    def ledger(self, on_host: bool) -> Ledger:
+        return self.host if on_host else self.device
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
         """Count the storages of ``tensors`` in ``category`` from now on. Storages on the host stay there."""
@@ -147,31 +137,32 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             key = id(storage)
             known = self._storages.get(key)
-            is_there = on_host or (known is not None and known.on_host)
+            ledger = self.ledger(on_host) if known is None or on_host else known.ledger
             self._end(key)
-            resized = category in _RESIZED
+            is_resized = category in ("unsharded", "reductions")
             ref = weakref.ref(storage, functools.partial(self._end, key))
-            entry = self._storages[key] = _LiveStorage(ref, category, is_there, 0 if resized else storage.nbytes())
-            self._held[is_there][category] += entry.nbytes
-            if resized:
+            entry = _LiveStorage(ref, category, ledger, 0 if is_resized else storage.nbytes())
+            self._storages[key] = entry
+            ledger.nbytes[category] += entry.nbytes
+            if is_resized:
                 self._resized[key] = entry
 
     def _end(self, key: int, ended: object = None) -> None:
+        self._resized.pop(key, None)
         if (entry := self._storages.pop(key, None)) is not None:
-            self._held[entry.on_host][entry.category] -= entry.nbytes
-            self._resized.pop(key, None)
+            entry.ledger.nbytes[entry.category] -= entry.nbytes
 
     def look(self) -> tuple[Memory, Memory]:
         """Record and return what is in memory now, on the device and on the host."""
-        held = dict(self._held[False]), dict(self._held[True])
+        device, host = dict(self.device.nbytes), dict(self.host.nbytes)
         for entry in list(self._resized.values()):
             if (storage := entry.ref()) is not None:
-                held[entry.on_host][entry.category] += storage.nbytes()
-        device, host = Memory(**held[False]), Memory(**held[True])
-        if self.is_open:
-            self.device.note(device, self.clock)
-            self.host.note(host, self.clock)
-        return device, host
+                (host if entry.ledger is self.host else device)[entry.category] += storage.nbytes()
+        found = Memory(**device), Memory(**host)
+        if self._is_open:
+            self.device.note(found[0], self.clock)
+            self.host.note(found[1], self.clock)
+        return found
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -187,14 +178,12 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._storages and storage.nbytes():
-                    if kwargs.get("pin_memory"):  # under CPU offload
-                        self.track([tensor], "gradients", on_host=True)
-                    else:
-                        self.track([tensor], category)
+                    on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
+                    self.track([tensor], "gradients" if on_host else category, on_host)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.clock.compute(formula(*args, **kwargs, out_val=result))
-        if self.is_open:
+        if self._is_open:
             self.look()
         return result
 

@@ -17,8 +17,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,63 +31,105 @@ from flatshard._composable.flat_plan import plan_flats
 from flatshard._composable.forward import Forward
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, UnitConfig, called_modules, unit_of
+from flatshard._composable.state import Unit, called_modules, unit_of
+from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
 from flatshard.planning._clock import Clock, RecordingCollectives
-from flatshard.planning._hardware import Bandwidths
-from flatshard.planning._memory import Books, Memory
+from flatshard.planning._hardware import Bandwidths, Timeline
+from flatshard.planning._memory import Books
+from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
 
 META = torch.device("meta")
 
 
 class Ranks(NamedTuple):
-    """The number of ranks that parameters are sharded over, and the number of replicas of each shard."""
+    """The number of replicas of each shard, and the number of ranks that parameters are sharded over."""
 
+    replicas: int
     shards: int
-    replicas: int = 1
 
     @property
     def total(self) -> int:
-        return self.shards * self.replicas
+        return self.replicas * self.shards
 
 
 @dataclasses.dataclass(frozen=True)
-class Assumed:
-    """What a step computes, if there are no example inputs."""
+class StepOptions:
+    """The arguments of ``plan`` that describe a step.
 
-    tokens: int  # positions that each rank computes in a microbatch
-    activations: int | Mapping[str, int]  # bytes that autograd saves for each unit but the outermost, or by FQN
+    Raises:
+        TypeError, ValueError: one of them is wrong.
+    """
 
-    def flops(self, module: nn.Module, param: Tensor) -> int:
-        """Operations of a forward for one parameter."""
-        looked_up = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        return 0 if looked_up or param.ndim < 2 else 2 * param.numel() * self.tokens
+    optimizer: OptimizerChoice
+    microbatches: int
+    no_sync: bool
+    tokens: int
+    activations: int | Mapping[str, int]
+    example_inputs: Any
+    bandwidths: Bandwidths
+    device: str
+    widens: bool | None
 
-    def saved(self, unit: Unit) -> int:
-        given = self.activations
-        return given.get(unit.fqn, 0) if isinstance(given, Mapping) else given if unit.fqn else 0
+    def __post_init__(self) -> None:
+        inputs, given = self.example_inputs, self.activations
+        sizes = given.values() if isinstance(given, Mapping) else [given]
+        for name, error, is_right, what in (
+            ("microbatches", ValueError, _is_int(self.microbatches, 1), "an int of at least 1"),
+            ("tokens", ValueError, _is_int(self.tokens, 0), "an int of at least 0"),
+            (
+                "activations",
+                ValueError,
+                all(_is_int(n, 0) for n in sizes),
+                "bytes for each unit, or a dict of them by FQN",
+            ),
+            (
+                "example_inputs",
+                TypeError,
+                isinstance(inputs, Tensor | tuple | list | dict | None),
+                "a tuple of arguments, a dict of keyword arguments, or a tensor",
+            ),
+            ("no_sync", ValueError, isinstance(self.no_sync, bool), "True or False"),
+            ("widens", ValueError, isinstance(self.widens, bool | None), "True, False or None"),
+            ("bandwidths", TypeError, isinstance(self.bandwidths, Bandwidths), "a flatshard.planning.Bandwidths"),
+            ("device", TypeError, isinstance(self.device, str), "a type of device, such as 'cuda'"),
+        ):
+            if not is_right:
+                raise error(f"plan: {name} must be {what}, got {getattr(self, name)!r}")
+        if inputs is not None and (self.tokens or given):
+            raise ValueError(
+                "plan: with example_inputs, operations and activations are recorded: leave out tokens and activations"
+            )
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class Program:
-    """A copy of a module, sharded as on one of ``ranks``. [Note: The plan is the program]"""
+    """A copy of a module, sharded as on one of ``ranks``. ``run`` records a step of it. [Note: The plan is the program]"""
 
-    def __init__(
-        self, module: nn.Module, choice: Choice, ranks: Ranks, device: str, hardware: Bandwidths, widens: bool
-    ) -> None:
-        self.ranks = ranks
+    def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions) -> None:
+        self.ranks, self.options = ranks, options
         self.numels, self.layout_warnings = _rank_numels(choice, ranks.shards)
         rank = max(range(ranks.shards), key=self.numels.__getitem__)  # the fullest
-        self.memo: dict[int, Any] = {}
-        self.others = list(_put_on_meta(module, self.memo))
-        self.memo |= {id(config): config for config in (choice.config, *choice.configs.values())}
-        self.root, self.choice = copy.deepcopy((module, choice), self.memo)
-        self.clock = Clock(hardware, ranks.total)
+        memo = _meta_copies(
+            tensor
+            for each in module.modules()
+            for tensor in (*each._parameters.values(), *each._buffers.values(), *vars(each).values())
+            if isinstance(tensor, Tensor)
+        )
+        memo |= {id(config): config for config in choice.all_configs}
+        self.root, self.choice = copy.deepcopy((module, choice), memo)
+        self.clock = Clock(options.bandwidths, ranks.total)
         self.books = Books(self.clock)
         self.clock.on_issue = self.books.look
+        on_cpu = options.device.partition(":")[0] == "cpu"
+        widens = on_cpu if options.widens is None else options.widens
 
         def runtime(name: str, rank: int, size: int) -> Runtime:
             collectives = RecordingCollectives(self.clock, name, rank, size, widens)
-            if device == "cpu":
+            if on_cpu:
                 return Runtime(collectives, META, None, None)
             return Runtime(collectives, META, Streams(self.clock, META), host=META)
 
@@ -102,77 +144,65 @@ class Program:
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
             self.books.track([flat.shard], "shards", flat.is_offloaded)
-        self.books.track((b for b in self.root.buffers()), "others")
-        self.books.track(self.choice.ignored_params, "others")
+        self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")
+        copies = ((param, memo[id(param)]) for param in module.parameters())
+        # The trainable sharded parameters, by the parameters of the original module.
+        self.params = {p: c for p, c in copies if c.requires_grad and shard_info(c) is not None}
 
-    @property
-    def params(self) -> dict[nn.Parameter, nn.Parameter]:
-        """The trainable sharded parameters, by the parameters of the original module."""
-        known = {id(p): p for p in self.others if isinstance(p, nn.Parameter)}
-        mine = {id(p) for flat in self.flats for p in flat.params}
-        copies = ((known[key], self.memo[key]) for key in known)
-        return {param: its_copy for param, its_copy in copies if id(its_copy) in mine and its_copy.requires_grad}
-
-    def run(
-        self, passes: int, holds: bool, inputs: Any | Assumed, optimize: Callable[[], dict[nn.Parameter, int]]
-    ) -> None:
-        """Run steps, and record the last one.
-
-        Args:
-            passes: the number of forwards and backwards in a step.
-            holds: run all but the last of them under ``no_sync``.
-            inputs: example inputs, or what to assume without them.
-            optimize: makes an optimizer, runs a step, and returns the bytes of its state for each parameter.
-        """
-        run_once: Callable[[], None]
-        if isinstance(inputs, Assumed):
-            run_once = _InOrder(self, inputs).run_once
-        else:
-            run_once = functools.partial(self._run_once, inputs)
+    def run(self) -> Self:
+        """Run steps, and record the last one."""
+        options = self.options
+        run_once = _InOrder(self).run_once if options.example_inputs is None else self._run_once
 
         def step() -> None:
             with self.books:
-                for number in range(passes):
-                    with no_sync(self.root) if holds and number < passes - 1 else contextlib.nullcontext():
+                for number in range(options.microbatches):
+                    holds = options.no_sync and number < options.microbatches - 1
+                    with no_sync(self.root) if holds else contextlib.nullcontext():
                         run_once()
 
         step()
-        self.states = optimize()
+        self.states = state_nbytes(options.optimizer, self.params)  # by this rank's part
         for flat in self.flats:
             nbytes = sum(self.states.get(p, 0) for p in flat.params)
-            self.books.add("optimizer", flat.is_offloaded, nbytes)
-        self._drop_gradients()
+            self.books.ledger(flat.is_offloaded).nbytes["optimizer"] += nbytes
+        self.root.zero_grad()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             step()
-            self._drop_gradients()
+            self.root.zero_grad()
         self.clock.begin()
-        self.books.open()
-        self.between: Memory
-        self.host_between: Memory
-        self.between, self.host_between = self.books.look()
+        self.between, self.host_between = self.books.open()
         step()
-        self.step_seconds = self.clock.now
+        self.collectives = self.clock.collectives
+        self.timeline = Timeline(tuple(self.clock.spans), self.clock.now)
         self.clock.phase, self.clock.unit = "optimizer", ""
         self.books.close()
+        return self
 
-    def _drop_gradients(self) -> None:
-        for param in self.root.parameters():
-            param.grad = None
-
-    def _run_once(self, inputs: Any) -> None:
-        """Run a forward with example inputs, and a backward from the sum of its outputs."""
+    def _run_once(self) -> None:
+        """Run a forward with the example inputs, and a backward from the sum of its outputs."""
+        inputs = self.options.example_inputs
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        args = (args,) if isinstance(args, Tensor) else args
         self.clock.phase, self.clock.unit = "forward", ""
-        output = self.root(*on_meta(args), **on_meta(kwargs))
-        losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
-        if not losses:
+        try:
+            output = self.root(*on_meta(args), **on_meta(kwargs))
+            losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+            loss = functools.reduce(torch.add, losses) if losses else None
+            del output, losses
+            self.clock.phase = "backward"
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as e:
+            e.add_note(
+                "plan: this was the forward or backward of a copy on the meta device, where tensors have no values. "
+                "If the model needs values, leave example_inputs out, and pass tokens= and activations="
+            )
+            raise
+        if loss is None:
             raise ValueError(
                 "plan: the forward returned no floating-point tensor that requires grad, so backward cannot run"
             )
-        loss = functools.reduce(torch.add, losses)
-        del output, losses
-        self.clock.phase = "backward"
-        loss.backward()  # type: ignore[no-untyped-call]
 
 
 class _Observer(Extension):
@@ -180,56 +210,49 @@ class _Observer(Extension):
 
     def __init__(self, books: Books) -> None:
         self.books = books
-        self.running: list[str] = []  # units in their forward, outermost first
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature:
-        for flat in unit.handle.flats:
-            for compute in flat.computes:
-                if compute.requires_grad:
-                    compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
-        return _ObservedUnit(unit, self)
-
-    def _arrive(self, param: Tensor) -> None:
-        if param.grad is not None:
-            self.books.track([param.grad], "arriving")
-            self.books.look()
+        return _ObservedUnit(unit, self.books)
 
 
 class _ObservedUnit(ForwardFeature):
-    def __init__(self, unit: Unit, observer: _Observer) -> None:
-        self.unit = unit
-        self.observer = observer
-        self.clock = observer.books.clock
-
-    def _turn_to(self, *grads: Any) -> None:
-        self.clock.unit = self.unit.fqn
+    def __init__(self, unit: Unit, books: Books) -> None:
+        self.unit, self.books = unit, books
+        for compute in (compute for flat in unit.handle.flats for compute in flat.computes):
+            if compute.requires_grad:
+                compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.observer.running.append(self.unit.fqn)
         self._turn_to()
 
     def after(self, forward: Forward, output: Any) -> None:
-        running = self.observer.running
-        del running[running.index(self.unit.fqn) :]
-        self.clock.unit = running[-1] if running else ""
+        around = [each.unit.fqn for each in self.unit.context.forwards if each is not forward]
+        self.books.clock.unit = around[-1] if around else ""
 
     def leaving(self, outputs: list[Tensor]) -> Iterable[Tensor]:
         for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
             node.register_prehook(self._turn_to)
         return ()
 
+    def _turn_to(self, *grads: Any) -> None:
+        self.books.clock.unit = self.unit.fqn
+
+    def _arrive(self, param: Tensor) -> None:
+        if param.grad is not None:
+            self.books.track([param.grad], "arriving")
+            self.books.look()
+
     def reduced(self) -> None:
         for flat in self.unit.handle.flats:
             grads = [p.grad for p in flat.params if p.grad is not None]
-            self.observer.books.track(grads, "gradients", flat.is_offloaded)
+            self.books.track(grads, "gradients", flat.is_offloaded)
 
 
 class _InOrder:
     """Runs units with replaced forwards. [Note: Without example inputs]"""
 
-    def __init__(self, program: Program, assumed: Assumed) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self.assumed = assumed
         for unit in program.units:
             for module in called_modules(unit.module):
                 module.forward = functools.partial(self._forward, unit, module)
@@ -245,7 +268,10 @@ class _InOrder:
             torch.autograd.backward((output,), (torch.empty_like(output),))
 
     def _forward(self, unit: Unit, module: nn.Module, x: Tensor) -> Tensor:
-        nbytes = self.assumed.saved(unit) if module is called_modules(unit.module)[0] else 0
+        given = self.program.options.activations
+        nbytes = given.get(unit.fqn, 0) if isinstance(given, Mapping) else given if unit.fqn else 0
+        if module is not called_modules(unit.module)[0]:
+            nbytes = 0  # once in each unit
         saved = torch.empty(nbytes, dtype=torch.uint8, device=META) if nbytes else None
         return self._visit(module, x, saved)
 
@@ -253,7 +279,9 @@ class _InOrder:
         for name, param in module._parameters.items():
             if param is not None:
                 shown: nn.Parameter = getattr(module, name)  # of full shape
-                x = _Use.apply(x, shown, saved, self.assumed.flops(module, shown), self.program.clock)  # type: ignore[no-untyped-call]
+                is_matrix = shown.ndim > 1 and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+                flops = 2 * shown.numel() * self.program.options.tokens if is_matrix else 0
+                x = _Use.apply(x, shown, saved, flops, self.program.clock)  # type: ignore[no-untyped-call]
         for child in module._modules.values():
             if child is not None and child not in self.done:
                 self.done.add(child)
@@ -281,70 +309,38 @@ class _Use(torch.autograd.Function):
         return grad if of_input else None, ctx.gradient() if of_param else None, None, None, None
 
 
-def with_config(choice: Choice, change: Callable[[UnitConfig], UnitConfig]) -> Choice:
-    """``choice`` with the configuration of every unit changed."""
-    configs = {module: change(config) for module, config in choice.configs.items()}
-    return dataclasses.replace(choice, config=change(choice.config), configs=configs)
-
-
 def on_meta(value: Any) -> Any:
-    """``value`` with its tensors on the meta device. Containers and dataclasses keep their types."""
-    if isinstance(value, Tensor):
-        return torch.empty_like(value, device=META, requires_grad=value.requires_grad)
-    if not any(True for _ in tensors_in(value)):
-        return value
-    if isinstance(value, tuple):
-        items = map(on_meta, value)
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    result = copy.copy(value)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            result[key] = on_meta(item)
-    elif isinstance(value, list):
-        result[:] = map(on_meta, value)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            object.__setattr__(result, field.name, on_meta(getattr(value, field.name)))  # it may be frozen
-    return result
+    """A deep copy of ``value`` with its tensors on the meta device."""
+    return copy.deepcopy(value, _meta_copies(tensors_in(value)))
 
 
-def _put_on_meta(root: nn.Module, memo: dict[int, Any]) -> Iterator[Tensor]:
-    """Put a meta tensor into ``memo``, for ``copy.deepcopy``, for each tensor of ``root``. Yields the tensors of ``root``."""
-    for module in root.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = torch.empty_like(tensor.detach(), device=META)
-                if isinstance(tensor, nn.Parameter):
-                    made = nn.Parameter(made, tensor.requires_grad)
-                    made.__dict__.update(tensor.__dict__)
-                memo[id(tensor)] = made
-                yield tensor
+def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """A meta tensor like each of ``tensors``, by id, for ``copy.deepcopy``."""
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        if id(tensor) not in memo:
+            made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made.detach(), tensor.requires_grad)
+                made.__dict__.update(tensor.__dict__)
+            memo[id(tensor)] = made
+    return memo
 
 
 def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], list[str]]:
     """The elements that each rank has, without padding; and warnings about layouts that are not as requested."""
-    steps = [0] * (shards + 1)  # the difference of each rank to the rank before
-    loads = [0] * shards
-    warnings = []
+    loads, padding, numel, warnings = [0] * shards, [0] * shards, 0, []
     for unit in choice.planned:
         for flat in plan_flats(unit, choice.config_of(unit), shards, loads):
             if flat.warning is not None:
                 warnings.append(flat.warning)
             layout = flat.layout
             if layout.world_size == 1:
-                steps[0] += layout.numel
+                numel += layout.numel
                 continue
             size = layout.shard_numel
-            for info in layout.params:
-                first, last = info.start // size, (info.stop - 1) // size
-                parts = [(first, first + 1, min(info.stop, (first + 1) * size) - info.start)]
-                if last > first:
-                    parts += [(first + 1, last, size), (last, last + 1, info.stop - last * size)]
-                for start, stop, numel in parts if info.numel else ():
-                    steps[start] += numel
-                    steps[stop] -= numel
-    totals, total = [], 0
-    for step in steps[:-1]:
-        total += step
-        totals.append(total)
-    return totals, warnings
+            numel += size
+            for start, stop in layout.gaps():
+                for rank in range(start // size, -(-stop // size)):
+                    padding[rank] += min(stop, (rank + 1) * size) - max(start, rank * size)
+    return [numel - n for n in padding], warnings

@@ -1,18 +1,20 @@
-"""The result of ``plan``: its numbers, the tables that ``print`` shows, and warnings about sizes."""
+"""The result of ``plan``: tables that ``print`` shows, a trace for Perfetto, and a picture by matplotlib."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from flatshard._errors import name_list
 from flatshard.debug._describe import UnitDescription, table
 from flatshard.planning._hardware import Collective, Timeline
 from flatshard.planning._memory import CATEGORIES, Memory, Peak
-from flatshard.planning._trace import write_picture, write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,6 @@ class UnitPlan(UnitDescription):
     def padding(self) -> int:
         """Elements of padding on all ranks."""
         return sum(f.padded_numel - f.numel for f in self.flats)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of bytes, in the order of the table's columns."""
-        own = (self.shard_nbytes, self.gradient_nbytes, self.optimizer_nbytes, self.unsharded_nbytes)
-        return (*own, self.reduction_nbytes, self.sent_nbytes)
 
 
 @dataclass(frozen=True)
@@ -116,16 +112,59 @@ class Plan:
         return f"{self.module}, {self.strategy} over {world(self.world_size)}"
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a step as a JSON trace, to open in https://ui.perfetto.dev: spans, and memory by category."""
-        write_trace(path, self.title, self.timeline, self.memory)
+        """Write a step as a JSON trace, to open in https://ui.perfetto.dev or chrome://tracing.
+
+        It has a track for computing, one for each kind of collective, and counters of memory by category.
+        """
+        spans, categories = self.timeline.spans, self._categories
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self.title}}]
+        for kind in dict.fromkeys(["compute", *(s.kind for s in spans if s.kind != "wait")]):
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": _LANES[kind], "args": {"name": kind}})
+        for span in spans:
+            at = {"ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": 0, "tid": _LANES[span.kind]}
+            name = span.unit if span.kind != "wait" else f"wait: {span.unit}"
+            events.append({"ph": "X", "name": name, "cat": f"{span.kind},{span.phase}", "args": {}, **at})
+        for seconds, memory in self.memory:
+            sizes = {category: getattr(memory, category) for category in categories}
+            events.append({"ph": "C", "name": "memory (bytes)", "ts": seconds * 1e6, "pid": 0, "args": sizes})
+        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the same as a picture, by matplotlib. The extension of ``path`` gives the format.
+        """Draw memory by category for each sample, and the spans below. The extension of ``path`` gives the format.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        write_picture(path, self.title, self.timeline, self.memory)
+        try:
+            figures = importlib.import_module("matplotlib.figure")
+        except ImportError as e:
+            raise ImportError(
+                "Plan.plot draws with matplotlib, which is not installed: `pip install matplotlib`, or write a trace by "
+                "Plan.trace(path) and open it in https://ui.perfetto.dev"
+            ) from e
+        figure = figures.Figure(figsize=(14, 8), layout="constrained")
+        figure.suptitle(self.title)
+        above, below = figure.subplots(2, 1, height_ratios=[2, 1])
+        categories = self._categories
+        sizes = [[getattr(memory, c) / 2**20 for _, memory in self.memory] for c in categories]
+        above.stackplot(range(len(self.memory)), sizes, labels=categories, step="post")
+        above.set(ylabel="MiB on a rank", xlabel="events of a step", xlim=(0, max(1, len(self.memory) - 1)))
+        above.legend(loc="upper left")
+        for kind, colour in _COLOURS.items():
+            bars = [(s.start * 1e3, s.seconds * 1e3) for s in self.timeline.spans if s.kind == kind]
+            below.broken_barh(bars, (3 - _LANES[kind], 0.8), color=colour)
+        below.set_yticks([3.4 - lane for lane in range(4)], list(_COLOURS))
+        below.set(xlabel="ms (modelled)", ylim=(0, 4), xlim=(0, max(1e-9, self.step_seconds * 1e3)))
+        figure.savefig(path)
+
+    @property
+    def _categories(self) -> list[str]:
+        """The categories of memory that occur."""
+        return [c for c in CATEGORIES if any(getattr(memory, c) for _, memory in self.memory)]
+
+
+_LANES = {"compute": 0, "wait": 0, "all-gather": 1, "reduce-scatter": 2, "all-reduce": 3}
+_COLOURS = {"compute": "#59a14f", "all-gather": "#e15759", "reduce-scatter": "#edc948", "all-reduce": "#b07aa1"}
 
 
 def in_bytes(nbytes: int) -> str:
@@ -165,7 +204,7 @@ def as_text(plan: Plan) -> str:
     lines += table(_memory_rows(plan))
     lines.append(f"the peak is in {plan.total_peak.phase}, at unit {plan.total_peak.unit}")
     lines += ["", "strategies"]
-    lines += table(_strategy_rows(plan), left=2)
+    lines += table(_strategy_rows(plan.strategies), left=2)
     time = plan.timeline
     lines += ["", "time of a step"]
     lines.append(
@@ -181,9 +220,22 @@ def as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+_COLUMNS: dict[str, tuple[str, Callable[[int], str]]] = {
+    "numel": ("numel", "{:,}".format),
+    "padding": ("padding", "{:,}".format),
+    "shard": ("shard_nbytes", in_bytes),
+    ".grad": ("gradient_nbytes", in_bytes),
+    "optimizer": ("optimizer_nbytes", in_bytes),
+    "unsharded": ("unsharded_nbytes", in_bytes),
+    "reducing": ("reduction_nbytes", in_bytes),
+    "collectives": ("collectives", "{:,}".format),
+    "sent": ("sent_nbytes", in_bytes),
+}
+"""The columns of the table of units: attributes of ``UnitPlan``, and how they are shown."""
+
+
 def _unit_rows(units: Sequence[UnitPlan]) -> list[tuple[str, ...]]:
-    head = "unit,module,numel,padding,shard,.grad,optimizer,unsharded,reducing,collectives,sent"
-    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
+    rows: list[tuple[str, ...]] = [("unit", "module", *_COLUMNS)]
     for cells, group in itertools.groupby(units, key=lambda unit: (unit.module, *_cells([unit]))):
         alike = list(group)
         name = alike[0].fqn or "<root>"
@@ -193,11 +245,7 @@ def _unit_rows(units: Sequence[UnitPlan]) -> list[tuple[str, ...]]:
 
 def _cells(units: Sequence[UnitPlan]) -> tuple[str, ...]:
     """The numbers of ``units`` together, as the cells of one line."""
-    numel, padding, collectives = (
-        sum(n) for n in zip(*((u.numel, u.padding, u.collectives) for u in units), strict=True)
-    )
-    *sizes, sent = (in_bytes(sum(n)) for n in zip(*(u.sizes for u in units), strict=True))
-    return (f"{numel:,}", f"{padding:,}", *sizes, f"{collectives:,}", sent)
+    return tuple(show(sum(getattr(unit, name) for unit in units)) for name, show in _COLUMNS.values())
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -213,13 +261,14 @@ def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _strategy_rows(plan: Plan) -> list[tuple[str, ...]]:
-    head = "strategy,over,between steps,peak,collectives,sent,step,hidden"
-    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
-    for each in plan.strategies:
+def _strategy_rows(strategies: Sequence[StrategyPlan]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden")
+    ]
+    for each in strategies:
         rows.append(
             (
-                each.strategy + (" (this)" if each is plan.strategies[0] else ""),
+                each.strategy + (" (this)" if each is strategies[0] else ""),
                 world(each.world_size),
                 in_bytes(each.between_steps_nbytes),
                 in_bytes(each.peak_nbytes),
@@ -230,43 +279,3 @@ def _strategy_rows(plan: Plan) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-MUCH_PADDING = 0.05
-"""Warn if more than this part of a unit's elements is padding."""
-MUCH_IMBALANCE = 0.1
-"""Warn if the fullest rank has more elements than the average, by more than this part."""
-DOMINANT = 0.5
-"""Warn if one unit has more than this part of all elements."""
-
-
-def size_warnings(units: Sequence[UnitPlan], mean_numel: float, fullest_numel: int) -> list[str]:
-    """Warnings about the sizes of units and shards."""
-    found = []
-    padded = [u for u in units if u.padding > MUCH_PADDING * u.numel]
-    if padded:
-        worst = max(padded, key=lambda u: u.padding / max(1, u.numel))
-        found.append(
-            f"{_named(padded)} more than {MUCH_PADDING:.0%} padding ({worst.fqn or '<root>'!r}: "
-            f"{worst.padding / max(1, worst.numel):.0%}). Parameters begin at multiples of 16 bytes and shards are multiples "
-            "of 128 bytes. So other sizes, few elements for many ranks, and layouts by rows or blocks need padding: make "
-            "larger units"
-        )
-    if fullest_numel > (1 + MUCH_IMBALANCE) * mean_numel:
-        found.append(
-            f"shards are unbalanced: the fullest rank has {fullest_numel:,} elements, the average is {mean_numel:,.0f}"
-        )
-    numel = sum(u.numel for u in units)
-    if len(units) > 1:
-        for unit in units:
-            if unit.numel > DOMINANT * numel:
-                found.append(
-                    f"unit {unit.fqn or '<root>'!r} has {unit.numel / numel:.0%} of all elements, which are unsharded "
-                    "at the same time: choose units inside it, too"
-                )
-    return found
-
-
-def _named(units: Iterable[UnitPlan]) -> str:
-    names = [u.fqn or "<root>" for u in units]
-    return f"unit {names[0]!r} has" if len(names) == 1 else f"{len(names)} units ({name_list(names, 3)}) have"

@@ -714,21 +714,27 @@ class Batch:
     name: str = "batch"
 
 
+class Plain:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 class TakesBatch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, batch: Batch, either: Pair) -> Tensor:
+    def forward(self, batch: Batch, either: Pair, plain: Plain) -> Tensor:
         assert isinstance(batch.pair, Pair)
         assert batch.name == "batch"
-        return self.layer(batch.pair.x) * either.scale + batch.more["y"][0] + either.x
+        assert plain.x is either.x
+        return self.layer(batch.pair.x) * either.scale + batch.more["y"][0] + plain.x
 
 
-def test_inputs_in_named_tuples_and_dataclasses():
+def test_inputs_in_named_tuples_dataclasses_and_objects():
     x = torch.ones(2, 4)
     example = Batch(Pair(x, 2.0), {"y": [x]})
-    planned = plan(TakesBatch(), world_size=2, example_inputs=(example, example.pair))
+    planned = plan(TakesBatch(), world_size=2, example_inputs=(example, example.pair, Plain(x)))
     assert "recorded" in str(planned)
     assert example.pair.x.device.type == "cpu"  # what was given is as it was
 

@@ -536,6 +536,16 @@ def test_what_is_public_is_documented():
     every_note_that_is_cited_is_defined_once()
 
 
+def test_no_two_classes_have_one_name():
+    """A name has one meaning in the whole package."""
+    where: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, set()).add(name)
+    assert not {name: modules for name, modules in where.items() if len(modules) > 1}
+
+
 IMPORT_TESTS = {
     ("test_core_alone.py", "test_structure"),  # the packages as they are listed there
 }
