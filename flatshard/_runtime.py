@@ -75,15 +75,6 @@ class Then:
         self._second.wait()
 
 
-class AtWait:
-    """A collective that is issued by ``wait``, and has ended when it returns."""
-
-    __slots__ = ("wait",)
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.wait = run
-
-
 class Monitor(Protocol):
     """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
 
@@ -472,17 +463,19 @@ class Runtime:
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
         """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream.
 
-        On CPU the host waits for the other ranks here, so this counts as one wait more that the monitor may end: a rank that
-        takes a norm alone (``if rank == 0: print(p.grad.norm())``) gets an error, not a hang.
+        Args:
+            tensor: the numbers.
+            op: how they are combined.
+            question: what is computed, in words, for the error if a rank waits in vain.
         """
-        run = functools.partial(self._builtin.all_reduce_now, tensor, op)
-        if self.progress is None or self.streams is not None:
-            run()
+        start = functools.partial(self._builtin.combine, op=op)
+        if self.progress is None:
+            start(tensor).wait()
         else:
-            self._issue(self.progress, "all-reduce", EXCHANGE, NUMBERS, False, lambda: AtWait(run)).wait()
+            self._issue(self.progress, "all-reduce", NUMBERS, Label(question), False, start, tensor).wait()
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""

@@ -20,8 +20,9 @@ from typing import Any
 
 from flatshard._errors import OutOfStepError
 
-GATHER, REDUCE, EXCHANGE = 0, 1, 2
-"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``."""
+GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
+"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
+``NUMBERS`` are a few numbers of several units, such as a norm. Their label says what is computed, and has the tag 0."""
 
 _RECENT = 5  # number of collectives that an error lists
 
@@ -50,10 +51,8 @@ INTERRUPT_TAG = _LAST + 3
 
 NOBODY = Label("<no unit>")
 """For collectives that a user calls."""
-NUMBERS = Label("numbers, such as a norm", _LAST - 8)
-"""For all-reduces of a few numbers, which belong to no unit."""
 
-_labels = {label.tag: label for label in (NOBODY, NUMBERS, *CHECK_LABELS)}  # by tag, for the names in errors
+_labels = {label.tag: label for label in (NOBODY, *CHECK_LABELS)}  # by tag, for the names in errors
 
 
 def digest(value: object) -> str:
@@ -77,6 +76,10 @@ SAME_ORDER = (
     "run, have it call flatshard.skip(unit, x) in its place. Layers dropped at random (layerdrop) must be the same on all "
     "ranks. What communicates, such as full_state_dict, summon_full_params and the norm of a gradient, is called by all "
     "ranks, not by rank 0 alone"
+)
+SAME_NUMBERS = (
+    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
+    "computes it, and print the result on one of them"
 )
 
 
@@ -104,6 +107,8 @@ class Issued:
         self.place = place
 
     def __str__(self) -> str:
+        if self.kind == NUMBERS:
+            return f"{self.verb} for {self.unit}"
         return f"{self.verb} of {self.unit or '<root>'!r}{' for backward' if self.again else ''}"
 
     @property
@@ -134,7 +139,7 @@ class Progress:
         self._last_place: Place | None = None  # when the last collective was issued
         self.first = (0, 0)  # key and count of the first collective that was issued in `_last_place`
         self._seen: Counter[str] = Counter()
-        self._tags = {label.tag for label in (NOBODY, NUMBERS, *CHECK_LABELS)}
+        self._tags = {label.tag for label in (NOBODY, *CHECK_LABELS)}
 
     def make_label(self, unit: str, identity: str) -> Label:
         """A label for a new handle. Handles of equal ``identity`` are told apart by the order of their creation."""

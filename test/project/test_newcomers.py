@@ -641,17 +641,16 @@ def test_a_norm_on_rank_0_only(pool):
     assert_expected_inline(
         shown,
         """\
-OutOfStepError: ranks wait for each other, as they run different units:
-  rank 0 waits for the all-reduce of 'numbers, such as a norm' (after pass N of this
-    process), which rank 1 has not come to. Its last collectives: ... all-reduce of
-    'numbers, such as a norm'
+OutOfStepError: ranks wait for each other, as not all of them compute the same norm, sum
+    or maximum:
+  rank 0 waits for the all-reduce for the norm of order 2.0 of the gradient of
+    'head.weight' (after pass N of this process), which rank 1 has not come to. Its last
+    collectives: ... all-reduce for the norm of order 2.0 of the gradient of
+    'head.weight'
   rank 1 waits for the all-gather of '<root>' (in pass N of this process), which rank 0
     has not come to. Its last collectives: ... all-gather of '<root>'
-All ranks must run the same units in the same order, forward and backward. If a rank
-    does not need a unit that others run, have it call flatshard.skip(unit, x) in its
-    place. Layers dropped at random (layerdrop) must be the same on all ranks. What
-    communicates, such as full_state_dict, summon_full_params and the norm of a
-    gradient, is called by all ranks, not by rank 0 alone.""",
+A norm, sum or maximum of sharded parameters or gradients is computed by all ranks
+    together. Have all ranks call what computes it, and print the result on one of them.""",
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.partition import PlannedUnit, walk
 from flatshard._composable.policy import is_never_called
-from flatshard._composable.state import owner_of, unit_of
+from flatshard._composable.state import ModuleGroup, owner_of, unit_of, units_below
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
@@ -30,8 +30,7 @@ _SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself.
 def check_module(module: Any, what: str = "module") -> None:
     """Raise if ``module`` cannot be a unit. ``what``: the name of the argument."""
     if not isinstance(module, nn.Module):
-        items = isinstance(module, list | tuple)
-        cure = "shard its items one by one" if items else "pass the model itself, not its parameters or its state"
+        cure = "pass the model itself, not its parameters or its state"
         raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}; {cure}")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -55,6 +54,20 @@ def check_module(module: Any, what: str = "module") -> None:
             f"{type(module).__name__} has no forward, so its hooks would never run. Shard its items, "
             "`for m in container: fully_shard(m)`, or the module that calls them"
         )
+
+
+def check_group(modules: Sequence[Any], what: str = "fully_shard of a list") -> None:
+    """Raise if ``modules`` cannot be one unit. ``what``: who asks for it."""
+    if not modules:
+        raise ValueError(f"{what}: it is empty. List the modules that are to be one unit: [model.norm, model.head]")
+    for module in modules:
+        check_module(module, "an item of the list")
+    for module, other in itertools.permutations(modules, 2):
+        if other in set(module.modules()):
+            found = f"a {type(other).__name__} is in it twice"
+            if other is not module:
+                found = f"a {type(other).__name__} in it is inside a {type(module).__name__} in it"
+            raise ValueError(f"{what}: {found}. List modules that are beside each other, each once")
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -195,10 +208,24 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     return modules, params
 
 
-def check_chosen(root: nn.Module, chosen: Iterable[nn.Module]) -> None:
+def check_chosen(root: nn.Module, chosen: Iterable[nn.Module], ignored: set[nn.Module]) -> None:
     """Raise if a module that a policy chose cannot be a unit."""
     names = {m: n for n, m in root.named_modules()}
+    sharded = {m for unit in units_below(root) for m in unit.module.modules()}
+    grouped: dict[nn.Module, ModuleGroup] = {}
     for module in chosen:
+        if isinstance(module, ModuleGroup):
+            check_group(tuple(module), "a tuple of modules in the policy")
+            for each in module:
+                what = f"a tuple of modules in the policy has a {type(each).__name__}"
+                if each is root or each not in names:
+                    raise ValueError(f"{what}, which is not a submodule of the {type(root).__name__} to shard")
+                if each in ignored or each in sharded:
+                    why = "is sharded already" if each in sharded else "is in ignored_states, too"
+                    raise ValueError(f"{what}, {names[each]!r}, which {why}")
+                if grouped.setdefault(each, module) is not module:
+                    raise ValueError(f"{what}, {names[each]!r}, which is in another tuple, too: one unit has it")
+            continue
         what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{what}, which fully_shard cannot hook: {_SCRIPTED_CURE}")
