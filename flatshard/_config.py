@@ -114,7 +114,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Parameter shards, their gradients and so the optimizer's state on CPU; computation on the device.
+    """Keep the shards of parameters and gradients, and so the optimizer's state, in CPU memory. Compute on the device.
 
     FSDP1's ``CPUOffload`` and FSDP2's ``CPUOffloadPolicy`` are accepted in its place. Without an accelerator nothing moves.
     """

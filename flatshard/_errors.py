@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class InternalError(AssertionError):
-    """A state that flatshard believed impossible. Nothing was changed by the call that raised it."""
+    """A state that flatshard believed impossible: a bug in flatshard. The call that raised it has changed nothing."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}. This is a bug in flatshard, not in your code: please report it with this message.")
@@ -44,7 +44,7 @@ class CollectiveError(RuntimeError):
 
 
 class OutOfStepError(CollectiveError):
-    """Ranks run different units, or the same ones in different orders: a collective of one is another one's, or nobody's.
+    """Ranks run different units, or the same units in different orders: they wait for collectives that others do not issue.
 
     All ranks raise it, and no data of different units have been mixed, unless the message says so. The process group is of
     no use any more. The attributes say which collective of this rank it was.

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import re
 import textwrap
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -423,6 +425,49 @@ CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: if it wa
     )
 
 
+def test_ddp_around_it(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    shown = message(lambda: nn.parallel.DistributedDataParallel(model))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: DistributedDataParallel: all trainable parameters of this Net are sharded,
+    such as 'blocks.0.linear.weight', 'blocks.0.linear.bias', 'blocks.1.linear.weight',
+    ... (3 more), and flatshard averages their gradients itself. Do not use
+    DistributedDataParallel. If a tool adds it, choose its single-device strategy, or do
+    not pass the model to it""",
+    )
+
+
+def test_computing_with_a_part(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    shown = message(lambda: (model.head.weight @ model.head.weight.T).trace())
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
+    (2, 4) as a 1-D part, and 'T' needs the whole. It is whole inside `with
+    flatshard.summon_full_params(module):` and in the forward of its module. If a method
+    of yours computes with it, register the method by flatshard.register_forward_method""",
+    )
+
+
+def test_initialising_a_part(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    shown = message(lambda: nn.init.xavier_uniform_(model.head.weight))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
+    (2, 4), and torch.nn.init computes from the shape of the whole. Initialise before
+    fully_shard, or inside `with flatshard.summon_full_params(module):`, with the same
+    random numbers on all ranks""",
+    )
+
+
 def test_copying_a_whole_value_into_a_part(world):
     world(4)
     model = fully_shard(Net(), policy={Block})
@@ -536,6 +581,50 @@ All ranks must run the same units in the same order, forward and backward. If a 
     place. Layers dropped at random (layerdrop) must be the same on all ranks. What
     communicates, such as full_state_dict, summon_full_params and the norm of a
     gradient, is called by all ranks, not by rank 0 alone.""",
+    )
+
+
+def save_on_rank_0_only(ctx) -> str:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    if ctx.rank:
+        return ""
+    state, options = {"model": model}, {"process_group": ctx.group, "timeout": timedelta(seconds=2)}
+    return message(lambda: flatshard.save_checkpoint("/nowhere/step-1", state, **options))
+
+
+def test_saving_on_rank_0_only(pool):
+    shown, _ = pool.run(save_on_rank_0_only, world_size=2)
+    assert_expected_inline(
+        shown,
+        """\
+MeetingError: save_checkpoint('/nowhere/step-1'): 'rank 1' did not come within 2 s. All
+    ranks must make this call""",
+    )
+
+
+def work_in_a_fork(ctx) -> str:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):  # as a DataLoader does, whose dataset calls the model
+        os.write(writes, message(lambda: model(torch.ones(2, 4))).encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        shown = pipe.read()
+    os.waitpid(child, 0)
+    return shown
+
+
+def test_a_forward_in_a_worker_of_a_dataloader(pool):
+    shown, _ = pool.run(work_in_a_fork, world_size=2)
+    shown = wrapped(re.sub("process [0-9]+", "process ...", " ".join(shown.split())))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: unit '<root>' runs a forward in process ..., which was forked from rank 0
+    after fully_shard. A forked process has no process group, so the forward would wait
+    forever. In a DataLoader worker use a model that is not sharded, or run this one in
+    the training loop""",
     )
 
 
