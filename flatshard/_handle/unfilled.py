@@ -75,7 +75,7 @@ class Filling:
         if _shown and _shown[0]._flat.label is not flat.label:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
-        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.dtype, device=flat.device)
+        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
         fill_with_pattern(whole)
         if part.numel and not shows_pattern(own):
             if whole.is_floating_point() or whole.is_complex():

@@ -101,7 +101,7 @@ class Program:
         self.units = list(made.values())
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
-            self.books.track([flat.shard], "shards", flat.is_offloaded)
+            self.books.track([flat.shard], "shards", flat.kind.is_offloaded)
         self.books.track((b for b in self.root.buffers()), "others")
         self.books.track(self.choice.ignored_params, "others")
 
@@ -140,7 +140,7 @@ class Program:
         self.states = optimize()
         for flat in self.flats:
             nbytes = sum(self.states.get(p, 0) for p in flat.params)
-            self.books.add("optimizer", flat.is_offloaded, nbytes)
+            self.books.add("optimizer", flat.kind.is_offloaded, nbytes)
         self._drop_gradients()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             step()
@@ -184,7 +184,7 @@ class _Observer(Extension):
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature:
         for flat in unit.handle.flats:
-            for compute in flat.computes:
+            for compute in flat.unsharded.computes:
                 if compute.requires_grad:
                     compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
         return _ObservedUnit(unit, self)
@@ -221,7 +221,7 @@ class _ObservedUnit(ForwardFeature):
     def reduced(self) -> None:
         for flat in self.unit.handle.flats:
             grads = [p.grad for p in flat.params if p.grad is not None]
-            self.observer.books.track(grads, "gradients", flat.is_offloaded)
+            self.observer.books.track(grads, "gradients", flat.kind.is_offloaded)
 
 
 class _InOrder:
