@@ -23,7 +23,7 @@ them itself: ``FlatParamHandle.version``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -123,7 +123,7 @@ class FlatParam:
         # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
-        self.filling: Filling | None = None  # from ``allocate`` until the parameters have values
+        self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
         # The cast shard, and `FlatParamHandle.version` of its values. [Note: The cast is the copy]
         self._cast: tuple[int, torch.Tensor] | None = None
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
@@ -193,9 +193,10 @@ class FlatParam:
         for owner in (param, compute):
             owner.__dict__["_flatshard_info"] = info
 
-    def rename(self, old: str, new: str) -> None:
-        """Replace ``old`` by ``new`` at the beginning of every parameter's FQN."""
-        self.layout = self.layout.renamed(old, new)
+    def rename(self, fqns: Mapping[int, str]) -> None:
+        """Give the parameters the FQNs that ``fqns`` has by their ids."""
+        infos = zip(self.params, self.layout.params, strict=True)
+        self.layout = self.layout.renamed([fqns.get(id(param), info.fqn) for param, info in infos])
         for param, compute, info in zip(self.params, self.unsharded.computes, self.layout.params, strict=True):
             self._describe(param, compute, replace(param._flatshard_info, fqn=info.fqn))
         self.gradients.follow_names()
@@ -216,11 +217,6 @@ class FlatParam:
     def is_on_meta(self) -> bool:
         """Whether the parameters have no memory yet. [Note: Filled later]"""
         return self.kind.device.type == "meta" and self.kind.compute_device.type != "meta"
-
-    @property
-    def is_unfilled(self) -> bool:
-        """Whether the parameters have memory, and perhaps no values yet. [Note: Filled later]"""
-        return self.filling is not None
 
     def index_of(self, param: nn.Parameter) -> int | None:
         """The index of ``param``. None if it is not one of ``params``."""
@@ -345,11 +341,6 @@ class FlatParam:
             torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
         self.filling = Filling(self)
         changes.count += 1
-
-    def show_whole(self, param: nn.Parameter) -> None:
-        """For an initialiser, while the parameters are being filled; afterwards it does nothing. [Note: Filled later]"""
-        if self.filling is not None:
-            self.filling.show(param)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 

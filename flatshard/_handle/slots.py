@@ -11,7 +11,7 @@ import enum
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -135,6 +135,14 @@ class Slots:
     def restore(self, module: nn.Module, name: str, sharded: nn.Parameter) -> None:
         """Register the sharded parameter again, in a slot from ``replaced``."""
         self._write(module, name, sharded)
+
+    def fqns(self, names: Mapping[nn.Module, str]) -> dict[int, str]:
+        """The FQN of each parameter's first slot in one of the modules that ``names`` has, by the parameter's id."""
+        found: dict[int, str] = {}
+        for module, name, sharded, _ in self.entries:
+            if module in names:
+                found.setdefault(id(sharded), f"{names[module]}.{name}" if names[module] else name)
+        return found
 
     def show(self, what: Shown) -> None:
         """Make the modules show ``what``. Idempotent."""
