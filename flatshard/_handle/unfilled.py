@@ -67,7 +67,7 @@ class Filling:
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
         self._whole: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by index: the memory, and what is shown of it
-        _fillings.add(self)
+        fillings.add(self)
 
     def show(self, param: nn.Parameter) -> nn.Parameter:
         """Show ``param`` whole, until ``cut_all``. Returns ``param``, or a DTensor in its place."""
@@ -138,7 +138,7 @@ class Filling:
         return found
 
 
-_fillings: weakref.WeakSet[Filling] = weakref.WeakSet()
+fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
 _shown: list[Filling] = []  # with parameters that are shown whole: of one unit
 
 
@@ -149,11 +149,6 @@ def cut_all() -> None:
 
 
 # -- what code outside does --------------------------------------------------------------------------------------------
-
-
-def is_filling() -> bool:
-    """Whether any parameters are being filled."""
-    return len(_fillings) > 0
 
 
 def show_whole(param: ShardedParameter) -> nn.Parameter:
