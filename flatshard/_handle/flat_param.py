@@ -117,13 +117,13 @@ class FlatParam:
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
         self.unsharded = UnshardedBuffer(self, params, common.pool)
         self.is_watched = False  # see `Home`
+        self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
         for index, param in enumerate(params):
             self._adopt(index, param)
         # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
-        self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
         # The cast shard, and `FlatParamHandle.version` of its values. [Note: The cast is the copy]
         self._cast: tuple[int, torch.Tensor] | None = None
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
