@@ -117,7 +117,9 @@ def measure(args: argparse.Namespace) -> list[Table]:
         floors = [wall for wall, _ in times["floor"]]
         for name, spent in times.items():
             wall, cpu = zip(*spent, strict=True)
-            rows[name] |= {f"{verb}, s": spread(wall), f"{verb} over floor": over(wall, floors), f"{verb} CPU, s": spread(cpu)}
+            rows[name][f"{verb}, s"] = spread(wall)
+            rows[name][f"{verb} over floor"] = over(wall, floors)
+            rows[name][f"{verb} CPU, s"] = spread(cpu)
     return [
         Table(
             "checkpoint",

@@ -32,7 +32,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 
@@ -503,3 +503,16 @@ class Runtime:
         where = describe_place(self.progress.place()) if self.progress is not None else ""
         cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where
         raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error
+
+
+def on_any_rank(runtimes: Iterable[Runtime], flag: bool) -> bool:
+    """Whether ``flag`` is True on any rank of these process groups. One all-reduce per group, in the same order on all ranks.
+
+    The result of one group is the input to the next.
+    """
+    for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
+        if runtime.world_size > 1:
+            told = torch.tensor([float(flag)], device=runtime.device)
+            runtime.all_reduce_now(told, "max", "whether a rank has found an error")
+            flag = bool(told.item())
+    return flag

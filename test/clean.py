@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.state import Unit, units_below
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.slots import SHARDED
 
@@ -13,6 +14,11 @@ from flatshard._handle.slots import SHARDED
 def storage_nbytes(tensor: torch.Tensor | None) -> int:
     """Bytes of what a tensor lies in; None has none."""
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+def resident_nbytes(flat: FlatParam) -> int:
+    """Bytes of parameter storage allocated now: the shard, and the unsharded buffer if it has its own storage."""
+    return storage_nbytes(flat.shard) + flat.unsharded.nbytes
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -27,10 +33,10 @@ def check_clean(model: nn.Module) -> None:
         assert handle.lifetime.grads is GradState.NONE, unit
         assert handle.slots.shows is SHARDED, unit
         for flat in handle.flats:
-            assert flat.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
+            assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
             assert storage_nbytes(flat.gradients.incoming.input) == 0, unit
             assert flat.gradients.incoming.is_empty, unit
-        assert (unit.claims, unit.handle.arrivals.pending, unit.record) == ([], 0, None), unit
+        assert (unit.claims, unit.handle.gradients.arrivals.pending, unit.record) == ([], 0, None), unit
         assert not unit.context.forwards
         assert backward._reducing is None
         assert [*backward._open, *backward._ready, *backward._tasks, *backward._reached, *backward._idle] == []

@@ -124,8 +124,8 @@ class Backward:
             expected = self._expected(unit)
             others = sum(map(_will_run, unit.stand_ins))
             if expected > others or not others:
-                unit.partial |= expected - others < len(unit.handle.gradient_nodes)
-            unit.handle.arrivals.expect(expected, self.waits_early)
+                unit.partial |= expected - others < len(unit.handle.gradients.accumulators.nodes)
+            unit.handle.gradients.arrivals.expect(expected, self.waits_early)
             if expected:
                 record.reduces = self._tasks[-1].brings_gradients = True
                 self._ready.discard(unit)
@@ -145,7 +145,7 @@ class Backward:
         over = []
         for unit in self._idle:
             awaited = unit.record is not None and unit.record.task == task
-            if awaited and not unit.handle.arrivals.pending and unit not in around:
+            if awaited and not unit.handle.gradients.arrivals.pending and unit not in around:
                 over.append(unit)
         if over:
             to_come = any(map(self._expected, self._open_units()))
@@ -178,7 +178,7 @@ class Backward:
     @staticmethod
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
-        nodes = unit.handle.gradient_nodes
+        nodes = unit.handle.gradients.accumulators.nodes
         nodes = [*nodes, *unit.stand_ins] if unit.stand_ins else nodes
         try:
             return sum(map(_will_run, nodes))
@@ -192,15 +192,15 @@ class Backward:
         assert unit.record is not None
         if unit in self._idle:
             self._idle.remove(unit)
-        unit.handle.arrivals.pending = 0
+        unit.handle.gradients.arrivals.pending = 0
         if unit.record.complete():
             if unit.requires_gradient_sync:
                 self._ready.add(unit)
                 self._reduce_ready()
             else:
-                unit.handle.hold_gradients()  # the unit stays open, so that a later reduction keeps the order
+                unit.handle.gradients.hold()  # the unit stays open, so that a later reduction keeps the order
                 self._holding.add(self)
-        elif not unit.handle.holds_gradients:
+        elif not unit.handle.gradients.is_held:
             self._open.pop(weakref.ref(unit), None)
 
     def _reduce_ready(self, all_of_them: bool = False) -> None:
@@ -220,7 +220,9 @@ class Backward:
         for unit in allowed:
             self._reduce(unit)
             self._ready.remove(unit)
-            if unit.handle.placement.replicas is None or unit.handle.reduces_replicas:  # otherwise it stays open
+            if (
+                unit.handle.placement.replicas is None or unit.handle.gradients.averaging.reduces_replicas
+            ):  # otherwise it stays open
                 del self._open[weakref.ref(unit)]
 
     @staticmethod
@@ -234,8 +236,8 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         if self._reducing is not None:
             self._finish_reduction()
-        unit.handle.reduce()
-        unit.handle.accumulates = not unit.requires_gradient_sync
+        unit.handle.gradients.reduce()
+        unit.handle.gradients.accumulates = not unit.requires_gradient_sync
         self._reducing = unit
 
     def _finish_reduction(self) -> None:
@@ -243,16 +245,16 @@ class Backward:
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
-        if self._runtime.host is not None and unit.handle.gives_late:
+        if self._runtime.host is not None and unit.handle.gradients.gives_late:
             self._reduced.append(unit)
-            unit.handle.free_reduced()
+            unit.handle.gradients.free_reduced()
         else:
-            unit.handle.finish_reduce()
+            unit.handle.gradients.finish()
 
     def _finish_reductions(self) -> None:
         self._finish_reduction()
         while self._reduced:  # from the last: its copy to the host ends after the others
-            self._reduced.pop().handle.finish_reduce()
+            self._reduced.pop().handle.gradients.finish()
 
     def finish_previous(self) -> None:
         """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
@@ -261,7 +263,7 @@ class Backward:
         if self._reducing.handle.placement.replicas is None:
             self._finish_reduction()
         else:
-            self._reducing.handle.advance_reduce()
+            self._reducing.handle.gradients.advance()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +284,7 @@ class Backward:
         """
         for unit in units:
             assert unit.record is not None
-            unit.record.reduces |= brings_gradients and unit.handle.any_trainable
+            unit.record.reduces |= brings_gradients and bool(unit.handle.gradients.accumulators.nodes)
             self.complete(unit)
 
     def _finish(self, task: int, brings_gradients: bool) -> None:
@@ -290,7 +292,9 @@ class Backward:
         if self._tasks:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none to them
-            self._ready.update(u for u in self._open_units() if u.handle.wants_reduction and u.requires_gradient_sync)
+            self._ready.update(
+                u for u in self._open_units() if u.handle.gradients.wants_reduction and u.requires_gradient_sync
+            )
         self._reduce_all()
         if brings_gradients and Backward._holding:
             self._reduce_held_inside()
@@ -311,7 +315,7 @@ class Backward:
 
     def reduce_held(self, units: Collection[Unit]) -> None:
         """Outside of a backward: reduce the gradients that earlier backwards hold for ``units``."""
-        self._ready.update(u for u in self._open_units() if u in units and u.handle.wants_reduction)
+        self._ready.update(u for u in self._open_units() if u in units and u.handle.gradients.wants_reduction)
         self._reduce_all()
 
     def _reduce_all(self) -> None:
@@ -324,7 +328,7 @@ class Backward:
         except BaseException:  # may come from a user's hook
             self.recover(drop_held=True)
             raise
-        if self in self._holding and not any(unit.handle.wants_reduction for unit in self._open_units()):
+        if self in self._holding and not any(unit.handle.gradients.wants_reduction for unit in self._open_units()):
             self._holding.discard(self)
 
     def _drop_records(self) -> None:
@@ -360,10 +364,10 @@ class Backward:
         reduced, self._reducing, self._reduced = [*self._reduced, self._reducing], None, []
         units = {*self._reached, *self._open_units(), *(unit for unit in reduced if unit is not None)}
         for unit in units:
-            if unit.handle.holds_gradients and not drop_held:
+            if unit.handle.gradients.is_held and not drop_held:
                 continue
-            unit.handle.discard_gradients()
-            unit.handle.arrivals.pending = 0
+            unit.handle.gradients.discard()
+            unit.handle.gradients.arrivals.pending = 0
             self._open.pop(weakref.ref(unit), None)
         self._drop_records()
 

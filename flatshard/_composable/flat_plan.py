@@ -14,9 +14,8 @@ from flatshard._composable.state import UnitConfig
 from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.flat_param import FlatOptions
 from flatshard._handle.layout import Cut, balanced, plan_layout
-from flatshard._handle.planned import PlannedFlat, PlannedParam
+from flatshard._handle.planned import FlatOptions, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
 
 

@@ -36,11 +36,10 @@ from flatshard._config import (
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement
 from flatshard._names import plain_name
-from flatshard._runtime import Runtime
+from flatshard._runtime import Runtime, on_any_rank
 from flatshard.layouts import LayoutChoice, check_layout
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -411,7 +410,7 @@ def _make_unit(
     else:
         placement = Placement.of(runtime, replicas and replicas.using(config.collectives))
     pool = context.pool_of(runtime, config.static_buffers)
-    handle = FlatParamHandle(planned.fqn, flats, runtime, placement, pool)
+    handle = FlatParamHandle.shard(planned.fqn, flats, runtime, placement, pool)
     unit = Unit(planned.module, handle, context, config)
     set_unit(planned.module, unit)
     return unit

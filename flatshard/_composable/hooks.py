@@ -85,10 +85,12 @@ class UnitHooks:
 
     def _install_gradient_hooks(self) -> None:
         reduced = _overridden(self.unit.features, ForwardFeature.reduced)
-        self.unit.handle.on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
+        self.unit.handle.gradients.on_reduced = (
+            reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
+        )
         for group, flat in enumerate(self.unit.handle.flats):
-            if flat.dtype.is_floating_point or flat.dtype.is_complex:
-                for index, compute in enumerate(flat.computes):
+            if flat.is_trainable:
+                for index, compute in enumerate(flat.unsharded.computes):
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
@@ -188,9 +190,9 @@ class UnitHooks:
             handle.unshard(context.pass_id, in_backward)
         elif handle.gathered is not None and handle.gathered.by != context.pass_id:
             handle.take_over(context.pass_id)
-        if alone and grad and handle.any_trainable:
+        if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
-                handle.follow_stream()
+                handle.gradients.follow_stream()
             context.backward.expect(unit)
         handle.wait()
         claim.shows = UNSHARDED
@@ -349,7 +351,7 @@ class UnitHooks:
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # This function runs for every parameter in every step, so it does little. It refers to the hooks weakly: a tensor's
         # hooks are referred to by autograd's nodes, where Python's garbage collector cannot find a cycle.
-        arrivals = self.unit.handle.arrivals
+        arrivals = self.unit.handle.gradients.arrivals
         take = functools.partial(self._take_gradient, weakref.ref(self), group, index)
 
         def on_gradient(param: torch.Tensor) -> None:
@@ -367,7 +369,7 @@ class UnitHooks:
         """Slow path of the gradient hook: this gradient opens or completes the unit, or ends the previous reduction."""
         self = to_self()
         assert self is not None
-        unit, arrivals, task = self.unit, self.unit.handle.arrivals, current_graph_task()
+        unit, arrivals, task = self.unit, self.unit.handle.gradients.arrivals, current_graph_task()
         trainable = unit.handle.flats[group].requires_grad
         if not trainable[index]:  # frozen since its forward: there is no gradient, and none was counted
             return
@@ -375,7 +377,7 @@ class UnitHooks:
         if record is None or task not in record.counted_tasks:
             record = unit.context.backward.begin(unit)
         if arrivals.task != task:
-            unit.handle.receive(group, index, task)
+            unit.handle.gradients.receive(group, index, task)
         arrivals.pending -= 1
         if 0 < arrivals.pending < arrivals.finish_at:
             arrivals.finish_at = 1
@@ -399,7 +401,7 @@ class UnitHooks:
         unit, record = self.unit, self.unit.record
         if record is not None:
             record.leave()
-        if (record is None or record.has_left) and unit.handle.arrivals.pending == 0:
+        if (record is None or record.has_left) and unit.handle.gradients.arrivals.pending == 0:
             if not unit.context.backward.keeps_unsharded:
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:

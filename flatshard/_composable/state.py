@@ -168,7 +168,7 @@ class Unit:
     def set_gradient_sync(self, value: bool) -> None:
         """Set whether backwards reduce the gradients from now on."""
         self.requires_gradient_sync = value
-        self.handle.accumulates |= not value
+        self.handle.gradients.accumulates |= not value
 
     @property
     def is_pinned(self) -> bool:
@@ -237,7 +237,7 @@ class Unit:
     @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
-        return self.handle.all_trainable and not self.partial
+        return self.handle.gradients.accumulators.are_all and not self.partial
 
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
@@ -280,7 +280,7 @@ def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
     """The value of ``Label.contents``. The watch's thread calls this, too."""
     handle = ref()
     return [
-        (str(b.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
+        (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
         for b in (() if handle is None else handle.flats)
     ]
 

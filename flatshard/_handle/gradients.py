@@ -37,15 +37,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatshard._errors import InternalError
-from flatshard._handle.incoming import incoming_of
-from flatshard._handle.parts import Parts, info_of_all
-from flatshard._handle.reduction import Reduction
-from flatshard._handle.reduction_input import views_of
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_parallel import common_runtime
+from flatshard._handle.incoming import Collected, HandedOver, Incoming
+from flatshard._handle.reduction import Averaging, Reduction
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard._handle.tensors.sharded_gradient import plain_grad, set_gradients_as_they_are
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, in_memory_order
-from flatshard._runtime import Runtime
+from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -57,85 +55,67 @@ _NONE = itertools.repeat(None)
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. ``incoming`` collects them; this class assigns the result to ``.grad``."""
 
-    def __init__(self, flat: FlatParam) -> None:
+    incoming: Incoming
+
+    def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
         self.flat = flat
-        self.reduction = Reduction(flat)
+        self.reduction = Reduction(flat, averaging)
         self.shard_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
-        self.is_watched = False  # part of `Home`, the protocol that this class implements for the flat parameter
-        self._follow_kind()
+        self._begin()
         if flat.options.keep_low_precision_grads:
             for param in flat.params:
                 param.grad_dtype = self.reduction.dtype
 
-    def _follow_kind(self) -> None:
-        """Set what follows from the parameters' dtype and device, and from the existence of ``flat_param``."""
-        self.incoming = incoming_of(self.flat, self.reduction, self.shard_param)
-        self._parts = Parts(self.flat, self.reduction.dtype)
-        self._made_for = self._kind
-
-    @property
-    def _kind(self) -> tuple[torch.dtype, torch.device, torch.device]:
-        return self.flat.dtype, self.flat.unsharded.flat.device, self.flat.device
+    def _begin(self) -> None:
+        """Choose how gradients travel, by the flat parameter as it is now."""
+        if self.flat.placement.ranks == 1 and self.shard_param is None and not self.flat.kind.is_offloaded:
+            self.incoming = HandedOver(self.flat, self.reduction)
+        else:
+            self.incoming = Collected(self.flat, self.reduction, tells_unused=self.shard_param is None)
+        self.follow_names()
 
     def follow_names(self) -> None:
-        """Adopt the new FQNs of the parameters."""
-        self._parts = Parts(self.flat, self.reduction.dtype)
+        """Adopt the FQNs of the parameters."""
+        self._parts = _Parts(self.flat, self.reduction.dtype)
+
+    def follow_parameters(self) -> None:
+        """Adopt a new dtype or device of the parameters, also for gradients that are held."""
+        held = self.incoming.held()
+        self._begin()
+        if self.shard_param is not None:
+            self.shard_param.data = self.flat.shard
+        for index, grad in held:
+            self.incoming.put(index, grad.to(self.flat.kind.compute_device))
 
     def use_shard_param(self) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard gets the gradient; the parameters get none."""
         if self.shard_param is None:
-            self.shard_param = self._make_shard_param()
-            self._follow_kind()
-            for param in self.flat.params:
+            flat = self.flat
+            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), _info_of_all(flat), flat)
+            if flat.options.keep_low_precision_grads:
+                self.shard_param.grad_dtype = self.reduction.dtype
+            self._begin()
+            for param in flat.params:
                 param.grad = None
         return self.shard_param
-
-    def _make_shard_param(self) -> nn.Parameter:
-        param = ShardedParameter.adopt(nn.Parameter(self.flat.shard), info_of_all(self.flat), self)
-        if self.flat.options.keep_low_precision_grads:
-            param.grad_dtype = self.reduction.dtype
-        return param
-
-    filling = None  # part of `Home`: `flat_parameters` refuses parameters on meta
-
-    def allocate(self, device: torch.device) -> None:
-        """Part of ``Home``: a flat parameter never is on meta."""
-        raise InternalError(f"a flat parameter on meta was given memory on {device}")
-
-    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """Part of ``Home``: a flat parameter has no compute parameter."""
-        raise RuntimeError(
-            "register_hook on a flat parameter (flat_parameters) would never run, because autograd computes no gradient for "
-            "it. Use register_post_accumulate_grad_hook, or register the hook on the single parameters"
-        )
-
-    def copy_with(self, flat: FlatParam) -> FlatGradients:
-        """A new object for the copy ``flat``, without gradients, as ``copy.deepcopy`` of a parameter makes them."""
-        result = FlatGradients(flat)
-        result.reduction.divide_factor = self.reduction.divide_factor
-        result.reduction.reduces_replicas = self.reduction.reduces_replicas
-        if self.shard_param is not None:
-            result.use_shard_param()
-        return result
-
-    def follow_parameters(self) -> None:
-        """Adopt a new dtype or device of the parameters, also for gradients that are held."""
-        if self._made_for == self._kind:
-            return
-        held = self.incoming.held()
-        self._follow_kind()
-        if self.shard_param is not None:
-            self.shard_param.data = self.flat.shard
-        for index, grad in held:
-            self.incoming.put(index, grad.to(self._made_for[1]))
-
-    # -- what the user gets ------------------------------------------------------------------------------------------
 
     @property
     def is_reduced(self) -> bool:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
-        return self.flat.is_trainable and self.reduction.ranks > 1 and self.flat.layout.padded_numel > 0
+        return self.flat.is_trainable and self.flat.placement.ranks > 1 and self.flat.layout.padded_numel > 0
+
+    def local(self) -> list[torch.Tensor | None]:
+        """This rank's part of each parameter's gradient, in ``.grad`` or in ``shard_param.grad``; None if there is none."""
+        if self.shard_param is None:
+            return list(map(_grad, self.flat.params))
+        grad = self.shard_param.grad
+        return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
+
+    def discard(self) -> None:
+        """Drop all received gradients and free their memory. ``.grad`` is not changed."""
+        self.reduction.discard()
+        self.incoming.drop()
 
     def finish(self, assign: bool = True) -> bool:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
@@ -148,21 +128,16 @@ class FlatGradients:
             return False
         if shard is None:
             self.given = list(itertools.compress(self.flat.params, filled))
-        elif self.shard_param is None:
+            return bool(self.given)
+        if self.shard_param is None:
             self.given = self._assign(shard, filled)
             return True
+        if self.shard_param.grad is None:
+            self.shard_param.grad = shard
         else:
-            if self.shard_param.grad is None:
-                self.shard_param.grad = shard
-            else:
-                self.shard_param.grad.add_(shard)
-            self.given = (self.shard_param,)
-        return bool(self.given)
-
-    def discard(self) -> None:
-        """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        self.reduction.discard()
-        self.incoming.drop()
+            self.shard_param.grad.add_(shard)
+        self.given = (self.shard_param,)
+        return True
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -199,70 +174,80 @@ class FlatGradients:
                     param.grad = param.grad
         return given
 
-    def local(self) -> list[torch.Tensor | None]:
-        """This rank's part of each parameter's gradient, in ``.grad`` or in that of ``flat_param``; None if there is none."""
-        if self.shard_param is None:
-            return list(map(_grad, self.flat.params))
-        grad = self.shard_param.grad
-        return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
-
-    # -- whole gradients for the user --------------------------------------------------------------------------------
-
-    def gather(self, runtime: Runtime) -> list[torch.Tensor | None]:
-        """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
-        flat, layout = self.flat, self.flat.layout
-        device = flat.unsharded.flat.device
-        present = torch.zeros(layout.world_size, len(flat.params), dtype=torch.uint8, device=device)
-        local, here = self.local(), present[flat.placement.rank]
-        here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
-        self._gather_now(runtime, present.view(-1), here)
-        seen: list[int] = present.amax(0).tolist()
-        if not any(seen):
-            return [None] * len(seen)
-        whole = torch.zeros(layout.padded_numel, dtype=self.reduction.dtype, device=device)
-        shard = whole.view(layout.world_size, -1)[flat.placement.rank]
-        for part, grad in zip(self._parts.of(shard), local, strict=True):
-            if grad is not None:
-                part.copy_(grad)
-        self._gather_now(runtime, whole, shard)
-        slots, _ = views_of(whole, layout)
-        return [slot if somewhere else None for slot, somewhere in zip(slots, seen, strict=True)]
-
-    def _gather_now(self, runtime: Runtime, output: torch.Tensor, shard: torch.Tensor) -> None:
-        if self.flat.layout.world_size > 1:
-            try:
-                # As bytes: no backend supports every dtype.
-                label = self.flat.label
-                runtime.exact.all_gather(output.view(torch.uint8), shard.view(torch.uint8), label).wait()
-            except Exception as e:
-                runtime.fail("all-gather", self.flat.label.unit, e)
-
-    def write_back(self, whole: list[torch.Tensor | None]) -> None:
-        """Write this rank's part of whole gradients to ``.grad``: the inverse of ``gather``."""
-        flat = self.flat
-        if self.shard_param is not None and any(g is not None for g in whole) and self.shard_param.grad is None:
-            self.shard_param.grad = torch.zeros_like(flat.shard, dtype=self.reduction.dtype)
-        grad = None if self.shard_param is None else self.shard_param.grad
-        parts = None if grad is None else self._parts.of(grad)
-        for index, (param, grad) in enumerate(zip(flat.params, whole, strict=True)):
-            info, part = flat.layout.params[index], flat.slices[index]
-            if grad is None:
-                param.grad = None
-                continue
-            wrapping = flat.wrappings[index]
-            plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
-            dense = in_memory_order(plain, info.stride)
-            mine = flat.shaped(index, dense[part.offset : part.offset + part.numel])
-            if parts is not None:
-                parts[index].copy_(mine)
-            elif param.grad is None:
-                param.grad = mine.to(flat.device, self.reduction.dtype, copy=True)
-            else:
-                param.grad.copy_(mine)
-
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:
     """Whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     return not bool(((grad == 0) & torch.signbit(grad)).all())
+
+
+class _Parts:
+    """Cuts a gradient shard into the parts of the parameters. Made for one dtype and one device of the gradients."""
+
+    __slots__ = ("_by_rows", "_empties", "_flat", "_infos", "_marked", "_pieces", "_sizes")
+
+    def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
+        self._flat = flat
+        self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and the padding between them
+        self._pieces: list[
+            tuple[int, int]
+        ] = []  # (index of a parameter with elements on this rank, index of its piece)
+        end = 0
+        for index, part in sorted(enumerate(flat.slices), key=lambda each: each[1].start):
+            if not part.numel:
+                continue
+            if part.start > end:
+                self._sizes.append(part.start - end)
+            self._pieces.append((index, len(self._sizes)))
+            self._sizes.append(part.numel)
+            end = part.stop
+        if flat.layout.shard_numel > end:
+            self._sizes.append(flat.layout.shard_numel - end)
+        self._by_rows = [index for index, _ in self._pieces if flat.layout.params[index].by_rows]
+        infos = [param._flatshard_info for param in flat.params]
+        # The parts that become sharded gradients. If nothing is sharded here: those of DTensors, over their own mesh.
+        self._marked = [index for index, _ in self._pieces if infos[index].runtime is not None]
+        self._infos = [infos[index] for index in self._marked]
+        # Parts without elements never change, so they are created once. `of` fills in the others for each gradient.
+        empty = torch.empty(0, dtype=dtype, device=flat.kind.device)
+        self._empties = [empty.new_empty(p.shape if not p.numel() else (0,)) for p in flat.params]
+        for part_of, info in zip(self._empties, infos, strict=True):
+            if info.runtime is not None:
+                mark(part_of, info)
+
+    def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
+        """The part of each parameter in ``shard`` (``shard_numel`` elements): views, in the shapes of the user's parameters.
+
+        ``as_gradients``: return them as they are stored in ``.grad``, see ``ShardedGradient``.
+        """
+        layout = self._flat.layout
+        if self._flat.placement.shards is None:
+            parts = [shard.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+        else:
+            parts, split = self._empties.copy(), shard.split_with_sizes(self._sizes)
+            for index, piece in self._pieces:
+                parts[index] = split[piece]
+            for index in self._by_rows:
+                parts[index] = self._flat.shaped(index, parts[index])
+        if as_gradients and self._infos:
+            mark_all([parts[index] for index in self._marked], self._infos)
+        return parts
+
+
+def _info_of_all(flat: FlatParam) -> ShardInfo:
+    """The ``ShardInfo`` of a single parameter that covers the whole shard (``flat_parameters``)."""
+    layout = flat.layout
+    runtime, counted = common_runtime([param._flatshard_info.runtime for param in flat.params])
+    others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]
+    start = flat.placement.rank * layout.shard_numel
+    return ShardInfo(
+        f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
+        (layout.padded_numel,),
+        (1,),
+        start,
+        start + layout.shard_numel,
+        layout.world_size,
+        runtime=runtime,
+        elsewhere=tuple(sorted((s.start, s.stop) for s in others)),
+    )

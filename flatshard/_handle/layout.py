@@ -6,7 +6,7 @@ Parameters lie end to end in one *unsharded buffer*, which is cut into ``world_s
     shards             [   rank 0    |   rank 1    |   rank 2   ]
 
 Parameters with blocks that must not be cut (``block``) may have padding between them, and another order in memory: see
-``packing.py``.
+``layouts/packing.py``.
 
 Only this file computes offsets. All ranges are half-open; an absent part is an empty range, not a flag.
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flatshard._handle.packing import Piece, pack, round_up
+from flatshard.layouts.packing import Piece, pack, round_up
 
 PARAM_ALIGNMENT = 16  # bytes
 SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT

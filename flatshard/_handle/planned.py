@@ -1,14 +1,26 @@
-"""The input of a handle: parameters with all their registrations, and the layout of each flat parameter."""
+"""The input of a handle: parameters with all their registrations, and the options and layout of each flat parameter."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from flatshard._handle.flat_param import FlatOptions
 from flatshard._handle.layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class FlatOptions:
+    """The user's options for one flat parameter."""
+
+    compute_dtype: torch.dtype | None = None  # None: that of the parameters
+    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: the compute dtype
+    keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
+    keep_cast: bool = False  # flat_param.py, [Note: The cast is the copy]
+    offload: bool = False  # the shard and its gradient are on the CPU
+    pin_memory: bool = True  # they are in page-locked memory, under offload
 
 
 @dataclass

@@ -9,7 +9,7 @@ in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in b
 with half of the bytes, and half of the memory for the input. Gradients that have been held (``no_sync``) are sums in the
 reduce dtype already, and are sent in that dtype. All ranks must choose the same dtype, including a rank that holds no
 gradient. So the choice depends on whether the unit was told to hold gradients, not on whether it holds any
-(``FlatParamHandle.accumulates``).
+(``UnitGradients.accumulates``).
 
 [Note: Accumulating within the shard group]
 With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next (``_partial``),
@@ -18,6 +18,7 @@ so that only the last microbatch averages over the replicas.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,15 +38,20 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
     return compute if wide and narrow else reduce
 
 
+@dataclass(slots=True)
+class Averaging:
+    """How the gradients of a unit are averaged, as the user has said (``configure``)."""
+
+    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by their number
+    reduces_replicas: bool = True  # False: [Note: Accumulating within the shard group]
+
+
 class Reduction:
     """The reductions of one flat parameter, one at a time. It exists as long as the flat parameter."""
 
-    def __init__(self, flat: FlatParam) -> None:
+    def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
         self.flat = flat
-        self._placement = flat.placement
-        self.ranks = flat.placement.ranks
-        self.divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by their number
-        self.reduces_replicas = True  # False: [Note: Accumulating within the shard group]
+        self.averaging = averaging
         self._partial: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
@@ -55,29 +61,26 @@ class Reduction:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the sums and of the output."""
-        return self.flat.options.reduce_dtype or self.flat.compute_dtype
+        return self.flat.options.reduce_dtype or self.flat.kind.compute_dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the user's ``.grad``."""
-        return self.reduce_dtype if self.flat.options.keep_low_precision_grads else self.flat.dtype
+        return self.reduce_dtype if self.flat.options.keep_low_precision_grads else self.flat.kind.dtype
 
     @property
     def is_partial(self) -> bool:
         """Whether a result of earlier backwards is held, and has yet to be averaged over the replicas."""
         return self._partial is not None
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a 1-D tensor for gradients."""
-        pool = self.flat.pool
-        return torch.empty(numel, dtype=dtype, device=device) if pool is None else pool.allocate(numel, dtype)
-
     def prepare(self, input: torch.Tensor) -> None:
         """Allocate the output, on the stream that will use it. If nothing is sharded, the input is the output."""
-        if self._placement.shards is None:
+        if self.flat.placement.shards is None:
             self._output = input
         else:
-            self._output = self.allocate(self.flat.layout.shard_numel, self.reduce_dtype, input.device)
+            numel, dtype, pool = self.flat.layout.shard_numel, self.reduce_dtype, self.flat.unsharded.pool
+            make = input.new_empty if pool is None else pool.allocate
+            self._output = make(numel, dtype=dtype)
 
     def start(self, runtime: Runtime, input: torch.Tensor) -> None:
         """Start averaging ``input`` (``padded_numel`` elements). If nothing is sharded, this happens in place.
@@ -92,23 +95,23 @@ class Reduction:
 
     def _start(self, runtime: Runtime, input: torch.Tensor) -> None:
         assert self._output is not None
-        if self._placement.shards is None:
+        if self.flat.placement.shards is None:
             self._pending = self._reduce_replicas(runtime)
         else:
             self.unused.tell(runtime, self.flat.label)
             self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
-            if self._placement.replicas is not None:
+            if self.flat.placement.replicas is not None:
                 self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
-        if self.flat.is_offloaded:
+        if self.flat.kind.is_offloaded:
             self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
 
     @property
     def _phase(self) -> str:
-        return "all-reduce" if self._placement.shards is None else "reduce-scatter"
+        return "all-reduce" if self.flat.placement.shards is None else "reduce-scatter"
 
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
-        output, replicas = self._output, self._placement.replicas
+        output, replicas = self._output, self.flat.placement.replicas
         assert output is not None
         if replicas is None:
             return runtime.issued(Done())
@@ -118,7 +121,7 @@ class Reduction:
         if earlier is not None:
             output.add_(earlier)
             self.unused.add_held()
-        if self.reduces_replicas:
+        if self.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
             self.unused.tell(replicas, self.flat.label)
@@ -141,7 +144,7 @@ class Reduction:
         if output is None:
             return runtime.issued(Done())
         pin = self.flat.options.pin_memory
-        host = torch.empty(output.shape, dtype=self.dtype, device=self.flat.device, pin_memory=pin)
+        host = torch.empty(output.shape, dtype=self.dtype, device=self.flat.kind.device, pin_memory=pin)
         self._output = host.copy_(output.to(self.dtype), non_blocking=pin)
         return Holding(runtime.issued(Done()), [output])
 
@@ -173,7 +176,7 @@ class Reduction:
             self._pending = None
             runtime.fail(self._phase, self.flat.label.unit, e)
         self._pending = None  # not earlier: after an interrupt the reduction is still in flight
-        if self.flat.is_offloaded:
+        if self.flat.kind.is_offloaded:
             self._copied = pending
 
     def settle(self) -> bool:
@@ -190,8 +193,8 @@ class Reduction:
             wait_on_host(copied)
         if output is None:
             return None
-        if self.divide_factor is not None:
-            output.mul_(self.ranks / self.divide_factor)
+        if (divisor := self.averaging.divide_factor) is not None:
+            output.mul_(self.flat.placement.ranks / divisor)
         dtype = self.dtype
         return output if output.dtype is dtype else output.to(dtype)
 

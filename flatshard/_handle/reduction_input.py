@@ -112,7 +112,7 @@ class PooledInput(ReductionInput):
 
 def make_input(flat: FlatParam, dtype: torch.dtype) -> ReductionInput:
     """Create the input of a flat parameter. ``dtype``: its usual dtype."""
-    layout, device, pool = flat.layout, flat.unsharded.flat.device, flat.pool
+    layout, device, pool = flat.layout, flat.kind.compute_device, flat.unsharded.pool
     if flat.is_whole:
         return NewInput(layout, device, pool)
     if pool is not None:

@@ -11,7 +11,7 @@ import enum
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -42,23 +42,23 @@ class Slots:
         "_attributes",
         "_compute",
         "_dicts",
-        "_entries",
         "_names",
-        "_setattr_writes",
         "_sharded",
         "_shown_at",
+        "entries",
         "shows",
+        "unguarded",
     )
 
     def __init__(self) -> None:
-        self._entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self.entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # module, name, sharded, compute
         # The same entries, split by how a compute parameter is shown: in the module's `__dict__` (one list per column), ...
         self._dicts: list[Parameters] = []  # that the sharded parameters are in
         self._attributes: list[dict[str, Any]] = []  # the modules' `__dict__`: [Note: Forwards outside of the unit's]
         self._names: list[str] = []
         self._sharded: list[nn.Parameter] = []
         self._compute: list[nn.Parameter] = []
-        self._setattr_writes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # ... or by setattr
+        self.unguarded: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # ... or by setattr
         self._shown_at = -1  # `changes.count` when the compute parameters were registered
         self.shows: Shown = SHARDED
 
@@ -88,7 +88,7 @@ class Slots:
         sharded: nn.Parameter,
         compute: nn.Parameter,
     ) -> None:
-        self._entries.append((module, name, sharded, compute))
+        self.entries.append((module, name, sharded, compute))
         # `__dict__` cannot be used if the class or the object has another attribute of this name, which takes precedence.
         hidden = hasattr(type(module), name) or name in module.__dict__
         if type(module).__setattr__ is nn.Module.__setattr__ and not hidden:
@@ -101,7 +101,7 @@ class Slots:
             self._compute.append(compute)
         else:
             # Nor can it be used if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
-            self._setattr_writes.append((module, name, sharded, compute))
+            self.unguarded.append((module, name, sharded, compute))
 
     @staticmethod
     def _write(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -118,21 +118,16 @@ class Slots:
         else:
             setattr(module, name, param)
 
-    @property
-    def are_guarded(self) -> bool:
-        """Whether all changes of registrations are counted. [Note: Looking only after a change]"""
-        return not self._setattr_writes
-
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
         """(module, name, sharded parameter, new parameter) for each slot in which the user registered something else."""
         if self.shows is not SHARDED:
             return []
         # In C, because every forward calls this.
-        if not self._setattr_writes and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
+        if not self.unguarded and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
             return []
         return [
             (m, name, p, now)
-            for m, name, p, _ in self._entries
+            for m, name, p, _ in self.entries
             # TorchScript creates new parameters each time, so its modules are not checked.
             if isinstance(m._parameters, dict) and (now := m._parameters.get(name)) is not p
         ]
@@ -141,37 +136,12 @@ class Slots:
         """Register the sharded parameter again, in a slot from ``replaced``."""
         self._write(module, name, sharded)
 
-    def shown(self) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
-        """(sharded parameter, currently registered parameter), once per slot."""
-        return [(sharded, module._parameters[name]) for module, name, sharded, _ in self._entries]
-
     def fqns(self, names: Mapping[nn.Module, str]) -> dict[int, str]:
         """The FQN of each parameter's first slot in one of the modules that ``names`` has, by the parameter's id."""
         found: dict[int, str] = {}
-        for module, name, sharded, _ in self._entries:
+        for module, name, sharded, _ in self.entries:
             if module in names:
                 found.setdefault(id(sharded), f"{names[module]}.{name}" if names[module] else name)
-        return found
-
-    @property
-    def entries(self) -> Sequence[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-        """(module, name, sharded parameter, compute parameter)."""
-        return self._entries
-
-    def assigned(self) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
-        """(sharded, shown, registered parameter) for each slot in which the user registered something else than is shown.
-
-        Only while the sharded parameters are not shown; otherwise see ``replaced``.
-        """
-        if self.shows is SHARDED:
-            return []
-        found = []
-        for module, name, sharded, compute in self._entries:
-            shown = self.shows[id(sharded)] if isinstance(self.shows, dict) else compute
-            if isinstance(module._parameters, dict):  # not TorchScript, which creates new parameters each time
-                now = module._parameters.get(name)
-                if now is not shown:
-                    found.append((sharded, shown, now))
         return found
 
     def show(self, what: Shown) -> None:
@@ -183,18 +153,18 @@ class Slots:
             _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
             if self._shown_at != changes.count:  # the user may have registered something in between
                 _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
-            for module, name, sharded, _ in self._setattr_writes:
+            for module, name, sharded, _ in self.unguarded:
                 self._show(module, name, sharded)
         elif before is not SHARDED:
-            for module, name, sharded, _ in self._entries:
+            for module, name, sharded, _ in self.entries:
                 self._write(module, name, sharded)
         self.shows = SHARDED
         if what is UNSHARDED:
             _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
-            for module, name, _, compute in self._setattr_writes:
+            for module, name, _, compute in self.unguarded:
                 self._show(module, name, compute)
             self._shown_at = changes.count
         elif isinstance(what, dict):
-            for module, name, sharded, _ in self._entries:
+            for module, name, sharded, _ in self.entries:
                 self._write(module, name, what[id(sharded)])
         self.shows = what

@@ -67,7 +67,7 @@ class Filling:
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
         self._whole: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by index: the memory, and what is shown of it
-        _fillings.add(self)
+        fillings.add(self)
 
     def show(self, param: nn.Parameter) -> nn.Parameter:
         """Show ``param`` whole, until ``cut_all``. Returns ``param``, or a DTensor in its place."""
@@ -78,7 +78,7 @@ class Filling:
         if _shown and _shown[0]._flat.label is not flat.label:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
-        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.dtype, device=flat.device)
+        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
         fill_with_pattern(whole)
         if part.numel and not shows_pattern(own):
             if whole.is_floating_point() or whole.is_complex():
@@ -131,14 +131,14 @@ class Filling:
         flat = self._flat
         found = []
         for info, part, wrapping in zip(flat.layout.params, flat.slices, flat.wrappings, strict=True):
-            if wrapping is not None and (runtimes := wrapping.replicas(flat.device)):
+            if wrapping is not None and (runtimes := wrapping.replicas(flat.kind.device)):
                 mine = flat.shard[part.start : part.stop].view(torch.uint8)
                 counted = flat.placement.shards is not None or flat.placement.is_first_replica
                 found.append((info.fqn, float(mine.sum(dtype=torch.int64)) * counted, runtimes))
         return found
 
 
-_fillings: weakref.WeakSet[Filling] = weakref.WeakSet()
+fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
 _shown: list[Filling] = []  # with parameters that are shown whole: of one unit
 
 
@@ -149,11 +149,6 @@ def cut_all() -> None:
 
 
 # -- what code outside does --------------------------------------------------------------------------------------------
-
-
-def is_filling() -> bool:
-    """Whether any parameters are being filled."""
-    return len(_fillings) > 0
 
 
 def show_whole(param: ShardedParameter) -> nn.Parameter:

@@ -13,15 +13,21 @@ the values are the same. The storage must be the same too: autograd may have sav
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import BufferPool, Slot
+
+if TYPE_CHECKING:
+    from flatshard._handle.flat_param import FlatParam
+
+_version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
 # Dtypes that every gloo and NCCL build can send. Others are sent as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
@@ -30,27 +36,16 @@ _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, tor
 class UnshardedBuffer:
     """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        rank: int,
-        originals: Sequence[nn.Parameter],
-        wrappings: Sequence[Wrapping | None],
-        device: torch.device,
-        pool: BufferPool | None,
-    ) -> None:
-        """Call ``place`` next.
-
-        ``originals``: the user's parameters; the compute parameters share their attributes. ``wrappings``: of each of them.
-        ``device``: of the compute parameters. ``pool``: provides the memory; None: the buffer has its own storage, which is
-        resized. pool.py, [Note: Static buffers]
+    def __init__(self, flat_param: FlatParam, originals: Sequence[nn.Parameter], pool: BufferPool | None) -> None:
+        """``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
+        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers]
         """
-        self.layout = layout
-        self.rank = rank
-        self._pool = pool
-        self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
-        self._wrappings = tuple(wrappings)
+        self._of = flat_param
+        self.pool = pool
+        self._version = 0  # of the compute parameters' values at the last ``changed``
+        device, wrappings = flat_param.kind.compute_device, flat_param.wrappings
         self.computes = tuple([self._make_compute(p, w, device) for p, w in zip(originals, wrappings, strict=True)])
+        self.place()
 
     @staticmethod
     def _make_compute(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device) -> nn.Parameter:
@@ -61,19 +56,21 @@ class UnshardedBuffer:
         compute.__dict__ = param.__dict__  # one dict: attributes set on the user's parameter, now or later, are on both
         return compute
 
-    def place(self, dtype: torch.dtype, device: torch.device, alias: torch.Tensor | None) -> None:
-        """Build every view, then free the storage. ``alias``: the local shard, if it is the whole flat parameter."""
-        self.is_alias = alias is not None
-        flat = alias if alias is not None else torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        self._slot = None
-        self._point_at(flat)
+    def place(self) -> None:
+        """Build every view, for the flat parameter's dtype and device, then free the storage."""
+        kind, numel = self._of.kind, self._of.layout.padded_numel
+        self.is_alias = self._of.is_whole and kind.is_one  # the buffer is the shard
+        self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
+        alias = self._of.shard if self.is_alias else None
+        new = torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device) if alias is None else alias
+        self._point_at(new)
         self.free()
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
-        self.flat, layout = flat, self.layout
+        self.flat, layout, rank = flat, self._of.layout, self._of.placement.rank
         dtype, device = flat.dtype, flat.device
-        for info, compute, wrapping in zip(layout.params, self.computes, self._wrappings, strict=True):
+        for info, compute, wrapping in zip(layout.params, self.computes, self._of.wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if wrapping is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
@@ -83,7 +80,7 @@ class UnshardedBuffer:
             if compute.dtype is not dtype or compute.device != device:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
             compute.data = view
-        self.own = self.flat[self.rank * layout.shard_numel :][: layout.shard_numel]
+        self.own = self.flat[rank * layout.shard_numel :][: layout.shard_numel]
         as_wire = dtype not in _WIRE_DTYPES
         self.wire, self.own_wire = (
             (self.flat.view(torch.uint8), self.own.view(torch.uint8)) if as_wire else (self.flat, self.own)
@@ -91,7 +88,7 @@ class UnshardedBuffer:
         self._storage = self.flat.untyped_storage()
         self._plain = [
             c
-            for c, info, wrapping in zip(self.computes, layout.params, self._wrappings, strict=True)
+            for c, info, wrapping in zip(self.computes, layout.params, self._of.wrappings, strict=True)
             if info.numel and wrapping is None
         ]
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
@@ -99,11 +96,11 @@ class UnshardedBuffer:
         )
 
     def _take_memory(self) -> None:
-        if self._pool is None or self.is_alias:
+        if self.pool is None or self.is_alias:
             self._storage.resize_(self.flat.nbytes)
             return
         if self._slot is None:
-            self._slot = self._pool.bind(self.flat.numel(), self.flat.dtype)
+            self._slot = self.pool.bind(self.flat.numel(), self.flat.dtype)
             self._point_at(self._slot.flat[: self.flat.numel()])
         self._slot.take(self)
 
@@ -114,9 +111,9 @@ class UnshardedBuffer:
     def leave_memory(self) -> None:
         """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
         if self._slot is not None and self._slot.user is self:
-            assert self._pool is not None
-            self._pool.leave(self._slot)
-        self.place(self.flat.dtype, self.flat.device, None)
+            assert self.pool is not None
+            self.pool.leave(self._slot)
+        self.place()
 
     @property
     def is_taken(self) -> bool:
@@ -125,7 +122,7 @@ class UnshardedBuffer:
 
     def allocate(self, shard: torch.Tensor | None) -> None:
         """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
-        if self._pool is None:
+        if self.pool is None:
             self._storage.resize_(self.flat.nbytes)
         else:
             self._take_memory()
@@ -138,6 +135,16 @@ class UnshardedBuffer:
             return None
         return shard if self.own_wire is self.own else shard.view(torch.uint8)
 
+    def changed(self) -> bool:
+        """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
+
+        ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: the
+        ``.data`` of a plain tensor has its own version counter, and the compute parameters are plain. Comparing values
+        instead would read each unit once more in every forward.
+        """
+        before, self._version = self._version, sum(map(_version, self.computes))
+        return self.take_back_moved() or before != self._version
+
     def take_back_moved(self) -> bool:
         """If the module set the ``.data`` of compute parameters, copy the new values to the buffer, and point back to it.
 
@@ -148,7 +155,7 @@ class UnshardedBuffer:
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
         moved = False
-        for info, compute, wrapping in zip(self.layout.params, self.computes, self._wrappings, strict=True):
+        for info, compute, wrapping in zip(self._of.layout.params, self.computes, self._of.wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if wrapping is None and compute.data_ptr() != view.data_ptr():
                 if compute.shape != view.shape:
@@ -165,8 +172,8 @@ class UnshardedBuffer:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
         if self._slot is not None:
             if self._slot.user is self:
-                assert self._pool is not None
-                self._pool.free(self._slot)
+                assert self.pool is not None
+                self.pool.free(self._slot)
         elif not self.is_alias:
             self._storage.resize_(0)
 

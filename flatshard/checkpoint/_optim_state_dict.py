@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._composable.features.gathering import Gathering, joined
 from flatshard._composable.state import Unit
-from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.gathering import Gathering, exchange, from_parts
+from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._runtime import on_any_rank
+from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
 from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, steps_whole
 from flatshard.checkpoint._optim_options import first_state, options_of
 from flatshard.checkpoint._optim_parts import take_loaded
@@ -222,8 +224,9 @@ def _gather(
         )
         for key, dtype in tensors:
             pieces = [_part_for(n, state, key, _dtype(dtype), flat.slices[i].numel) for i, n in enumerate(entries)]
-            gathered = Gathering(unit.handle, flat, pieces).wait()
-            for named, value in zip(entries, gathered, strict=True):
+            gathered = Gathering(unit.handle, flat, joined(flat, pieces, _dtype(dtype))).wait()
+            for named, param, value in zip(entries, flat.params, gathered, strict=True):
+                value = unwrapped_whole(value, shard_info(param))
                 if named is not None and receives and kinds.get(named.fqn, {}).get(key) == ["like", dtype]:
                     whole[named.fqn][key] = export(value, device, None)
             del gathered

@@ -22,9 +22,9 @@ from torch import nn
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.agreement import on_any_rank
-from flatshard._handle.gathering import exchange
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._runtime import on_any_rank
+from flatshard.checkpoint._gathering import exchange
 from flatshard.checkpoint._state_dict import Flat, check_dtype, gathered, has_first_copy, idle_flats
 
 _DTYPES = {

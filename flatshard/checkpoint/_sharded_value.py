@@ -31,10 +31,10 @@ from torch.utils import _pytree as pytree
 from flatshard._composable.state import owner_of
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.gathering import from_parts, unwrapped_whole
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._boxes import Box, Part
+from flatshard.checkpoint._gathering import from_parts, unwrapped_whole
 from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._standard_helpers import check_writer
 

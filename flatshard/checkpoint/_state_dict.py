@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._composable.features.gathering import Gathering
 from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.gathering import Gathering
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._handle.unfilled import check_has_memory
 from flatshard._names import plain_name
+from flatshard.checkpoint._gathering import unwrapped_whole
 from flatshard.checkpoint._roll_call import roll_call
 
 _FORMAT = 1  # of local_state_dict
@@ -107,7 +108,7 @@ def gathered(
             whole = gatherings.pop().wait()
             whole.reverse()
             for param in flat.params:
-                value = whole.pop()
+                value = unwrapped_whole(whole.pop(), shard_info(param))
                 if id(param) in wanted:
                     yield param, value
                 del value
@@ -176,7 +177,7 @@ def _buckets(flats: list[Flat], limit: int) -> Iterator[list[Flat]]:
     bucket: list[Flat] = []
     size = 0
     for flat in flats:
-        nbytes = flat[1].layout.padded_numel * flat[1].dtype.itemsize
+        nbytes = flat[1].layout.padded_numel * flat[1].kind.dtype.itemsize
         if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0
@@ -240,7 +241,8 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
         raise ValueError(f"load_local_state_dict: {name_list(differing)} differ in name, shape or kind")
     with torch.no_grad():
         for (_, flat), saved in zip(flats, given, strict=True):
-            flat.write_shard(saved["shard"])
+            for index, (part, param) in enumerate(zip(flat.slices, flat.params, strict=True)):
+                param.copy_(flat.shaped(index, saved["shard"][part.start : part.stop]))
         for name, value in rest.items():
             if isinstance(value, torch.Tensor):
                 value.copy_(state["rest"][name])
@@ -262,7 +264,7 @@ def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
         "shard_numel": flat.layout.shard_numel,
         "world_size": flat.layout.world_size,
         "rank": flat.placement.rank,
-        "dtype": str(flat.dtype),
+        "dtype": str(flat.kind.dtype),
         "tensor_parallel": [None if p is None else list(p.mesh.get_coordinate()) for p in parallels],
     }
 

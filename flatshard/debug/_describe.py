@@ -144,8 +144,8 @@ def _describe(unit: Unit) -> UnitDescription:
         FlatDescription(
             tuple(info.fqn for info in f.layout.params),
             tuple(info.shape for info in f.layout.params),
-            f.dtype,
-            f.compute_dtype,
+            f.kind.dtype,
+            f.kind.compute_dtype,
             f.gradients.reduction.dtype,
             f.gradients.reduction.reduce_dtype,
             any(p.requires_grad for p in f.params),

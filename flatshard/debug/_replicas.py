@@ -15,8 +15,7 @@ from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.state import Unit, unit_of, units_below
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
-from flatshard._handle.agreement import on_any_rank
-from flatshard._runtime import Runtime
+from flatshard._runtime import Runtime, on_any_rank
 
 _LABEL = Label("check_replicas")
 

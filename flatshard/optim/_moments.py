@@ -31,7 +31,7 @@ def check_moment(optimizer: Optimizer) -> None:
         return
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = type(optimizer).__name__
-    held = [u for units in held_back_units for u in units if u.handle.holds_gradients]
+    held = [u for units in held_back_units for u in units if u.handle.gradients.is_held]
     if units := _owners(held, params):
         raise RuntimeError(
             f"{name}.step inside no_sync: units {name_list(units, 3)} hold gradients that no rank has reduced, and that are "
@@ -70,7 +70,7 @@ def holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
         found.update((id(p), (copy_names.get(p, ""), True)) for p in copies if id(p) in wanted)
         whole = shows is UNSHARDED and not any(claim.uses and not claim.by_user for claim in unit.claims)
         for flat in unit.handle.flats:
-            for info, compute in zip(flat.layout.params, flat.computes, strict=True):
+            for info, compute in zip(flat.layout.params, flat.unsharded.computes, strict=True):
                 if id(compute) in wanted:
                     found[id(compute)] = info.fqn, whole
     found = {id(p): (name, False) for p, name in copy_names.items() if id(p) in wanted} | found

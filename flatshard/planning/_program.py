@@ -143,7 +143,7 @@ class Program:
         self.units = list(made.values())
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
-            self.books.track([flat.shard], "shards", flat.is_offloaded)
+            self.books.track([flat.shard], "shards", flat.kind.is_offloaded)
         self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")
         copies = ((param, memo[id(param)]) for param in module.parameters())
         # The trainable sharded parameters, by the parameters of the original module.
@@ -165,7 +165,7 @@ class Program:
         self.states = state_nbytes(options.optimizer, self.params)  # by this rank's part
         for flat in self.flats:
             nbytes = sum(self.states.get(p, 0) for p in flat.params)
-            self.books.ledger(flat.is_offloaded).nbytes["optimizer"] += nbytes
+            self.books.ledger(flat.kind.is_offloaded).nbytes["optimizer"] += nbytes
         self.root.zero_grad()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             step()
@@ -245,7 +245,7 @@ class _ObservedUnit(ForwardFeature):
     def reduced(self) -> None:
         for flat in self.unit.handle.flats:
             grads = [p.grad for p in flat.params if p.grad is not None]
-            self.books.track(grads, "gradients", flat.is_offloaded)
+            self.books.track(grads, "gradients", flat.kind.is_offloaded)
 
 
 class _InOrder:

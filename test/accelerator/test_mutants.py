@@ -27,6 +27,7 @@ from flatshard._composable.backward import Backward
 from flatshard._composable.context import Context as UnitContext
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.incoming import Collected
+from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Holding, Runtime, StreamEvent, Streams
 from flatshard.comm import DefaultCollectives
 
@@ -185,7 +186,7 @@ MUTANTS = {
     ),
     "reduced_gradients": Mutant(
         "whoever reads .grad waits for the reduction",
-        lambda: within(FlatParamHandle, "_wait_for_reductions", lambda: without(StreamEvent, "wait")),
+        lambda: within(UnitGradients, "_wait", lambda: without(StreamEvent, "wait")),
         _training("sharded-full"),
     ),
     "before_gather": Mutant(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from clean import storage_nbytes
+from clean import resident_nbytes, storage_nbytes
 from counting import CopiedBytes, Wire, storages
 from models import SMALL_WIDTH, WIDTH
 from models import NormBlock as Block
@@ -49,11 +49,11 @@ def step(model: nn.Module) -> None:
 
 def padded(unit: Unit) -> int:
     """Bytes of a unit's parameters in whole."""
-    return sum(b.layout.padded_numel * b.dtype.itemsize for b in unit.handle.flats)
+    return sum(b.layout.padded_numel * b.kind.dtype.itemsize for b in unit.handle.flats)
 
 
 def in_shard(unit: Unit) -> int:
-    return sum(b.layout.shard_numel * b.dtype.itemsize for b in unit.handle.flats)
+    return sum(b.layout.shard_numel * b.kind.dtype.itemsize for b in unit.handle.flats)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def parameter_storages(model: nn.Module) -> dict[int, int]:
                 b.shard,
                 b.unsharded.flat,
                 *b.params,
-                *b.computes,
+                *b.unsharded.computes,
                 b.unsharded.wire,
                 b.unsharded.own_wire,
                 *([] if b.gradients.incoming.input is None else [b.gradients.incoming.input]),
@@ -259,7 +259,7 @@ def test_between_steps_a_rank_holds_its_padded_shard(world, size, strategy):
             for flat in unit.handle.flats:
                 assert flat.unsharded.flat.untyped_storage().nbytes() == 0
                 assert storage_nbytes(flat.gradients.incoming.input) == 0
-                assert flat.resident_nbytes == flat.layout.shard_numel * 4
+                assert resident_nbytes(flat) == flat.layout.shard_numel * 4
         assert sum(parameter_storages(model).values()) == shard
 
 
@@ -278,7 +278,7 @@ def test_no_tensor_of_full_size_is_left_after_a_step(world):
     shard = max(in_shard(u) for u in units_below(model))
     assert shard < weight, "a shard must not look like a whole parameter"
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), Tensor)} - {
-        id(t) for u in units_below(model) for b in u.handle.flats for t in (b.unsharded.flat, *b.computes)
+        id(t) for u in units_below(model) for b in u.handle.flats for t in (b.unsharded.flat, *b.unsharded.computes)
     }
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
@@ -305,7 +305,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        held = sum(b.resident_nbytes for u in self.units for b in u.handle.flats)
+        held = sum(resident_nbytes(b) for u in self.units for b in u.handle.flats)
         inputs = sum(storage_nbytes(f.gradients.incoming.input) for u in self.units for f in u.handle.flats)
         self.parameters, self.gradients = max(self.parameters, held), max(self.gradients, inputs)
         return result

@@ -301,3 +301,17 @@ def replicated(ctx) -> None:
 
 def test_replicas(pool):
     pool.run(replicated, world_size=4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_converted_on_meta(world, size):
+    """``module.half()`` between ``fully_shard`` and ``to_empty``: as in one process, the values come in the new dtype."""
+    world(size)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2))
+    fully_shard(model, policy={nn.Linear}).bfloat16()
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} == {p.grad.dtype for p in model.parameters()}

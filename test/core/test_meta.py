@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clean import resident_nbytes
 from parity import adamw, full_params
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -176,7 +177,7 @@ def count_whole(ctx) -> None:
     fully_shard(model, policy={Block}, process_group=ctx.group, param_init_fn=init)
     assert 0 < peak <= one_block
     handles = [u.handle for u in units_below(model)]
-    shards = sum(b.resident_nbytes for h in handles for b in h.flats)
+    shards = sum(resident_nbytes(b) for h in handles for b in h.flats)
     assert shards <= 4 * (blocks * one_block / ctx.world_size + blocks * (32 + 16))
 
 

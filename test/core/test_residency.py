@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from flatshard import (
     keep_unsharded,
     register_forward_method,
 )
+from flatshard._composable.features import whole_parameters
 from flatshard._composable.state import unit_of, units_below
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
@@ -456,12 +458,12 @@ def full_precision(ctx) -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model = sharded(ctx, Net(), mixed_precision=policy)
     count = []
-    for unit in units_below(model):
-        for flat in unit.handle.flats:
-            before = flat.gather_full_precision
-            flat.gather_full_precision = lambda runtime, before=before: count.append(1) or before(runtime)
+    before = whole_parameters.gather_full_precision
+    counting = mock.patch.object(
+        whole_parameters, "gather_full_precision", lambda *args: count.append(1) or before(*args)
+    )
     model.eval()
-    with torch.no_grad():
+    with counting, torch.no_grad():
         expected = model(x)
         count.clear()
         with keep_unsharded(model):

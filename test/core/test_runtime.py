@@ -84,7 +84,7 @@ def check_settled(model: nn.Module) -> None:
     for unit in units_below(model):
         assert unit.handle.is_sharded, unit
         assert unit.handle.lifetime.grads is GradState.NONE, unit
-        assert (unit.claims, unit.record, unit.handle.arrivals.pending) == ([], None, 0), unit
+        assert (unit.claims, unit.record, unit.handle.gradients.arrivals.pending) == ([], None, 0), unit
         assert unit.handle.slots.shows is SHARDED, unit
         assert all(f.gradients.incoming.is_empty for f in unit.handle.flats), unit
         backward = unit.context.backward

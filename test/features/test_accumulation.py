@@ -89,7 +89,7 @@ def accumulate(ctx, strategy: ShardingStrategy, width: int, cases: list[tuple[bo
                 optimizer.step()
                 optimizer.zero_grad()
         for unit in units_below(model):
-            assert not unit.handle.holds_gradients
+            assert not unit.handle.gradients.is_held
             assert all(storage_nbytes(f.gradients.incoming.input) == 0 for f in unit.handle.flats)
 
 
@@ -432,7 +432,7 @@ def hold_on_another_group(ctx) -> None:
             plain(x, skips).square().mean().backward()
             with contextlib.nullcontext() if skips else flatshard.no_sync(model):
                 model(x.chunk(ctx.world_size)[ctx.rank], skips).square().mean().backward()
-        assert not any(unit.handle.holds_gradients for unit in units_below(model))
+        assert not any(unit.handle.gradients.is_held for unit in units_below(model))
         check_gradients(model, plain)
         plain.zero_grad()
         model.zero_grad()

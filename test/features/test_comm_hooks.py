@@ -100,7 +100,7 @@ def parity_by_a_hook(ctx, strategy: ShardingStrategy) -> None:
     run = check_parity(ctx, make, make_input, steps=3, shard=shard)
     units = units_below(run.sharded)
     sizes = [
-        (b.dtype, b.layout.padded_numel, 0 if strategy is NO_SHARD else b.layout.shard_numel)
+        (b.kind.dtype, b.layout.padded_numel, 0 if strategy is NO_SHARD else b.layout.shard_numel)
         for u in (units[2], units[1], units[0])  # in the order in which backward completes them
         for b in u.handle.flats
         if b.params[0].requires_grad

@@ -10,7 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from flatshard._handle.layout import Cut, FlatLayout, balanced, plan_layout
-from flatshard._handle.packing import Piece, pack, round_up
+from flatshard.layouts.packing import Piece, pack, round_up
 
 CASES = 3000
 

@@ -608,7 +608,7 @@ def cost_of_frozen(ctx) -> None:
             size = storage_nbytes(grads.incoming.input)
             largest[index] = max(largest.get(index, 0), size)
 
-    for param in [c for b in handle.flats for c in b.computes if c.requires_grad]:
+    for param in [c for b in handle.flats for c in b.unsharded.computes if c.requires_grad]:
         param.register_hook(look)
     with counting_reductions(model) as reductions:
         for step in range(2):

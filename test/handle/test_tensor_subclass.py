@@ -214,7 +214,7 @@ def bytes_of(ctx) -> list[Any]:
         block.a.float(), block.b.float()
     model = made(ctx, copy.deepcopy(plain), policy={Adapted})
     unit = units_below(model)[1]
-    found = [[(b.dtype, b.layout.numel, any(b.requires_grad)) for b in unit.handle.flats]]
+    found = [[(b.kind.dtype, b.layout.numel, any(b.requires_grad)) for b in unit.handle.flats]]
     found.append(
         [
             b.layout.padded_numel * b.gradients.reduction.reduce_dtype.itemsize if any(b.requires_grad) else 0
@@ -306,7 +306,7 @@ def low_precision(ctx) -> None:
     """What a dtype means to the class only it knows: it keeps its own. Everything else is cast."""
     torch.manual_seed(0)
     model = made(ctx, wrapped(), policy={nn.Linear}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    kinds = {(b.dtype, b.compute_dtype) for u in units_below(model) for b in u.handle.flats}
+    kinds = {(b.kind.dtype, b.kind.compute_dtype) for u in units_below(model) for b in u.handle.flats}
     assert kinds == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
     torch.manual_seed(0)
     model = made(ctx, adapted(), policy={Adapted}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))

@@ -68,15 +68,15 @@ class Counted(TorchDispatchMode):
         unsharded = storages(
             t
             for b, _, _ in self.flats
-            for t in (b.unsharded.flat, b._cast)
-            if t is not None and not (t is b.unsharded.flat and b.is_alias)
+            for t in (b.unsharded.flat, None if b._cast is None else b._cast[1])
+            if t is not None and not (t is b.unsharded.flat and b.unsharded.is_alias)
         )
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
         unsharded |= storages(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
         reductions = storages(
             t for _, g, _ in self.flats for t in (g.incoming.input, g.reduction._output) if t is not None
         )
-        arriving = storages(c.grad for b, _, _ in self.flats for c in b.computes if c.grad is not None)
+        arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.computes if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)
         known = shards | gradients | unsharded | reductions | arriving
@@ -464,7 +464,7 @@ def test_static_buffers(world):
             model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
         context = units_below(model)[0].context
-        pools = {id(u.handle.flats[0].pool): u.handle.flats[0].pool for u in units_below(model)}
+        pools = {id(u.handle.flats[0].unsharded.pool): u.handle.flats[0].unsharded.pool for u in units_below(model)}
         assert wire.sent == [(c.kind, c.nbytes) for c in predicted.collectives]
         held = predicted.between_steps
         assert held.unsharded + held.reductions == sum(pool.nbytes for pool in pools.values())

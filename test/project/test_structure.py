@@ -44,10 +44,10 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 TYPE_CHECKING_IMPORTS = {
     # A unit holds its context and its features; the context orders units, and features take part in what they do.
     "_composable.state": {"_composable.context", "_composable.extensions"},
-    # A flat parameter has its gradients, and each of their parts reads its layout and memory.
+    # A flat parameter has its unsharded values and its gradients, and each of their parts reads its layout and memory.
     **{
         f"_handle.{name}": {"_handle.flat_param"}
-        for name in ("gradients", "incoming", "parts", "reduction", "reduction_input")
+        for name in ("gradients", "incoming", "reduction", "reduction_input", "unsharded")
     },
     "_handle.unfilled": {"_handle.flat_param", "_handle.handle"},  # which it fills
     "checkpoint": {
@@ -317,6 +317,9 @@ def only_handles_start_collectives_and_construction_broadcasts():
     assert above == {
         ("_composable.construct.materialize", "broadcast_now"),
         ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
+        ("_composable.features.gathering", "all_gather"),  # whole values, for those who read them
+        ("checkpoint._gathering", "all_gather"),
+        ("checkpoint._gathering", "all_reduce_now"),
         ("_comm.monitor.order_check", "all_gather"),
         ("debug._replicas", "all_gather"),
         ("optim._owned", "exchange"),
@@ -378,7 +381,7 @@ def layout_knows_no_torch():
 
 def nothing_outside_layout_computes_an_offset():
     """Whether by rows, in blocks or whole, it is all in ``layout`` and ``packing``. Nobody else rounds up or cuts shards."""
-    for name, node in outside("_handle.layout", "_handle.packing"):
+    for name, node in outside("_handle.layout", "layouts.packing"):
         word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "round_up", "pack"), show(name, node)
 

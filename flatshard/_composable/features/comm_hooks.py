@@ -118,8 +118,8 @@ class CommHookHandle:
         """Remove the hook: from now on the units' own collectives reduce their gradients. Idempotent."""
         units, self._units = self._units, []
         for ref in units:
-            if (unit := ref()) is not None and isinstance(hooked := unit.handle.runtime.collectives, _Hooked):
-                unit.handle.runtime = hooked.before
+            if (unit := ref()) is not None and isinstance(hooked := unit.handle.gradients.runtime.collectives, _Hooked):
+                unit.handle.gradients.runtime = hooked.before
 
 
 def register_comm_hook(
@@ -176,13 +176,13 @@ def register_comm_hook(
             f"register_comm_hook: nothing in this {type(module).__name__} is sharded"
             f"{'' if recurse else ' as a unit of its own'}; call fully_shard first"
         )
-    found = [unit.fqn for unit in units if isinstance(unit.handle.runtime.collectives, _Hooked)]
+    found = [unit.fqn for unit in units if isinstance(unit.handle.gradients.runtime.collectives, _Hooked)]
     if found:
         raise ValueError(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
             "handle that register_comm_hook returned for it"
         )
-    reduced = [unit for unit in units if unit.handle.is_reduced and not _is_only_replicated(unit)]
+    reduced = [unit for unit in units if _is_reduced(unit) and not _is_only_replicated(unit)]
     if not reduced:
         world_size = units[0].context.runtime.world_size
         why = "they are sharded over a single rank" if world_size == 1 else "they have no floating-point parameters"
@@ -193,9 +193,14 @@ def register_comm_hook(
     for unit in reduced:
         _check_hook(hook, state, unit)
     for unit in reduced:
-        runtime = unit.handle.runtime
-        unit.handle.runtime = runtime.replacing(_Hooked(runtime, state, hook))
+        runtime = unit.handle.gradients.runtime
+        unit.handle.gradients.runtime = runtime.replacing(_Hooked(runtime, state, hook))
     return CommHookHandle(reduced)
+
+
+def _is_reduced(unit: Unit) -> bool:
+    """Whether the unit has reductions when a parameter requires grad."""
+    return any(flat.gradients.is_reduced for flat in unit.handle.flats)
 
 
 def _is_only_replicated(unit: Unit) -> bool:

@@ -107,11 +107,10 @@ def configure(
             inner_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
             unit.set_gradient_sync(gradient_sync)
-        for flat in unit.handle.flats:
-            if all_reduce is not UNCHANGED:
-                flat.gradients.reduction.reduces_replicas = all_reduce
-            if divide_factor is not UNCHANGED:
-                flat.gradients.reduction.divide_factor = divide_factor
+        if all_reduce is not UNCHANGED:
+            unit.handle.gradients.averaging.reduces_replicas = all_reduce
+        if divide_factor is not UNCHANGED:
+            unit.handle.gradients.averaging.divide_factor = divide_factor
     for unit, change in changes:
         if "ahead_in_forward" in change:
             unit.forward_prefetch = change.pop("ahead_in_forward")

@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
+from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit, settle, units_below
 from flatshard._handle.lifetime import BY_USER
-from flatshard._handle.slots import SHARDED, UNSHARDED
+from flatshard._handle.slots import SHARDED, UNSHARDED, Slots
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.whole_parameters import WholeParameters
 
 summoned_units: list[list[Unit]] = []
 """For each ``summon_full_params`` that is active: its units."""
@@ -114,7 +114,7 @@ class _Summoned(Claim):
         if not grad:
             return
         if self.copies is not None:
-            if unit.handle.is_mixed_precision:
+            if _is_mixed_precision(unit):
                 inside, why = "...", "it would compute gradients of the full-precision copies shown there"
             elif unit.handle.has_static_buffers:
                 inside = "..."
@@ -157,7 +157,7 @@ class _Summoned(Claim):
         # With mixed precision the body gets copies, because the unsharded parameters have the compute dtype.
         policy = unit.config.mixed_precision
         casts = policy.param_dtype is not None or policy.output_dtype is not None
-        mixed = handle.is_mixed_precision or (casts and not any(b.dtype.is_floating_point for b in handle.flats))
+        mixed = _is_mixed_precision(unit) or (casts and not any(b.kind.dtype.is_floating_point for b in handle.flats))
         mixed = mixed or handle.has_static_buffers  # they have no room for all units at the same time
         copies: dict[int, nn.Parameter] | None = None
         if around and not offload_to_cpu:
@@ -218,7 +218,7 @@ class _Summoned(Claim):
 
     def _take_over_assigned(self) -> None:
         """Copy the values of parameters that the body assigned: ``module.weight = nn.Parameter(...)``."""
-        for sharded, shown, now in self.unit.handle.slots.assigned():
+        for sharded, shown, now in _assigned(self.unit.handle.slots):
             fqn = getattr(shard_info(sharded), "fqn", "")
             if now is None or shard_info(now) is not None:
                 what = "deleted" if now is None else f"tied to {getattr(shard_info(now), 'fqn', '')!r}"
@@ -263,7 +263,7 @@ class _Summoned(Claim):
     def _version_shown(self) -> int:
         """A number that grows with each in-place change of the shown parameters, by the same amount on all ranks."""
         copies = self.copies
-        computes = [c for b in self.unit.handle.flats for c in b.computes]
+        computes = [c for b in self.unit.handle.flats for c in b.unsharded.computes]
         return sum(p._version for p in (computes if copies is None else copies.values()))
 
     def _refresh(self, copies: dict[int, nn.Parameter]) -> None:
@@ -273,8 +273,12 @@ class _Summoned(Claim):
         if around and not self.shares_copies:
             for key, outer in around[-1].items():
                 outer.data.copy_(copies[key].data)
-        if unit.is_pinned:  # the unsharded parameters are in use: refill them
-            handle.gather_again()
+        if (
+            unit.is_pinned and (before := handle.gathered) is not None
+        ):  # the unsharded parameters are in use: refill them
+            handle.reshard()
+            handle.unshard(before.by, exactly=before.exact)
+            handle.wait()
 
     def _release(self) -> None:
         unit = self.unit
@@ -284,6 +288,23 @@ class _Summoned(Claim):
         unit.show()
         if not unit.is_pinned:
             unit.handle.reshard()
+
+
+def _is_mixed_precision(unit: Unit) -> bool:
+    """Whether the unsharded parameters differ from the user's in dtype."""
+    return any([b.kind.compute_dtype is not b.kind.dtype for b in unit.handle.flats])
+
+
+def _assigned(slots: Slots) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
+    """(sharded, shown, registered parameter) for each slot in which the body registered something else than is shown."""
+    if slots.shows is SHARDED:
+        return
+    for module, name, sharded, compute in slots.entries:
+        shown = slots.shows[id(sharded)] if isinstance(slots.shows, dict) else compute
+        if isinstance(module._parameters, dict):  # not TorchScript, which creates new parameters each time
+            now = module._parameters.get(name)
+            if now is not shown:
+                yield sharded, shown, now
 
 
 def _summons(unit: Unit) -> list[_Summoned]:

@@ -89,7 +89,7 @@ def pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[T
 
 
 def _mark(unit: Unit, tensors: Tensors) -> Tensors:
-    anchors = [_anchor(needed) for needed in unit.needs if needed.handle.any_trainable]
+    anchors = [_anchor(needed) for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
     if not anchors and not any([t.requires_grad for t in tensors]):
         return tensors
     marked: Tensors = _Mark.apply(len(anchors), *anchors, *tensors)  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ def _mark(unit: Unit, tensors: Tensors) -> Tensors:
 def _anchor(unit: Unit) -> torch.Tensor:
     anchor = _anchors.get(unit)
     if anchor is None:
-        device = unit.handle.flats[0].unsharded.flat.device
+        device = unit.handle.flats[0].kind.compute_device
         anchor = _anchors[unit] = torch.empty(0, device=device, requires_grad=True)
         unit.stand_ins.append(get_gradient_edge(anchor).node)
         anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]
@@ -117,8 +117,8 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         record = unit.record
         if record is None or task not in record.counted_tasks:
             record = unit.context.backward.begin(unit)
-        unit.handle.arrivals.pending -= 1
-        if not unit.handle.arrivals.pending and record.task == task:
+        unit.handle.gradients.arrivals.pending -= 1
+        if not unit.handle.gradients.arrivals.pending and record.task == task:
             hooks.complete()
 
     return on_gradient

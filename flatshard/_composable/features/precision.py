@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_map
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.forward import Forward
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.whole_parameters import WholeParameters
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -65,7 +65,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     if not units:
         raise ValueError(f"skip: nothing in this {type(module).__name__} is sharded; call fully_shard first")
     differentiable = tuple(t for t in tensors if t.is_floating_point() or t.is_complex())
-    if torch.is_grad_enabled() and not differentiable and any(u.handle.any_trainable for u in units):
+    if torch.is_grad_enabled() and not differentiable and any(u.handle.gradients.accumulators.nodes for u in units):
         raise ValueError(
             f"skip: backward must reach unit {units[0].fqn or '<root>'!r}, so pass a floating-point tensor that the loss "
             "depends on: x = flatshard.skip(module, x). If no rank will run backward, call it under torch.no_grad()"

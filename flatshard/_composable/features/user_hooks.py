@@ -45,7 +45,7 @@ class UserHooksOfUnit(ForwardFeature):
             given, grads.given = grads.given, ()
             if grads.shard_param is not None:
                 _refuse_unreachable(flat)
-            if flat.is_watched or grads.is_watched:
+            if flat.is_watched:
                 for param in given:
                     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                         hook(param)

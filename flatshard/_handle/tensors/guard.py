@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, handle_to_empty
-from flatshard._handle.unfilled import is_filling, show_whole
+from flatshard._handle.unfilled import fillings, show_whole
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
@@ -76,7 +76,7 @@ class GuardedParameters(Parameters):
         return super().__iter__()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
-        if is_filling() and _lists_own(sys._getframe(1)):
+        if fillings and _lists_own(sys._getframe(1)):
             return {name: self._look_whole(name) for name in self}.items()
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):

@@ -1,0 +1,160 @@
+"""Whole parameters and gradients of a handle, which a user can read and change inside ``summon_full_params``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from flatshard._composable.features.gathering import Gathering, gather_exactly, joined
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.adapters.wrapping import Wrapping
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.tensors.sharded_parameter import in_memory_order
+
+
+class WholeParameters:
+    """Copies the unsharded parameters and gradients of one handle, and writes changes back to its shards."""
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
+
+    def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
+        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones. ``device``: None: the compute device.
+
+        Communicates, unless the parameters are unsharded in the user's dtype already.
+        """
+        copies = {}
+        for flat in self._handle.flats:
+            if flat.kind.compute_dtype is not flat.kind.dtype or self._handle.is_sharded:
+                whole = gather_full_precision(self._handle, flat)
+            else:
+                whole = [_copy(c, w, device) for c, w in zip(flat.unsharded.computes, flat.wrappings, strict=True)]
+            for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
+                copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
+        return copies
+
+    def copy_copies(self, copies: dict[int, nn.Parameter], device: torch.device) -> dict[int, nn.Parameter]:
+        """Copies of ``copies``, without their gradients."""
+        return {
+            id(param): _copy(copies[id(param)], wrapping, device)
+            for flat in self._handle.flats
+            for param, wrapping in zip(flat.params, flat.wrappings, strict=True)
+        }
+
+    def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
+        """Copy the whole gradients of the registered parameters to ``copies``."""
+        for module, name, sharded, _ in self._handle.slots.entries:
+            shown, target = module._parameters[name], copies[id(sharded)]
+            if shown is not None and shown.grad is not None and target.grad is None:
+                target.grad = shown.grad.to(target.device, copy=True)
+
+    def copy_unsharded(self) -> list[torch.Tensor]:
+        """Copies of the unsharded buffers, for ``restore_unsharded``."""
+        return [b.unsharded.flat.clone() for b in self._handle.flats]
+
+    def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
+        """Undo changes of the unsharded parameters."""
+        for flat, values in zip(self._handle.flats, before, strict=True):
+            flat.unsharded.flat.copy_(values)
+
+    def write_back(self, with_grads: bool) -> None:
+        """Write this rank's part of the unsharded parameters, and of their gradients, to the shards."""
+        for flat in self._handle.flats:
+            flat.write_back()
+            if with_grads:
+                _write_back_gradients(flat, [c.grad for c in flat.unsharded.computes])
+
+    def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
+        """The same from ``copies``, see ``copy_full_precision``."""
+        for flat in self._handle.flats:
+            values = [copies[id(p)] for p in flat.params]
+            flat.write_back(flat.cut(values))
+            if with_grads:
+                _write_back_gradients(flat, [v.grad for v in values])
+
+    def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
+        """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
+        for flat in self._handle.flats:
+            if not flat.is_trainable:  # but frozen parameters are included: they may have an old gradient
+                continue
+            computes, whole = flat.unsharded.computes, _whole_gradients(self._handle, flat)
+            for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
+                target = compute if copies is None else copies[id(param)]
+                if grad is not None and grad.dtype is not target.dtype:
+                    target.grad_dtype = grad.dtype  # keep_low_precision_grads
+                if grad is not None and wrapping is not None:
+                    grad = wrapping.wrap_gradient(grad)
+                target.grad = None if grad is None else grad.to(target.device)
+
+    def drop_full_gradients(self) -> None:
+        """Undo ``gather_gradients``."""
+        for flat in self._handle.flats:
+            for compute in flat.unsharded.computes:
+                compute.grad = None
+
+
+def gather_full_precision(handle: FlatParamHandle, flat: FlatParam) -> list[nn.Parameter]:
+    """The whole parameters in their own dtype, in new memory."""
+    own = flat.on_compute_device(handle.runtime)
+    whole = Gathering(handle, flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
+    result = []
+    for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
+        copy = nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)
+        if isinstance(wrapping, TensorSubclass):
+            for name, attribute in param.__dict__.items():
+                copy.__dict__.setdefault(name, attribute)
+        else:
+            copy.__dict__ = param.__dict__
+        result.append(copy)
+    return result
+
+
+def _whole_gradients(handle: FlatParamHandle, flat: FlatParam) -> list[torch.Tensor | None]:
+    """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
+    device, local = flat.kind.compute_device, flat.gradients.local()
+    present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
+    here = present[flat.placement.rank]
+    here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
+    if not flat.is_whole:
+        gather_exactly(handle, present.view(-1), here).wait()
+    seen: list[int] = present.amax(0).tolist()
+    if not any(seen):
+        return [None] * len(seen)
+    pieces = [
+        grad if grad is None or grad.dim() == 1 else in_memory_order(grad, info.stride)
+        for grad, info in zip(local, flat.layout.params, strict=True)
+    ]
+    whole = Gathering(handle, flat, joined(flat, pieces, flat.gradients.reduction.dtype)).wait()
+    return [grad if somewhere else None for grad, somewhere in zip(whole, seen, strict=True)]
+
+
+def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> None:
+    """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
+    shard_param, dtype = flat.gradients.shard_param, flat.gradients.reduction.dtype
+    if shard_param is not None and shard_param.grad is None and any(g is not None for g in whole):
+        shard_param.grad = torch.zeros_like(flat.shard, dtype=dtype)
+    for index, (param, grad, held) in enumerate(zip(flat.params, whole, flat.gradients.local(), strict=True)):
+        if grad is None:
+            param.grad = None
+            continue
+        info, part, wrapping = flat.layout.params[index], flat.slices[index], flat.wrappings[index]
+        plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
+        mine = in_memory_order(plain, info.stride)[part.offset : part.offset + part.numel]
+        if held is None:
+            param.grad = flat.shaped(index, mine).to(flat.kind.device, dtype, copy=True)
+        else:
+            held.copy_(flat.shaped(index, mine))
+
+
+def _copy(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device | None = None) -> nn.Parameter:
+    """A copy of a whole parameter, without its gradient. ``device``: None: the same device."""
+    value = _dense_copy(param.detach() if wrapping is None else wrapping.unwrap(param), device)
+    return nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)
+
+
+def _dense_copy(plain: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    new = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device or plain.device)
+    return new.copy_(plain)

@@ -1,0 +1,225 @@
+"""The gradients of one unit, those of all its flat parameters together: from autograd, through a reduction, to ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from flatshard import _trace
+from flatshard._comm.progress import Label
+from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.lifetime import GradState, Lifetime
+from flatshard._handle.placement import Placement
+from flatshard._handle.reduction import Averaging
+from flatshard._runtime import Runtime
+
+
+class Arrivals:
+    """All the state that autograd hooks read for most gradients. The hooks run for each parameter in each step."""
+
+    __slots__ = ("finish_at", "pending", "task")
+
+    def __init__(self) -> None:
+        # The graph task (a run of the autograd engine) whose gradients stay where autograd puts them until all have come.
+        self.task = -1
+        self.pending = 0  # gradients still to come
+        self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
+
+    def expect(self, count: int, waits_early: bool) -> None:
+        """Expect ``count`` more gradients. ``waits_early``: see ``Backward``, [Note: Reductions in flight]."""
+        self.pending += count
+        self.finish_at = finish_at(self.pending, waits_early)
+
+
+def finish_at(pending: int, waits_early: bool) -> int:
+    """The value of ``Arrivals.finish_at`` if ``pending`` gradients are still to come."""
+    return pending - max(0, pending // 6 - 1) if waits_early else 1
+
+
+class Accumulators(NamedTuple):
+    """The AccumulateGrad nodes of a unit's trainable parameters. Autograd itself has only weak references to them."""
+
+    nodes: list[Node]
+    stream: Any  # that all of them accumulate on; None if they differ, and on CPU
+    are_all: bool  # all parameters of the unit are trainable
+
+
+class UnitGradients:
+    """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
+
+    def __init__(
+        self, flats: list[FlatParam], label: Label, runtime: Runtime, placement: Placement, lifetime: Lifetime
+    ) -> None:
+        self._flats = flats
+        self._label = label
+        self.runtime = runtime  # a feature may replace its collectives
+        self._placement = placement
+        self._lifetime = lifetime
+        self.arrivals = Arrivals()
+        self.averaging = Averaging()
+        self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
+        self.on_reduced: Callable[[], None]  # called after reduced gradients were set in or added to `.grad`
+        self.accumulators: Accumulators
+
+    def receive(self, group: int, index: int, task: int) -> None:
+        """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``Incoming.receive``."""
+        if self._lifetime.grads is not GradState.FILLING:
+            if self._lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
+                self.finish()
+            self._lifetime.move_grads("receive")
+        self._flats[group].gradients.incoming.receive(index)
+        self.arrivals.task = task if all([flat.gradients.incoming.leaves_them for flat in self._flats]) else -1
+
+    def follow_stream(self) -> None:
+        """Make autograd accumulate gradients on the stream of the forward that starts now.
+
+        An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
+        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
+        """
+        if self.runtime.current_stream != self.accumulators.stream:
+            self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
+            self.find_accumulators()
+
+    def find_accumulators(self) -> None:
+        """Called when compute parameters were made, frozen or unfrozen."""
+        leaves = [c for b in self._flats for c in b.unsharded.computes if c.requires_grad]
+        with torch.inference_mode(False):
+            nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+        stream = now = self.runtime.current_stream
+        if now is not None:
+            notes: list[Any] = [node.metadata for node in nodes]
+            # A live graph may keep nodes of another stream alive.
+            if any([note.setdefault("flatshard stream", now) != now for note in notes]):
+                stream = None
+        self.accumulators = Accumulators(nodes, stream, len(nodes) == sum([len(b.params) for b in self._flats]))
+
+    def reduce(self) -> None:
+        """Start averaging the gradients over the ranks."""
+        self._lifetime.move_grads("reduce")
+        if _trace.sinks:
+            _trace.event("all-reduce" if self._placement.shards is None else "reduce-scatter", self._label.unit)
+        self.arrivals.task = -1
+        try:
+            for flat in self._flats:
+                if True in flat.requires_grad:
+                    flat.gradients.incoming.complete(self.runtime, self.accumulates)
+                else:  # frozen since the last backward: held gradients are dropped
+                    flat.gradients.reduction.discard()
+                flat.forget_cast()
+            if self.runtime.streams is None and not _trace.is_profiling():
+                self._start()
+            else:
+                with _trace.labelled("reduce_scatter", self._label.unit, self.runtime.reducing()):
+                    self._start()
+        except BaseException:
+            self._settle()
+            raise
+
+    def _start(self) -> None:
+        for flat in self._flats:
+            if True in flat.requires_grad:
+                flat.gradients.incoming.reduce(self.runtime)
+
+    def advance(self) -> None:
+        """Start the second part of the reduction, over the replicas, while later units compute. Without replicas: nothing."""
+        if self._placement.replicas is not None:
+            for flat in self._flats:
+                flat.gradients.reduction.advance(self.runtime)
+
+    def hold(self) -> None:
+        """End a backward without a reduction: keep its gradients, to which the next backward adds.
+
+        Also called if this rank has no gradients: other ranks may hold some, and the next reduction includes all ranks.
+        """
+        if self._lifetime.grads is GradState.NONE:
+            self._lifetime.move_grads("receive")
+        if self._lifetime.grads is GradState.FILLING:
+            self.arrivals.task = -1
+            for flat in self._flats:
+                flat.gradients.incoming.hold()
+            self._lifetime.move_grads("hold")
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
+        return self._lifetime.grads is GradState.HELD or any([b.gradients.reduction.is_partial for b in self._flats])
+
+    @property
+    def wants_reduction(self) -> bool:
+        """Whether gradients of earlier backwards are to be reduced now."""
+        if self._lifetime.grads is GradState.HELD:
+            return True
+        return self.averaging.reduces_replicas and self.is_held
+
+    def finish(self, assign: bool = True) -> None:
+        """Wait for the reduction, if one is in flight, and set the parameters' ``.grad``.
+
+        Raises:
+            CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
+        """
+        if self._lifetime.grads is not GradState.REDUCING:
+            return
+        self._wait()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._finish(assign)
+        else:  # the usual case in backward
+            self._finish(assign)
+
+    def free_reduced(self) -> None:
+        """Free the reduction's input as soon as the device has read it. ``finish`` must follow.
+
+        Raises:
+            CollectiveError: see ``finish``.
+        """
+        self._wait()
+        for flat in self._flats:
+            flat.gradients.incoming.free_reduced()
+
+    def _wait(self) -> None:
+        try:
+            for flat in self._flats:
+                flat.gradients.reduction.wait(self.runtime)
+        except Exception as e:
+            self._settle(isinstance(e, OutOfStepError))
+            raise
+
+    @property
+    def gives_late(self) -> bool:
+        """Whether ``.grad`` is set at the end of backward: setting it makes the host wait (offload), and no hook reads it."""
+        if not any([b.kind.is_offloaded for b in self._flats]):
+            return False
+        return not any([b.is_watched for b in self._flats])
+
+    def _finish(self, assign: bool) -> None:
+        given = False
+        for flat in self._flats:
+            if not flat.gradients.incoming.is_empty:
+                given |= flat.gradients.finish(assign)
+        self._lifetime.move_grads("finish")
+        if given:
+            self.on_reduced()
+
+    def discard(self) -> None:
+        """After an exception in backward: drop all gradients that are not in ``.grad`` yet, reduced or not."""
+        try:
+            self.finish(assign=False)
+        except CollectiveError as e:
+            _trace.logger.warning("%s (in a backward that had already failed)", e)
+        self.arrivals.task = -1
+        for flat in self._flats:
+            flat.gradients.discard()
+        if self._lifetime.grads is not GradState.NONE:
+            self._lifetime.move_grads("discard")
+
+    def _settle(self, out_of_step: bool = False) -> None:
+        ended = all([flat.gradients.reduction.settle() for flat in self._flats])
+        for flat in self._flats:
+            if not ended or out_of_step:  # some may never end, so their memory must not be freed
+                flat.gradients.incoming.leave_memory()
+            flat.gradients.discard()
+        self._lifetime.move_grads("finish")
