@@ -46,7 +46,7 @@ from flatshard._comm.backends import (
     builtin_collectives,
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, make_collectives, settle
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Issued, Label, Progress, describe_place, here
+from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
 
@@ -463,9 +463,19 @@ class Runtime:
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream."""
-        self._builtin.all_reduce_now(tensor, op)
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
+        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream.
+
+        Args:
+            tensor: the numbers.
+            op: how they are combined.
+            question: what is computed, in words, for the error if a rank waits in vain.
+        """
+        start = functools.partial(self._builtin.combine, op=op)
+        if self.progress is None:
+            start(tensor).wait()
+        else:
+            self._issue(self.progress, "all-reduce", NUMBERS, Label(question), False, start, tensor).wait()
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""

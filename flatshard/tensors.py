@@ -3,7 +3,18 @@
 >>> flatshard.tensors.shard_info(model.head.weight).shape
 """
 
+from torch import nn
+
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 
-__all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "shard_info"]
+__all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "num_parameters", "shard_info"]
+
+
+def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
+    """How many elements the whole parameters of ``module`` have; tied ones count once. No communication.
+
+    ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's parts.
+    """
+    params = (p for p in module.parameters() if p.requires_grad or not trainable_only)
+    return sum(full_shape(p).numel() for p in params)

@@ -93,9 +93,10 @@ class BuiltinCollectives:
         """Overwrite ``tensor`` with the values of the group's rank 0."""
         raise NotImplementedError
 
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """Replace ``tensor`` by its sum or maximum over the ranks, on the current stream."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+    def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
+        """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
+        dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+        return Done()
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -198,6 +199,12 @@ class GlooCollectives(BuiltinCollectives):
         maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
 
+    def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
+        """See :class:`BuiltinCollectives`."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return Works([self.group.allreduce([numbers], options)])
+
     def interrupt(self) -> None:
         """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
         for step in range(1, self.size):
@@ -264,11 +271,12 @@ class FakeCollectives(BuiltinCollectives):
         """See :class:`BuiltinCollectives`."""
         return self.group.broadcast(tensor, 0)
 
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+    def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """See :class:`BuiltinCollectives`."""
-        super().all_reduce_now(tensor, op)
+        pending = super().combine(numbers, op)
         if op == "sum":
-            tensor.mul_(self.size)
+            numbers.mul_(self.size)
+        return pending
 
 
 class DefaultCollectives(BuiltinCollectives):

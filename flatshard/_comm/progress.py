@@ -20,8 +20,9 @@ from typing import Any
 
 from flatshard._errors import OutOfStepError
 
-GATHER, REDUCE, EXCHANGE = 0, 1, 2
-"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``."""
+GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
+"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
+``NUMBERS`` are a few numbers of several units, such as a norm. Their label says what is computed, and has the tag 0."""
 
 _RECENT = 5  # number of collectives that an error lists
 
@@ -73,8 +74,12 @@ def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int
 SAME_ORDER = (
     "All ranks must run the same units in the same order, forward and backward. If a rank does not need a unit that others "
     "run, have it call flatshard.skip(unit, x) in its place. Layers dropped at random (layerdrop) must be the same on all "
-    "ranks. Functions that gather, such as full_state_dict and summon_full_params, are called by all ranks, not by rank 0 "
-    "alone"
+    "ranks. What communicates, such as full_state_dict, summon_full_params and the norm of a gradient, is called by all "
+    "ranks, not by rank 0 alone"
+)
+SAME_NUMBERS = (
+    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
+    "computes it, and print the result on one of them"
 )
 
 
@@ -102,6 +107,8 @@ class Issued:
         self.place = place
 
     def __str__(self) -> str:
+        if self.kind == NUMBERS:
+            return f"{self.verb} for {self.unit}"
         return f"{self.verb} of {self.unit or '<root>'!r}{' for backward' if self.again else ''}"
 
     @property
@@ -132,7 +139,7 @@ class Progress:
         self._last_place: Place | None = None  # when the last collective was issued
         self.first = (0, 0)  # key and count of the first collective that was issued in `_last_place`
         self._seen: Counter[str] = Counter()
-        self._tags = {0, *(label.tag for label in CHECK_LABELS)}
+        self._tags = {label.tag for label in (NOBODY, *CHECK_LABELS)}
 
     def make_label(self, unit: str, identity: str) -> Label:
         """A label for a new handle. Handles of equal ``identity`` are told apart by the order of their creation."""

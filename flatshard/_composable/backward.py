@@ -36,6 +36,7 @@ from typing import ClassVar
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 
 from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
 from flatshard._handle.slots import SHARDED
@@ -46,6 +47,16 @@ from flatshard._runtime import Runtime
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _will_run = torch._C._will_engine_execute_node
+
+
+def _will_accumulate(node: Node) -> bool:
+    """``_will_run``, also in ``torch.autograd.grad``, which takes the gradients of some nodes for itself."""
+    try:
+        return _will_run(node)
+    except RuntimeError as e:
+        if "autograd.grad" in str(e):
+            return False
+        raise
 
 
 class _Task:
@@ -168,7 +179,11 @@ class Backward:
     def _expected(unit: Unit) -> int:
         """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
         nodes = unit.handle.gradient_nodes
-        return sum(map(_will_run, [*nodes, *unit.stand_ins] if unit.stand_ins else nodes))
+        nodes = [*nodes, *unit.stand_ins] if unit.stand_ins else nodes
+        try:
+            return sum(map(_will_run, nodes))
+        except RuntimeError:
+            return sum(map(_will_accumulate, nodes))
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 

@@ -188,8 +188,8 @@ def _checked_callable(policy: Any) -> Callable[..., bool]:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as e:
         raise ValueError(
-            f"policy={policy!r} cannot be called as policy(module=..., recurse=..., nonwrapped_numel=...): {e}. For a "
-            "function of the module alone use CustomPolicy(function)"
+            f"policy={getattr(policy, '__name__', policy)} cannot be called as policy(module=..., recurse=..., "
+            f"nonwrapped_numel=...): {e}. For a function of the module alone use policy=flatshard.CustomPolicy(function)"
         ) from None
     except ValueError:  # a callable without a signature, such as one written in C
         pass

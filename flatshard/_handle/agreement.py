@@ -17,6 +17,6 @@ def on_any_rank(runtimes: Iterable[Runtime], flag: bool) -> bool:
     for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
         if runtime.world_size > 1:
             told = torch.tensor([float(flag)], device=runtime.device)
-            runtime.all_reduce_now(told, "max")
+            runtime.all_reduce_now(told, "max", "whether a rank has found an error")
             flag = bool(told.item())
     return flag

@@ -93,7 +93,7 @@ class FlatParam:
         # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
         self._compute_device = runtime.device if at.type == "meta" else at
         self.device = self._wanted_device if at == self._compute_device else at  # of the shard
-        self.filling: Filling | None = None  # from ``allocate`` until the parameters have values
+        self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
         self._cast: torch.Tensor | None = None  # [Note: The cast is the copy]
         self._cast_version = -1  # `FlatParamHandle.version` of its values
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
@@ -132,11 +132,6 @@ class FlatParam:
     def is_on_meta(self) -> bool:
         """Whether the parameters have no memory yet. [Note: Filled later]"""
         return self.device.type == "meta" and self._compute_device.type != "meta"
-
-    @property
-    def is_unfilled(self) -> bool:
-        """Whether the parameters have memory, and perhaps no values yet. [Note: Filled later]"""
-        return self.filling is not None
 
     def _make_unsharded(self, params: Sequence[nn.Parameter], pool: BufferPool | None) -> UnshardedBuffer:
         return UnshardedBuffer(self.layout, self.placement.rank, params, self.wrappings, self._compute_device, pool)
@@ -375,11 +370,6 @@ class FlatParam:
         self.filling = Filling(self)
         self.epoch += 1
         changes.count += 1
-
-    def show_whole(self, param: nn.Parameter) -> None:
-        """For an initialiser, while the parameters are being filled; afterwards it does nothing. [Note: Filled later]"""
-        if self.filling is not None:
-            self.filling.show(param)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 

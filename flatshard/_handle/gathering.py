@@ -96,7 +96,7 @@ def from_parts(runtime: Runtime, part: torch.Tensor | None, start: int, numel: i
     if part is not None:
         result[start : start + part.numel()].copy_(part)
     if numel and runtime.world_size > 1:  # as bytes: all other ranks have zeros, so the sum is exact
-        runtime.all_reduce_now(result.view(torch.uint8), "sum")
+        runtime.all_reduce_now(result.view(torch.uint8), "sum", f"a whole tensor of {numel} elements of {dtype}")
     return result
 
 

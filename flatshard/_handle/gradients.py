@@ -97,14 +97,11 @@ class FlatGradients:
             param.grad_dtype = self.reduction.dtype
         return param
 
-    is_unfilled = False  # part of `Home`: `flat_parameters` refuses parameters on meta
+    filling = None  # part of `Home`: `flat_parameters` refuses parameters on meta
 
     def allocate(self, device: torch.device) -> None:
         """Part of ``Home``: a flat parameter never is on meta."""
         raise InternalError(f"a flat parameter on meta was given memory on {device}")
-
-    def show_whole(self, param: nn.Parameter) -> None:
-        """Part of ``Home``: a flat parameter is not shown whole."""
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """Part of ``Home``: a flat parameter has no compute parameter."""

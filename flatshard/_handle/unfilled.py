@@ -2,15 +2,18 @@
 
 [Note: Filled later]
 ``to_empty`` gives a flat parameter the memory of its shard, filled with a byte pattern that no initialiser leaves behind.
-From then on code that reads a parameter from its module (``self.weight`` in ``reset_parameters``) finds it *whole*, so that
-an initialiser draws the numbers that it draws in one process. What it leaves is cut, and this rank's part kept, when code
-comes to another unit or the unit is used: one unit is whole at a time, and nothing is communicated. A parameter that has
-values already is shown with NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not
-summed. What still shows the pattern at the first forward was never filled, and is an error.
+From then on an initialiser finds parameters *whole*, so that it draws the numbers that it draws in one process. An
+initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), or lists a module's own
+(``named_parameters(recurse=False)``). What it leaves is cut, and this rank's part kept, when code comes to another unit or
+the unit is used: one unit is whole at a time, and nothing is communicated. A DTensor is shown as a DTensor again, over
+this rank's whole local tensor. A parameter that has values already is shown with NaN in the place of other ranks' elements:
+it can be overwritten, scaled or filled, but not summed. What still shows the pattern at the first forward was never filled,
+and is an error.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from flatshard._errors import name_list
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import in_memory_order
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of, in_memory_order
 from flatshard._runtime import Runtime
 
 if TYPE_CHECKING:
@@ -35,14 +38,13 @@ FILL = (
 )
 """The cure for parameters without values."""
 
+_data: Any = torch.Tensor.data
+
 
 def check_has_memory(handles: Iterable[FlatParamHandle], verb: str) -> None:
     """Raise for parameters on the meta device."""
     if left := [info.fqn for handle in handles for flat in handle.on_meta for info in flat.layout.params]:
         raise RuntimeError(f"{verb}: {name_list(left)} are on the meta device. {FILL}")
-
-
-_data: Any = torch.Tensor.data
 
 
 def fill_with_pattern(tensor: torch.Tensor) -> None:
@@ -64,14 +66,15 @@ class Filling:
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
-        self._whole: dict[int, torch.Tensor] = {}  # by index: what is shown whole now
+        self._whole: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by index: the memory, and what is shown of it
+        _fillings.add(self)
 
-    def show(self, param: nn.Parameter) -> None:
-        """Show ``param`` whole, until ``cut_all``."""
+    def show(self, param: nn.Parameter) -> nn.Parameter:
+        """Show ``param`` whole, until ``cut_all``. Returns ``param``, or a DTensor in its place."""
         flat = self._flat
         index = next(i for i, own in enumerate(flat.params) if own is param)
         if index in self._whole:
-            return
+            return self._whole[index][1]
         if _shown and _shown[0]._flat.label is not flat.label:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
@@ -81,25 +84,31 @@ class Filling:
             if whole.is_floating_point() or whole.is_complex():
                 whole.fill_(torch.nan)
             in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own.reshape(-1)
-        self._whole[index] = whole
-        self._point(param, whole)
+        wrapping, shown = flat.wrappings[index], param
+        if wrapping is None:
+            self._point(param, whole)
+        else:
+            shown = nn.Parameter(wrapping.wrap(whole), param.requires_grad)
+        self._whole[index] = whole, shown
         if self not in _shown:
             _shown.append(self)
+        return shown
 
     def cut(self) -> None:
         """Keep this rank's part of what is shown whole."""
-        flat, shown = self._flat, list(self._whole)
+        flat, shown = self._flat, dict(self._whole)
         self._whole.clear()
-        for index in shown:
+        for index, (memory, what) in shown.items():
             param, info, part = flat.params[index], flat.layout.params[index], flat.slices[index]
-            if param.shape != info.shape:
+            if what is param:
+                memory = param.detach()
+            if memory.shape != info.shape:
                 raise RuntimeError(
-                    f"parameter {info.fqn!r} of shape {info.shape} was given the shape {tuple(param.shape)}: resize a module "
-                    "before fully_shard"
+                    f"parameter {info.fqn!r} of shape {info.shape} was given the shape {tuple(memory.shape)}: resize a "
+                    "module before fully_shard"
                 )
-            whole = in_memory_order(param.detach(), info.stride)
             if part.numel:
-                mine = whole[part.offset : part.offset + part.numel]
+                mine = in_memory_order(memory, info.stride)[part.offset : part.offset + part.numel]
                 flat.shard[part.start : part.stop].copy_(mine)
             self._point(param, flat.part_view(index))
 
@@ -117,14 +126,73 @@ class Filling:
             for info, part in zip(flat.layout.params, flat.slices, strict=True)
         ]
 
+    def copies(self) -> list[tuple[str, float, list[Runtime]]]:
+        """Of each DTensor with copies: the FQN, the checksum of this rank's part, and the groups of ranks with copies."""
+        flat = self._flat
+        found = []
+        for info, part, wrapping in zip(flat.layout.params, flat.slices, flat.wrappings, strict=True):
+            if wrapping is not None and (runtimes := wrapping.replicas(flat.device)):
+                mine = flat.shard[part.start : part.stop].view(torch.uint8)
+                counted = flat.placement.shards is not None or flat.placement.is_first_replica
+                found.append((info.fqn, float(mine.sum(dtype=torch.int64)) * counted, runtimes))
+        return found
+
+
+_fillings: weakref.WeakSet[Filling] = weakref.WeakSet()
+_shown: list[Filling] = []  # with parameters that are shown whole: of one unit
+
+
+def cut_all() -> None:
+    """Show this rank's parts again, everywhere."""
+    while _shown:
+        _shown.pop().cut()
+
+
+# -- what code outside does --------------------------------------------------------------------------------------------
+
+
+def is_filling() -> bool:
+    """Whether any parameters are being filled."""
+    return len(_fillings) > 0
+
+
+def show_whole(param: ShardedParameter) -> nn.Parameter:
+    """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole."""
+    home = home_of(param)
+    return param if home is None or home.filling is None else home.filling.show(param)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
 
 def left_on_any_rank(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
     """The FQNs of the parameters that some rank has found unfilled. One all-reduce."""
     left = [each for filled in filling for each in filled.left()]
     told = torch.tensor([float(flag) for _, flag in left], device=runtime.device)
     if left and runtime.world_size > 1:
-        runtime.all_reduce_now(told, "max")
+        runtime.all_reduce_now(told, "max", "whether all parameters have been filled")
     return [fqn for (fqn, _), flag in zip(left, told.tolist(), strict=True) if flag]
+
+
+def unequal_copies(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
+    """The FQNs of DTensors that ranks should hold copies of, and have filled with different values.
+
+    Their random generators differed. The copies may be cut differently, so checksums of whole tensors are compared.
+    """
+    found = [copied for filled in filling for copied in filled.copies()]
+    if not found:
+        return []
+    sums = torch.tensor([checksum for _, checksum, _ in found], dtype=torch.float64, device=runtime.device)
+    if runtime.world_size > 1:
+        runtime.all_reduce_now(sums, "sum", "checksums of parameters")
+    most = torch.stack([sums, -sums])
+    for replicas in dict.fromkeys(each for _, _, runtimes in found for each in runtimes):
+        of_these = torch.tensor([replicas in runtimes for _, _, runtimes in found], device=runtime.device)
+        told = torch.where(of_these, most, -torch.inf)
+        replicas.all_reduce_now(told, "max", "checksums of parameters")
+        most = torch.where(of_these, told, most)
+    differ = (most[0] != -most[1]).tolist()
+    return [fqn for (fqn, _, _), differs in zip(found, differ, strict=True) if differs]
 
 
 def end_filling(handle: FlatParamHandle) -> None:
@@ -133,12 +201,3 @@ def end_filling(handle: FlatParamHandle) -> None:
         if flat.filling is not None and handle.placement.replicas is not None:
             handle.placement.replicas.broadcast_now(flat.shard)
         flat.filling = None
-
-
-_shown: list[Filling] = []  # with parameters that are shown whole: of one unit
-
-
-def cut_all() -> None:
-    """Show this rank's parts again, everywhere."""
-    while _shown:
-        _shown.pop().cut()

@@ -7,14 +7,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import model_summary as summaries
 from torch import nn
 
 import flatshard
@@ -29,8 +32,9 @@ class FlatshardStrategy(DDPStrategy):
     """Trains a ``LightningModule`` sharded by :func:`flatshard.fully_shard`, which is called after ``configure_model``.
 
     Processes are started and connected as by Lightning's ``DDPStrategy``. Clipping, accumulation, precision plugins and
-    ``sync_batchnorm`` work as with it. Each step method of the module is a forward of it, so it may use any parameter. Under
-    manual optimization it is not, as the step itself steps the optimizer: there, call ``self(...)`` or submodules.
+    ``sync_batchnorm`` work as with it, and its summary counts whole parameters (by the callback's ``_summary``). Each step
+    method of the module is a forward of it, so it may use any parameter. Under manual optimization it is not, as the step
+    itself steps the optimizer: there, call ``self(...)`` or submodules.
 
     Args:
         policy: which modules are units; see :func:`flatshard.fully_shard`. ``configure_model`` may shard modules itself.
@@ -82,6 +86,9 @@ class FlatshardStrategy(DDPStrategy):
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelSummary):
+                callback._summary = functools.partial(_summary, callback)
         if not _is_unit(module):
             flatshard.fully_shard(module, **{"device_id": self._device_to_shard_on(), **self._shard_options})
         self.model = module
@@ -158,6 +165,26 @@ class FlatshardStrategy(DDPStrategy):
 StrategyRegistry.register(
     FlatshardStrategy.strategy_name, FlatshardStrategy, description="Parameters, gradients and optimizer state sharded"
 )
+
+
+class _Summary(summaries.ModelSummary):
+    """Counts whole parameters. Lightning has such a class for DeepSpeed, and asks by that strategy's name."""
+
+    @property
+    def total_parameters(self) -> int:
+        return flatshard.tensors.num_parameters(self._model)
+
+    @property
+    def trainable_parameters(self) -> int:
+        return flatshard.tensors.num_parameters(self._model, trainable_only=True)
+
+    @property
+    def param_nums(self) -> list[int]:
+        return [flatshard.tensors.num_parameters(layer._module) for layer in self._layer_summary.values()]
+
+
+def _summary(callback: ModelSummary, trainer: Any, module: nn.Module) -> summaries.ModelSummary:
+    return _Summary(module, max_depth=callback._max_depth)
 
 
 def parallelize_fn(policy: Any = None, **shard_options: Any) -> Callable[[nn.Module, Any], nn.Module]:

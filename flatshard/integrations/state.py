@@ -46,6 +46,13 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer, *, rank0_only:
     return flatshard.checkpoint.rekey(state, names, to="ids")
 
 
+def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """``model.num_parameters`` of transformers, of whole parameters."""
+    left_out = {f"{n}.weight" for n, m in model.named_modules() if exclude_embeddings and isinstance(m, nn.Embedding)}
+    counted = [p for n, p in model.named_parameters() if n not in left_out and (p.requires_grad or not only_trainable)]
+    return sum(flatshard.full_shape(p).numel() for p in counted)
+
+
 def load_whole(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """``model.load_state_dict(state)``, where ``state`` has tied parameters under one name each, as safetensors do."""
     first = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in state}

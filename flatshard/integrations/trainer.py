@@ -6,7 +6,6 @@ all must. A checkpoint is the one that a single process writes: any number of pr
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from typing import Any
@@ -15,10 +14,13 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
 
 import flatshard
 from flatshard.integrations.accelerate import shard
 from flatshard.integrations.state import is_sharded, policy_of, whole_optimizer_state
+
+logger = logging.get_logger(__name__)
 
 
 class Sharded:
@@ -54,17 +56,16 @@ class Sharded:
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Where the Trainer puts its wrappers: before training, and before evaluation without it."""
         shard(self.accelerator, self.model, **self._sharding)
+        if training:
+            logger.info(
+                f"  Number of trainable parameters of the whole model = {self.get_num_trainable_parameters():,}, of which "
+                "the next lines count this rank's part"
+            )
         return self.model
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """The Trainer counts the elements of parameters; here of whole ones."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if not is_sharded(self.model) or tokens is None:
-            flops: int = super().floating_point_ops(inputs)  # type: ignore[misc]
-            return flops
-        embeddings = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
-        shapes = [flatshard.full_shape(p) for n, p in self.model.named_parameters() if n not in embeddings]
-        return 6 * int(tokens.numel()) * sum(map(math.prod, shapes))
+    def get_num_trainable_parameters(self) -> int:
+        """Of whole parameters."""
+        return flatshard.tensors.num_parameters(self.model, trainable_only=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """What ``from_pretrained`` opens; of a model of peft, its adapters. All ranks must call it."""

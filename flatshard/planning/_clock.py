@@ -161,5 +161,6 @@ class RecordingCollectives(BuiltinCollectives):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._issue("all-reduce", tensor, "replicas")
 
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+    def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """See :class:`BuiltinCollectives`."""
+        return Done()

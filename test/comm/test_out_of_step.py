@@ -25,7 +25,7 @@ from pool import RankFailure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, skip
+from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, optim, skip
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.monitor import watch
 from flatshard._comm.progress import NOBODY, Progress, here
@@ -235,6 +235,49 @@ def test_all_reduces_of_different_units_are_not_mixed(errors):
     all_out_of_step(
         errors(mix_all_reduces),
         r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'",
+    )
+
+
+def norm_on_one_rank(ctx) -> None:
+    model, _ = make(ctx)
+    for _ in range(2):
+        train(model)
+        if ctx.rank == 0:
+            model.blocks[0].weight.grad.norm()
+
+
+def total_norm_on_one_rank(ctx) -> None:
+    model, _ = make(ctx)
+    train(model)
+    if ctx.rank == 0:
+        nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    train(model)
+
+
+def statistics_on_one_rank(ctx) -> None:
+    model, _ = make(ctx)
+    train(model)
+    if ctx.rank == 1:
+        optim.gradient_statistics(model)
+    train(model)
+
+
+@pytest.mark.parametrize(
+    ("body", "rank", "what"),
+    [
+        (norm_on_one_rank, 0, r"the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'"),
+        (total_norm_on_one_rank, 0, r"the total norm of order 2\.0"),
+        (statistics_on_one_rank, 1, r"statistics of 8 gradients, the first of which is 'blocks\.0\.weight'"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_norm_that_one_rank_computes(errors, body, rank, what, world_size):
+    all_out_of_step(
+        errors(body, world_size),
+        r"not all of them compute the same norm, sum or maximum",
+        rf"rank {rank} waits for the all-reduce for {what} \(after pass 1 of this process\), which rank",
+        r"rank [012] waits for the all-gather of 'blocks\.0' \(in pass 2 of this process\), which rank \d has not come to",
+        r"Have all ranks call what computes it",
     )
 
 

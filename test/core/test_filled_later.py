@@ -160,6 +160,26 @@ def test_apply(pool):
     pool.run(hugging_face_order, world_size=2)
 
 
+def own_parameters(ctx) -> None:
+    """As torchtitan's modules: each lists its own parameters. Who lists those of a whole model finds parts."""
+    expected, model = Lm(), on_meta()
+    fully_shard(model, policy={Block}, process_group=ctx.group).to_empty(device="cpu")
+    for each in (expected, model):
+        torch.manual_seed(5)
+        for module in each.modules():
+            for _, p in module.named_parameters(recurse=False):
+                nn.init.kaiming_uniform_(p) if p.ndim > 1 else nn.init.normal_(p)
+        each.inv_freq.fill_(1)
+    same_as(model, expected)
+    for p in model.blocks.parameters():
+        assert p.shape == flatshard.tensors.shard_info(p).part_shape
+    trains(ctx, model, expected)
+
+
+def test_a_module_lists_its_own_parameters(pool):
+    pool.run(own_parameters, world_size=2)
+
+
 def load(ctx, directory: str) -> None:
     expected = plain()
     saved = fully_shard(copy.deepcopy(expected), process_group=ctx.group)

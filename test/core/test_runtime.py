@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import gc
 import weakref
@@ -20,7 +21,7 @@ from parity import check_parity, full_params, mean_square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import ShardingStrategy, fully_shard, unshard
 from flatshard._composable.state import units_below
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.slots import SHARDED
@@ -866,3 +867,27 @@ def test_a_forward_without_backward_keeps_no_model_alive(pool):
 
 def test_parameters_left_whole_are_not_trusted(pool):
     pool.run(left_unsharded)
+
+
+def grad_of_unsharded_parameters(ctx) -> None:
+    """``autograd.grad`` takes the gradients for itself: as they are on this rank, and none is reduced."""
+    torch.manual_seed(0)
+    plain = Net(Block())
+    model = shard(copy.deepcopy(plain), ctx.group)
+    x = make_input(0, 3)
+    for _ in range(2):
+        unshard(model, recurse=True)
+        params = list(model.parameters())
+        with record_events() as events:
+            found = torch.autograd.grad(model(x).sum(), params)
+        assert not [e for e in events if e.startswith("reduce-scatter")]
+        expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
+        for grad, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, wanted)
+        assert all(p.grad is None for p in (*params, *model.parameters()))
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_autograd_grad_of_unsharded_parameters(pool):
+    pool.run(grad_of_unsharded_parameters, world_size=2)

@@ -807,6 +807,12 @@ def keep_identity(ctx) -> None:
             dist.all_reduce(total, group=ctx.group)
             assert total.tolist() == [shape.numel() for shape in shapes.values()]
     assert flatshard.full_shape(torch.zeros(2, 3)) == (2, 3)
+    model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), process_group=ctx.group)
+    model[0].weight.requires_grad_(False)
+    assert flatshard.tensors.num_parameters(model) == 15 + 5 + 10 + 2
+    assert flatshard.tensors.num_parameters(model, trainable_only=True) == 5 + 10 + 2
+    with flatshard.summon_full_params(model):
+        assert flatshard.tensors.num_parameters(model) == 15 + 5 + 10 + 2
 
 
 def test_names_order_classes_and_objects_survive(pool):

@@ -354,7 +354,7 @@ def initialise_on_meta(ctx) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     torch.manual_seed(ctx.rank)  # ranks of one tensor-parallel coordinate get the first one's values all the same
-    fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear})
+    fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear}, device_id="cpu")
     values = whole(model)
     assert values["0.weight"].shape == (8, WIDTH)
     for value in values.values():
@@ -364,6 +364,61 @@ def initialise_on_meta(ctx) -> None:
         assert torch.equal(same, value)
     model(torch.randn(2, WIDTH)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def fill_later(ctx) -> None:
+    """On meta: tensor parallelism, sharding, memory, values. Initialisers see DTensors."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    for hidden, options in ((8, {}), (7, {}), (7, {"strategy": NO_SHARD}), (8, {"layout": flatshard.layouts.Rows()})):
+        plain = make(hidden=hidden)
+        with torch.device("meta"):
+            model = Net(hidden=hidden).double()
+        parallelize(model, mesh["tp"], False)
+        placements = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        fully_shard(model, policy={Block}, device_mesh=mesh["dp"], **options)
+        assert all(p.is_meta for p in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model.to_empty(device="cpu")
+        model.blocks[0].up.reset_parameters()  # then over again
+        with torch.no_grad():
+            for prefix, module in model.named_modules():
+                for name, _ in plain.get_submodule(prefix).named_parameters(recurse=False):
+                    fqn, value = f"{prefix}.{name}".lstrip("."), plain.get_submodule(prefix).get_parameter(name)
+                    mine = getattr(module, name)
+                    if fqn in placements:
+                        assert isinstance(mine, DTensor)
+                        assert mine.placements == placements[fqn]
+                        value = distribute_tensor(value, mine.device_mesh, mine.placements)
+                    mine.copy_(value)
+        for name, value in whole(model).items():
+            assert torch.equal(value, plain.get_parameter(name)), name
+        own = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(2):
+            plain(batch(step)).square().mean().backward()
+            model(batch(step).chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
+            for each in (own, optimizer):
+                each.step()
+                each.zero_grad()
+        for name, value in whole(model).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
+
+
+def fill_copies_differently(ctx) -> None:
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    for options in ({}, {"strategy": NO_SHARD}):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear}, **options).to_empty(device="cpu")
+        torch.manual_seed(ctx.rank)
+        for module in (model[0], model[2]):
+            module.reset_parameters()
+        with pytest.raises(RuntimeError, match=r"^'2.bias' are replicated.*different values: call torch.manual_seed"):
+            model(torch.ones(2, WIDTH))
+        torch.manual_seed(0)
+        for module in (model[0], model[2]):
+            module.reset_parameters()
+        model(torch.ones(2, WIDTH)).sum().backward()
 
 
 def scale_gradients(ctx) -> None:
@@ -462,6 +517,8 @@ FEATURES = [
     train_flat,
     in_bfloat16,
     initialise_on_meta,
+    fill_later,
+    fill_copies_differently,
     scale_gradients,
     refuse,
 ]

@@ -105,7 +105,7 @@ class Wrapped(Tensor):
         cls.calls.append(func.__name__)
         plain = pytree.tree_map_only(Wrapped, lambda t: t.inner, (args, kwargs or {}))
         out = func(*plain[0], **plain[1])
-        return Wrapped(out) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else out
+        return cls(out) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else out
 
     def __repr__(self, **_: Any) -> str:
         return "Wrapped(...)"
@@ -377,6 +377,31 @@ class Opaque(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Float8Gathered(Wrapped):
+    """As torchao's ``WeightWithDynamicFloat8CastTensor``: FSDP2 gathers what the first method returns."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Float8Gathered:
+        return Float8Gathered(inner["inner"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        raise AssertionError
+
+
+class Packed(Quantised):
+    """As torchao's NF4Tensor: what FSDP2 gathers of it are the tensors inside, as they are."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Packed:
+        return cls(inner["stored"], inner["scale"], inner["zero"], dtype)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.stored, self.scale, self.zero), None
+
+
 def linear(weight: Tensor, requires_grad: bool = False) -> nn.Module:
     result = nn.Linear(WIDTH, WIDTH)
     result.weight = nn.Parameter(weight, requires_grad)
@@ -396,6 +421,8 @@ def refuse(ctx) -> None:
         ),
         r"is a Wrapped, which has a DTensor inside": linear(Wrapped(distributed)),
         r"is a Wrapped on the meta device": linear(Wrapped(weight.to("meta"))),
+        r"is a Float8Gathered, which converts its values before FSDP2's all-gathers.*would gather torch.float32.*"
+        r"enable_fsdp_float8_all_gather=False": linear(Float8Gathered(weight), True),
     }
     for error, module in cases.items():
         before = dict(module.named_parameters())
@@ -403,6 +430,10 @@ def refuse(ctx) -> None:
             made(ctx, module)
         assert all(p is before[n] for n, p in module.named_parameters())
         made(ctx, module, ignored_states=[module.weight])
+    packed = linear(Packed.of(weight))
+    x = torch.randn(2, WIDTH)
+    expected = packed(x)
+    torch.testing.assert_close(made(ctx, packed)(x), expected)
 
 
 def test_refused(pool):

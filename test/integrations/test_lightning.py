@@ -77,6 +77,34 @@ def trainer(ctx: Any, strategy: Any, epochs: int = 2, **options: Any) -> Any:
     )
 
 
+def counted(ctx: Any) -> None:
+    """The summary that is printed when fitting begins, and the one of each layer."""
+    from lightning.pytorch.callbacks import ModelSummary
+    from lightning.pytorch.utilities.model_summary import get_human_readable_count
+
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    class Seen(ModelSummary):
+        def summarize(self, data: Any, *numbers: Any, **options: Any) -> None:
+            seen.extend([dict(data)["Params"], *numbers[:2]])
+
+    seen: list[Any] = []
+    module = task()
+    module.scale.requires_grad_(False)
+    expected = sum(p.numel() for p in module.parameters())
+    layers = [sum(p.numel() for p in m.parameters()) for m in (module.net, module.head)]
+    fit = trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, callbacks=[Seen()], enable_model_summary=True)
+    fit.fit(module, loader(4, ctx.rank))
+    assert sum(p.numel() for p in module.parameters()) < expected
+    if ctx.rank == 0:
+        assert seen[1:] == [expected, expected - 1]
+        assert [text.strip() for text in seen[0][:2]] == [get_human_readable_count(n).strip() for n in layers]
+
+
+def test_the_summary_counts_whole_parameters(pair):
+    pair.run(counted, world_size=2)
+
+
 def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
     """``rank``: its part of two, in order. Lightning's own sampler for training would shuffle."""
     parts = torch.utils.data.DistributedSampler

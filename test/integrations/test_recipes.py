@@ -95,7 +95,24 @@ def timm_names(ctx: Any) -> dict[str, Any]:
     return {"timm": timm, "model": model, "images": torch.randn(2, 3, 8, 8)}
 
 
-OTHERS = {"lightning": lightning_names, "fabric": fabric_names, "timm": timm_names}
+def pipelining_names(ctx: Any) -> dict[str, Any]:
+    mesh = ctx.device_mesh((2, 1), ("pp", "dp"))
+    parts = {index: Network() for index in (ctx.rank, ctx.rank + 2)}
+    x = torch.randn(8, 8)
+    return {
+        "mesh": mesh,
+        "parts": parts,
+        "model": torch.nn.ModuleList(parts.values()),
+        "Block": Block,
+        "device": torch.device("cpu"),
+        "like": torch.empty(2, 8, requires_grad=True),
+        "loss": torch.nn.functional.mse_loss,
+        "inputs": (x.requires_grad_(),) if ctx.rank == 0 else (),
+        "targets": {} if ctx.rank == 0 else {"target": x},
+    }
+
+
+OTHERS = {"lightning": lightning_names, "fabric": fabric_names, "timm": timm_names, "pipelining": pipelining_names}
 """What recipes with other models than transformers' need."""
 
 

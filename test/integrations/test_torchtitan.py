@@ -166,3 +166,20 @@ def resume(ctx: Any, folder: str) -> None:
 
 def test_checkpoints(pair, tmp_path):
     pair.run(resume, str(tmp_path), timeout=400)
+
+
+def in_the_trainers_order(ctx: Any) -> None:
+    """On meta, sharded, given memory, filled: as ``torchtitan.trainer.Trainer`` does it."""
+    alone, expected = plain()
+    with torch.device("meta"):
+        model = llama().model.build()
+    shard(model, 2)
+    model.to_empty(device="cpu")
+    filled(model)
+    norms = train(model, optimizers(model), ctx.rank)
+    assert norms == pytest.approx(expected, rel=1e-4)
+    check_equal(whole_state(model), alone.state_dict())
+
+
+def test_shard_on_meta(pair):
+    pair.run(in_the_trainers_order, timeout=400)

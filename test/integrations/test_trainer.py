@@ -72,6 +72,10 @@ def sharded(ctx, kind: str, folder: str, flops: float) -> tuple[Log, dict[str, T
     first = trainer(kind, f"{folder}/two", BATCH, sharding={})
     first.train()
     assert flatshard.describe(first.model).units
+    unsharded = MODELS[kind]()
+    for only_trainable in (False, True):
+        assert first.model.num_parameters(only_trainable) == unsharded.num_parameters(only_trainable)
+    assert first.get_num_trainable_parameters() == unsharded.num_parameters(only_trainable=True)
     assert first.state.total_flos == flops
     loss = first.evaluate()["eval_loss"]
     whole = flatshard.checkpoint.full_state_dict(first.model)

@@ -119,9 +119,9 @@ def counted() -> Iterator[list[str]]:
     found: list[str] = []
     original, whole = Runtime.all_reduce_now, dist.all_reduce
 
-    def count(self: Runtime, tensor: Tensor, op: Any) -> None:
+    def count(self: Runtime, tensor: Tensor, op: Any, question: str) -> None:
         found.append(f"{op} of {tensor.numel()}")
-        original(self, tensor, op)
+        original(self, tensor, op, question)
 
     Runtime.all_reduce_now = count  # type: ignore[method-assign]
     try:
@@ -952,7 +952,7 @@ class Answers:
     def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
         self.other = other
 
-    def all_reduce_now(self, tensor: Tensor, op: str) -> None:
+    def all_reduce_now(self, tensor: Tensor, op: str, question: str) -> None:
         other = self.other(tensor.clone())
         tensor.copy_(tensor + other if op == "sum" else torch.maximum(tensor, other))
 

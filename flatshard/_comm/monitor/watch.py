@@ -30,7 +30,7 @@ from typing import Any
 from flatshard import _config, _trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import CURE, described, difference
-from flatshard._comm.progress import SAME_ORDER, Progress, here
+from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
 
 _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
 
@@ -73,6 +73,11 @@ def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
     """The ranks that have not issued the collective that ``rank`` waits for."""
     key, count, _ = positions[rank]["waits"]
     return [r for r, p in positions.items() if r != rank and p["counts"].get(str(key), 0) < count]
+
+
+def _waits_for_numbers(mine: Position) -> bool:
+    """Whether this rank waits for a norm, or other numbers."""
+    return mine["waits"] is not None and mine["waits"][0] == NUMBERS
 
 
 def _has_left(other: Position, mine: Position) -> bool:
@@ -122,6 +127,8 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
     why, cure = difference(units), CURE
     if not why:
         why, cure = "they run different units", SAME_ORDER
+        if any(_waits_for_numbers(positions[rank]) for rank in found):
+            why, cure = "not all of them compute the same norm, sum or maximum", SAME_NUMBERS
     return f"ranks wait for each other, as {why}:{''.join(lines)}\n{cure}."
 
 
@@ -207,9 +214,11 @@ class _Watched:
         if late and self._waiting != self._told:
             self._told = self._waiting
             _trace.logger.warning(
-                "rank %d has waited %.0f s for the %s, which rank %s has not come to: it is slow, or its data ended "
-                "before those of others (then have it call flatshard.skip)",
+                "rank %d has waited %.0f s for the %s, which rank %s has not come to: it is slow, or %s",
                 *(rank, time.monotonic() - self._since, waits[2], late[0]),
+                "does not compute it: all ranks must"
+                if _waits_for_numbers(settled[rank])
+                else "its data ended before those of others (then have it call flatshard.skip)",
             )
 
 

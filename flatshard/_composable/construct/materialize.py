@@ -85,7 +85,7 @@ def is_on_meta(unit: PlannedUnit, ignored: set[nn.Parameter]) -> bool:
 def can_stay_on_meta(units: list[PlannedUnit]) -> bool:
     """Whether the parameters of ``units`` can be sharded without values. [Note: Filled later]"""
     owned = [o.param for unit in units for o in unit.owned]
-    return bool(owned) and all(p.is_meta and wrapping_of(p) is None for p in owned)
+    return bool(owned) and all(p.is_meta and not is_wrapper(p) for p in owned)
 
 
 def materialize(

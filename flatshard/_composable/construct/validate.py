@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,13 @@ _SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself.
 def check_module(module: Any, what: str = "module") -> None:
     """Raise if ``module`` cannot be a unit. ``what``: the name of the argument."""
     if not isinstance(module, nn.Module):
-        hint = "; pass the module itself, not its parameters" if isinstance(module, Iterator) else ""
-        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
+        cure = "pass the model itself, not its parameters or its state"
+        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}; {cure}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "fully_shard was called inside torch.inference_mode(), where tensors are made that cannot be trained: call it "
+            "outside. The model's forward may run inside"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: {_SCRIPTED_CURE}")
     if unit_of(module) is not None:
@@ -82,7 +87,10 @@ def resolve_groups(
     if process_group is not None and device_mesh is not None:
         raise ValueError("fully_shard: pass process_group or device_mesh, not both")
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}")
+        raise TypeError(
+            f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}: make one by "
+            "torch.distributed.device_mesh.init_device_mesh(device_type, (world_size,)), or omit it to shard over all ranks"
+        )
     if device_mesh is not None and device_mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
     if strategy.is_hybrid:

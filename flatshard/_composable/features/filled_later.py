@@ -16,7 +16,7 @@ from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit, units_below
 from flatshard._errors import name_list
-from flatshard._handle.unfilled import FILL, cut_all, end_filling, left_on_any_rank
+from flatshard._handle.unfilled import FILL, cut_all, end_filling, left_on_any_rank, unequal_copies
 from flatshard._names import plain_name
 
 
@@ -52,6 +52,11 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
             f"{name_list(left)} got memory by to_empty, and nothing has filled them. Initialise them before the first "
             "forward: by init_weights() or reset_parameters() of their modules, inside "
             "`with flatshard.summon_full_params(model):`, by load_state_dict() or flatshard.load_checkpoint()"
+        )
+    if left := unequal_copies(filling, outermost.context.runtime):
+        raise RuntimeError(
+            f"{name_list(left)} are replicated over a tensor-parallel mesh, and its ranks have filled them with different "
+            "values: call torch.manual_seed with the same number on all ranks before init_weights(), and again now"
         )
     for unit in todo:
         end_filling(unit.handle)

@@ -116,10 +116,10 @@ class ManyRuntimes(Runtime):
             found = cls._by_parts[key] = cls(runtimes)
         return found
 
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
         """See :class:`Runtime`."""
         for runtime in self.runtimes:
-            runtime.all_reduce_now(tensor, op)
+            runtime.all_reduce_now(tensor, op, question)
 
 
 def common_runtime(runtimes: Sequence[Runtime | None]) -> tuple[Runtime | None, list[bool]]:

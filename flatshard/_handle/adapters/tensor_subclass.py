@@ -112,6 +112,13 @@ class TensorSubclass(Wrapping):
         """The reason why ``tensor``, of which this is the wrapping, cannot be sharded. None if it can."""
         if any(is_dtensor(t) for t in _inside(tensor, through_dtensors=False)):
             return "has a DTensor inside, which cannot be sharded: use the subclass without tensor parallelism"
+        if hasattr(self.kind, "fsdp_pre_all_gather") and len(self.leaves) == 1:  # several are gathered as they are
+            return (
+                "converts its values before FSDP2's all-gathers (fsdp_pre_all_gather). flatshard does not call that, and "
+                f"would gather {self.leaves[0].dtype}: take a parameter without it. In torchao that is Float8LinearConfig("
+                "enable_fsdp_float8_all_gather=False), with the same matrix products in float8. To send less, "
+                "pass mixed_precision=... or collectives=flatshard.comm.QuantizedCollectives"
+            )
         if tensor.requires_grad:
             if len(self.leaves) > 1:
                 return f"requires grad, but has {len(self.leaves)} tensors inside, so it has no gradient to shard: freeze it"

@@ -160,7 +160,7 @@ def checked_all_reduce(
     sent[:-2] = values
     sent[-2].fill_(tag)
     sent[-1].fill_(tag * tag if op == "sum" else -tag)
-    runtime.all_reduce_now(sent, op)
+    runtime.all_reduce_now(sent, op, question)
     ranks = runtime.world_size if op == "sum" else 1
     same = (sent[-2] == ranks * tag) & (sent[-1] == ranks * (tag * tag if op == "sum" else -tag))
     if runtime.device.type != "cpu":

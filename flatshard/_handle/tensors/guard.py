@@ -25,10 +25,13 @@ from torch.nn.utils._named_member_accessor import swap_tensor  # private: to rec
 from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, handle_to_empty, show_whole
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, handle_to_empty
+from flatshard._handle.unfilled import is_filling, show_whole
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
+# The function in `named_parameters` that lists one module's own parameters.
+_LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
 _OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _RECOMPUTE = CheckpointFunction.backward.__code__
 
@@ -54,14 +57,17 @@ class GuardedParameters(Parameters):
         shown = self.attributes.get(name)
         return shown if isinstance(shown, nn.Parameter) else super().__getitem__(name)
 
+    def _look_whole(self, name: str) -> nn.Parameter | None:
+        found = self._look(name)
+        return show_whole(found) if type(found) is ShardedParameter else found
+
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         if type(param) is ShardedParameter:
             shown = self.attributes.get(name)
             if isinstance(shown, nn.Parameter):
                 return shown
-            if param._flatshard_info.shard_world_size > 1:
-                self._check_reader(param, sys._getframe(1))
+            return self._for_reader(param, sys._getframe(1))
         return param
 
     # All ways to read must give the same. `dict(self)` and `**self` do because this class has its own iterator.
@@ -70,6 +76,8 @@ class GuardedParameters(Parameters):
         return super().__iter__()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
+        if is_filling() and _lists_own(sys._getframe(1)):
+            return {name: self._look_whole(name) for name in self}.items()
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
             return super().items()
@@ -87,17 +95,23 @@ class GuardedParameters(Parameters):
     def __repr__(self) -> str:
         return repr(self.copy())
 
-    def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
-        """Raise if a forward of this dict's module reads ``param``. Other readers are fine: ``model.head.weight.grad``."""
+    def _for_reader(self, param: ShardedParameter, reader: FrameType) -> nn.Parameter:
+        """What ``reader`` gets. Raises if a forward of this dict's module reads it. Other readers are fine:
+        ``model.head.weight.grad``.
+        """
         if reader.f_code is not _GETATTR:
-            return
+            return param
+        if param._flatshard_info.shard_world_size > 1:
+            self._check_reader(param, reader)
+        return show_whole(param)
+
+    def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
         frame = reader.f_back
         # Up to nn.Module.__call__, which runs the hooks.
         while frame is not None and frame.f_code.co_filename != _GETATTR.co_filename:
             if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
                 raise RuntimeError(_explain(param, frame))
             frame = frame.f_back
-        show_whole(param)
 
     # `Slots` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
@@ -163,6 +177,12 @@ class GuardedParameters(Parameters):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+def _lists_own(reader: FrameType) -> bool:
+    """Whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
+    caller = reader.f_back
+    return reader.f_code is _LIST and caller is not None and caller.f_locals.get("recurse") is False
 
 
 def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:

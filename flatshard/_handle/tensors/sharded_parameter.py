@@ -64,15 +64,10 @@ class Home(Protocol):
 
     is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
 
-    @property
-    def is_unfilled(self) -> bool:
-        """Whether its parameters have memory, and perhaps no values yet."""
+    filling: Any  # a feature's, while its parameters have memory and no values: see _handle/unfilled.py
 
     def allocate(self, device: torch.device) -> None:
-        """Give parameters on meta their memory."""
-
-    def show_whole(self, param: nn.Parameter) -> None:
-        """Show ``param`` whole to an initialiser, if it has no values yet."""
+        """Give parameters on meta their memory, to be filled."""
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
@@ -229,6 +224,18 @@ class ShardedParameter(nn.Parameter):
     t, transpose, permute = map(_not_of_a_part, ("t", "transpose", "permute"))
     T, mT, H, mH = map(_property_not_of_a_part, ("T", "mT", "H", "mH"))
 
+    def copy_(self, src: Any, non_blocking: bool = False) -> Self:
+        """As in torch: into this rank's part."""
+        if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
+            info = self._flatshard_info
+            raise RuntimeError(
+                f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape "
+                f"{tuple(src.shape)}, and copy_ was given the whole. Copy inside `with "
+                "flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where each rank takes its part"
+            )
+        super().copy_(src, non_blocking)
+        return self
+
     def dim(self) -> int:
         """As in torch: of this rank's part."""
         _refuse_initialiser(self, sys._getframe(1))
@@ -314,7 +321,7 @@ def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False
     if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
         return
     home = _homes.get(id(param))
-    if home is not None and home.is_unfilled and tuple(param.shape) == shape:  # [Note: Filled later]
+    if home is not None and home.filling is not None and tuple(param.shape) == shape:  # [Note: Filled later]
         return
     raise RuntimeError(
         f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape} as a 1-D part, "
@@ -351,11 +358,11 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
         frame = frame.f_back
     if frame is None or frame.f_code is not _TO_EMPTY:
         return False
-    home = _homes.get(id(param))
+    home = home_of(param)
     if param.is_meta and home is not None:
         home.allocate(new.device)
         return True
-    if home is not None and home.is_unfilled:  # allocated with the first parameter of its unit
+    if home is not None and home.filling is not None:  # allocated with the first parameter of its unit
         return True
     raise RuntimeError(
         f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. To move a "
@@ -363,10 +370,9 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     )
 
 
-def show_whole(param: ShardedParameter) -> None:
-    """Code has read ``param`` from its module. [Note: Filled later]"""
-    if (home := _homes.get(id(param))) is not None:
-        home.show_whole(param)
+def home_of(param: ShardedParameter) -> Home | None:
+    """The flat parameter that ``param`` is a slice of. None for an unpickled copy."""
+    return _homes.get(id(param))
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
