@@ -34,7 +34,7 @@ from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingSt
 from flatshard._composable.backward import Backward
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import units_below
-from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.planning import Bandwidths, Memory, Plan
 
@@ -196,7 +196,7 @@ def check(
 
     with pytest.MonkeyPatch.context() as patch, counted:
         for owner, name in (
-            (FlatParamHandle, "receive"),
+            (UnitGradients, "receive"),
             (Backward, "finish_previous"),
             (UnitHooks, "complete"),
         ):
