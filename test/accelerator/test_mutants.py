@@ -280,7 +280,7 @@ MUTANTS = {
     ),
     "gradient_nodes": Mutant(
         "autograd accumulates gradients on the stream of the forward",
-        lambda: without(FlatParamHandle, "follow_stream"),
+        lambda: without(UnitGradients, "follow_stream"),
         capture.cases["step-full"],
     ),
 }
