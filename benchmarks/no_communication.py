@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, Done, Pending
-from flatshard._comm.handed_on import hand_on
+from flatshard._composable.features.handed_on import hand_on
 
 
 @dataclass(frozen=True)

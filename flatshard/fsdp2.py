@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._composable.features import full_params, grad_sync
 from flatshard._composable.features.configure import configure
+from flatshard._composable.features.find import unit_for
 from flatshard._composable.features.forward_method import register_forward_method
-from flatshard._composable.find import unit_for
 from flatshard._composable.fully_shard import fully_shard as _fully_shard
 from flatshard._config import ShardingStrategy
 
@@ -84,7 +84,8 @@ def fully_shard(
     if shard_placement_fn is not None:
         raise NotImplementedError(
             "flatshard.fsdp2.fully_shard takes no shard_placement_fn: call flatshard.fully_shard(module, "
-            "layout=flatshard.layouts.Rows()), and see layouts.Blocks and layouts.Whole"
+            "layout=flatshard.layouts.Rows()), and see layouts.Blocks and layouts.Whole. To shard some parameters over "
+            "another mesh than the rest (experts), first call fully_shard on their module, with that mesh"
         )
     modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
     for each in modules:

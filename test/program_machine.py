@@ -63,7 +63,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, ShardingStrategy
-from flatshard._composable.find import units_registered_in
+from flatshard._composable.features.find import units_registered_in
 from flatshard._composable.state import unit_of, units_below
 
 PER_RANK = 2

@@ -1,4 +1,4 @@
-"""Collectives per backend: gloo, the fake group, and others such as NCCL. Only this file and ``_comm/messages.py`` call
+"""Collectives per backend: gloo, the fake group, and others such as NCCL. In the core, only this file calls
 ``torch.distributed`` to communicate.
 
 [Note: Order of collectives]
@@ -19,6 +19,7 @@ tag for each unit, and nothing more is needed. Over NCCL both kinds share the gr
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,7 +28,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flatshard import _trace
 from flatshard._comm.collectives import Done, Pending, Works, as_real
 from flatshard._comm.progress import EXCHANGE, GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
 
@@ -57,7 +57,7 @@ class BuiltinCollectives:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return self._group() or _alive(self._group)
+        return self._group() or alive(self._group)
 
     def store(self) -> Any:
         """The process group's store; None when the group has been destroyed."""
@@ -99,11 +99,28 @@ class BuiltinCollectives:
         return Done()
 
 
-def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     group = reference()
     if group is None:
         raise RuntimeError("the process group that this module was sharded over has been destroyed")
     return group
+
+
+def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write the average of ``parts``, one from each rank, to ``output``. Sums are in rank order; of 16 bits in float32."""
+    first, *others = parts
+    narrow = output.dtype.itemsize < 4
+    if narrow:
+        total = first.float()
+    elif first.dtype is output.dtype:
+        total = torch.add(first, others.pop(0), out=output)
+    else:
+        total = output.copy_(first)
+    for part in others:
+        total.add_(part)
+    total.div_(len(parts))
+    if narrow:
+        output.copy_(total)
 
 
 class GlooCollectives(BuiltinCollectives):
@@ -132,20 +149,7 @@ class GlooCollectives(BuiltinCollectives):
         others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
         received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
 
-        def average() -> None:
-            narrow = output.dtype.itemsize < 4
-            if narrow or input.dtype is not output.dtype:
-                total = received[0].float() if narrow else output.copy_(received[0])
-                total.add_(received[1])
-            else:
-                total = torch.add(received[0], received[1], out=output)
-            for part in received[2:]:
-                total.add_(part)
-            total.div_(self.size)
-            if narrow:
-                output.copy_(total)
-
-        return self._exchange(received, rows, REDUCE, average)
+        return self._exchange(received, rows, REDUCE, lambda: _average(output, received))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
@@ -161,28 +165,25 @@ class GlooCollectives(BuiltinCollectives):
         then: Callable[[], object] | None = None,
     ) -> Pending:
         """Receive ``received[k]`` from each other rank ``k``, send ``sent[k]`` to it, and call ``then`` at the end."""
-        group, rank, size, tag = self.group, self.rank, self.size, here.label.tag + kind
-        sources = [(rank - step) % size for step in range(1, size)]
-        works = [group.recv([received[source]], source, tag) for source in sources]
-        for step in range(1, size):
-            dest = (rank + step) % size
-            works.append(group.send([sent[dest]], dest, tag))
-
-        def describe(index: int) -> str:
-            if index < size - 1:
-                return f"while receiving from rank {sources[index]} of the group"
-            return f"while sending to rank {(rank + index - size + 2) % size} of the group"
-
-        return Works(works, then, describe)
+        sources = [(self.rank - step) % self.size for step in range(1, self.size)]
+        return self._messages(
+            [(sent[k], k) for k in reversed(sources)], [(received[k], k) for k in sources], kind, then
+        )
 
     def exchange(self, sent: Addressed, received: Addressed) -> Pending:
         """See :class:`BuiltinCollectives`."""
-        group, tag = self.group, here.label.tag + EXCHANGE
-        works = [group.recv([tensor.view(torch.uint8)], rank, tag) for tensor, rank in received]
-        works += [group.send([tensor.view(torch.uint8)], rank, tag) for tensor, rank in sent]
-        ranks = [f"while receiving from rank {r} of the group" for _, r in received]
-        ranks += [f"while sending to rank {r} of the group" for _, r in sent]
-        return Works(works, None, ranks.__getitem__)
+        as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
+        return self._messages(as_bytes[0], as_bytes[1], EXCHANGE)
+
+    def _messages(
+        self, sent: Addressed, received: Addressed, kind: int, then: Callable[[], object] | None = None
+    ) -> Pending:
+        group, tag = self.group, here.label.tag + kind
+        works = [group.recv([tensor], rank, tag) for tensor, rank in received]
+        works += [group.send([tensor], rank, tag) for tensor, rank in sent]
+
+        what = [*(("receiving from", rank) for _, rank in received), *(("sending to", rank) for _, rank in sent)]
+        return Works(works, then, lambda index: "while {} rank {} of the group".format(*what[index]))
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
@@ -330,7 +331,7 @@ class DefaultCollectives(BuiltinCollectives):
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:
-        return _alive(self._reduce_group)
+        return alive(self._reduce_group)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
@@ -343,31 +344,23 @@ class DefaultCollectives(BuiltinCollectives):
         if input.dtype is not output.dtype:
             received = torch.empty_like(input)
             dist.all_to_all_single(received, input, group=self.reduce_group)
-            first, *others = received.view(self.size, -1).unbind()
-            output.copy_(first)
-            for part in others:
-                output.add_(part)
-            output.div_(self.size)
-        elif self._uses_avg(output.dtype):
-            self._reduce_scatter(output, input, op=dist.ReduceOp.AVG, group=self.reduce_group)
+            _average(output, received.view(self.size, -1).unbind())
         else:
-            self._reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=self.reduce_group)
-            output.div_(self.size)
+            self._averaging(output, functools.partial(self._reduce_scatter, output, input))
         return Done()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
         tensor = as_real(tensor)
-        if self._uses_avg(tensor.dtype):
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.reduce_group)
-        else:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.reduce_group)
-            tensor.div_(self.size)
+        self._averaging(tensor, functools.partial(dist.all_reduce, tensor))
         return Done()
 
-    def _uses_avg(self, dtype: torch.dtype) -> bool:
-        """Whether to use the backend's AVG, and not SUM and a division. [Note: Averages of the backend]"""
-        return self.size & (self.size - 1) == 0 or dtype is torch.float16
+    def _averaging(self, result: torch.Tensor, reduce: Callable[..., object]) -> None:
+        """Call ``reduce`` so that ``result`` becomes the average. [Note: Averages of the backend]"""
+        averages = self.size & (self.size - 1) == 0 or result.dtype is torch.float16
+        reduce(op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.reduce_group)
+        if not averages:
+            result.div_(self.size)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """See :class:`BuiltinCollectives`."""
@@ -387,52 +380,6 @@ class DefaultCollectives(BuiltinCollectives):
         """See :class:`BuiltinCollectives`."""
         dist.broadcast(tensor, group_src=0, group=self.group)
         return Done()
-
-
-_Subgroups = dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]]
-
-# By id of the default group: the groups made by `subgroup`, by backend and ranks. The keys are the same on all ranks.
-_subgroups: dict[int, tuple[weakref.ref[dist.ProcessGroup], _Subgroups]] = {}
-
-
-def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
-    """A process group of the ``size`` consecutive ranks of ``group`` that contain this rank.
-
-    Every rank of the world must call it at the same time, each with its own ``group``, because creating a group is
-    collective over the world. The result is cached, and kept alive by the default group.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    ranks, known = dist.get_process_group_ranks(group), dist.get_world_size()
-    rows = [[size, *ranks]]
-    if len(ranks) < known:
-        mine = torch.full((1 + known,), -1, dtype=torch.int64, device=device)
-        mine[: 1 + len(ranks)] = torch.tensor(rows[0], device=device)
-        every = [torch.empty_like(mine) for _ in range(known)]
-        dist.all_gather(every, mine)
-        rows = [[r for r in row if r >= 0] for row in torch.stack(every).tolist()]
-    found = _subgroups.get(id(world))
-    made = found[1] if found is not None and found[0]() is world else {}
-    _subgroups[id(world)] = weakref.ref(world), made
-    backend = str(dist.get_backend_config(group))
-    for step, *others in sorted(map(tuple, rows)):
-        for start in range(0, len(others), step):
-            part = tuple(others[start : start + step])
-            if (backend, part) not in made:
-                new = dist.new_group(part, timeout=_timeout(group, device), backend=backend)
-                made[backend, part] = weakref.ref(new) if dist.get_rank() in part else weakref.ref(world)
-    at = ranks.index(dist.get_rank()) // size * size
-    return _alive(made[backend, tuple(ranks[at : at + size])])
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of ``group``. None if its backend does not tell: a process group written in Python may not."""
-    try:
-        options = getattr(group._get_backend(device), "options", None)
-    except RuntimeError as e:
-        _trace.logger.debug("the timeout of %s is not known: %s", group, e)
-        return None
-    return getattr(options, "_timeout", None)
 
 
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:

@@ -18,14 +18,39 @@ from torch import nn
 from flatshard._comm.collectives import Collectives
 from flatshard._comm.progress import Place
 from flatshard._composable.backward import Backward, current_graph_task
+from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ForwardOrder
-from flatshard._composable.forward import Forward
 from flatshard._composable.state import Step, Unit
 from flatshard._handle.pool import BufferPool
 from flatshard._runtime import Runtime
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
+
+
+class Forward:
+    """One running forward of a unit."""
+
+    __slots__ = ("claims", "frame", "gathers", "in_backward", "is_hooked", "module", "step", "unit")
+
+    def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
+        self.unit = unit
+        self.module = module  # the unit's, or the one of its group that runs
+        self.frame = frame  # alive as long as the forward is
+        self.in_backward = in_backward  # recomputed by activation checkpointing
+        self.is_hooked = True  # False: a feature asked the hooks to do nothing
+        self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
+        self.step: Step | None = None  # set at its end, if backward may reach it
+        self.claims: list[tuple[Unit, Claim]] = []
+        for needed in unit.needs:
+            claim = Claim()
+            needed.claims.append(claim)
+            self.claims.append((needed, claim))
+
+    @property
+    def claim(self) -> Claim:
+        """The claim on ``unit`` itself."""
+        return self.claims[0][1]
 
 
 class Context:

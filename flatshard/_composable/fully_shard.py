@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._comm.collectives import CollectivesFactory, check_factory
+from flatshard._comm.collectives import CollectivesFactory
 from flatshard._composable.construct import materialize, validate
+from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension, extensions
@@ -31,8 +31,6 @@ from flatshard._config import (
     MixedPrecision,
     ShardingStrategy,
     as_enum,
-    as_reshard_after_forward,
-    check_reshard_after_forward,
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
@@ -40,7 +38,7 @@ from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime, on_any_rank
-from flatshard.layouts import LayoutChoice, check_layout
+from flatshard.layouts import LayoutChoice
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -153,7 +151,7 @@ def fully_shard(
         layout=layout,
         static_buffers=static_buffers,
     )
-    _check_limit_all_gathers(limit_all_gathers)
+    check_limit_all_gathers(limit_all_gathers)
     if isinstance(module, list | tuple):
         validate.check_group(module)
         root = module[0] if len(module) == 1 else ModuleGroup(module)
@@ -165,7 +163,7 @@ def fully_shard(
     choice = choose(root, policy, config, ignored_states, world_size)
     planned, ignored_params = choice.planned, choice.ignored_params
     groups = [group] if replica_group is None else [group, replica_group]
-    device = validate.check_parameters(planned, _as_device(device_id), groups)
+    device = validate.check_parameters(planned, as_device(device_id), groups)
     names = {m: plain_name(n) for n, m in root.named_modules()}
     # [Note: Filled later]
     at_once = param_init_fn is not None or device_id is not None or sync_module_states
@@ -262,17 +260,11 @@ def choose(
     validate.check_tree(module, ignored)
     overrides = choose_units(module, policy, ignored, ignored_params)
     validate.check_chosen(module, overrides, ignored)
-    configs = {m: _over(world_size, _override(config, given, m)) for m, given in overrides.items()}
+    configs = {m: over(world_size, override(config, given, m)) for m, given in overrides.items()}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
-    choice = Choice(planned, _over(world_size, config), configs, ignored, ignored_params)
+    choice = Choice(planned, over(world_size, config), configs, ignored, ignored_params)
     validate.check_order(module, planned)
     return choice
-
-
-def _over(world_size: int, config: UnitConfig) -> UnitConfig:
-    """``config`` over that many ranks."""
-    value = as_reshard_after_forward(config.reshard_after_forward, world_size)
-    return dataclasses.replace(config, reshard_after_forward=value)
 
 
 def build(
@@ -307,94 +299,6 @@ def _changing(module: nn.Module) -> Iterator[None]:
     except BaseException as e:
         e.add_note(f"fully_shard had begun to change this {type(module).__name__}: build it anew before you try again.")
         raise
-
-
-def unit_config(
-    *,
-    strategy: Any,
-    backward_prefetch: Any,
-    forward_prefetch: Any,
-    mixed_precision: Any,
-    cpu_offload: Any,
-    collectives: CollectivesFactory | None,
-    prefetch_limit_bytes: Any,
-    reshard_after_forward: Any,
-    layout: Any,
-    static_buffers: Any = False,
-) -> UnitConfig:
-    """Turn arguments of ``fully_shard`` into the options of a unit.
-
-    Raises:
-        TypeError, ValueError: one of them is wrong.
-    """
-    strategy = as_enum(ShardingStrategy, strategy, "strategy")
-    if backward_prefetch is not None:
-        backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    for name, value in (("forward_prefetch", forward_prefetch), ("static_buffers", static_buffers)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-    if prefetch_limit_bytes is not None and not (
-        isinstance(prefetch_limit_bytes, int)
-        and not isinstance(prefetch_limit_bytes, bool)
-        and prefetch_limit_bytes >= 0
-    ):
-        raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
-    check_reshard_after_forward(reshard_after_forward, strategy)
-    check_layout(layout)
-    if collectives is not None:
-        check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
-    return UnitConfig(
-        strategy,
-        backward_prefetch,
-        forward_prefetch,
-        MixedPrecision.of(mixed_precision),
-        CPUOffload.of(cpu_offload),
-        collectives,
-        reshard_after_forward,
-        prefetch_limit_bytes,
-        layout,
-        static_buffers,
-    )
-
-
-def _check_limit_all_gathers(limit_all_gathers: bool) -> None:
-    if limit_all_gathers is not True:
-        raise ValueError(
-            "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and the order of streams "
-            "bounds memory. Omit the argument"
-        )
-
-
-def _override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> UnitConfig:
-    """``config`` with the arguments ``given`` that a CustomPolicy returned for one module."""
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    given = {("strategy" if key == "sharding_strategy" else key): value for key, value in given.items()}
-    if unknown := [key for key in given if key not in fields]:
-        raise ValueError(
-            f"the policy overrides {name_list(unknown)} for a {type(module).__name__}; it can override {sorted(fields)}"
-        )
-    try:
-        result = unit_config(**(fields | given))
-    except (TypeError, ValueError) as e:
-        raise type(e)(f"the policy's {e} (for a {type(module).__name__})") from None
-    if result.strategy.is_hybrid != config.strategy.is_hybrid:
-        raise ValueError(
-            f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: hybrid and "
-            "other strategies take different process groups, so shard this module in a separate call"
-        )
-    return result
-
-
-def _as_device(device_id: int | torch.device | str | None) -> torch.device | None:
-    if device_id is None:
-        return None
-    kind = validate.default_device().type
-    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type == "cpu":
-        return torch.device("cpu")  # without an index: the device of tensors is "cpu", which does not equal "cpu:0"
-    if device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return device
 
 
 def _make_unit(

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -38,11 +37,16 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flatshard._composable.backward import current_graph_task
-from flatshard._composable.backward_order import gather, gather_last_inside, prefetch_before, prefetches
+from flatshard._composable.backward import (
+    current_graph_task,
+    gather,
+    gather_last_inside,
+    prefetch_before,
+    prefetches,
+)
 from flatshard._composable.claims import Claim
+from flatshard._composable.context import Forward
 from flatshard._composable.extensions import ForwardFeature
-from flatshard._composable.forward import Forward
 from flatshard._composable.outputs import is_opaque, tensors_in
 from flatshard._composable.state import ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
@@ -106,19 +110,6 @@ class UnitHooks:
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------
-
-    def run(
-        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call ``function`` between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
-        output = None
-        try:
-            changed = self.pre_forward(module, args, kwargs, sys._getframe())
-            args, kwargs = (args, kwargs) if changed is None else changed
-            output = function(*args, **kwargs)
-        finally:
-            cast = self.post_forward(module, args, kwargs, output)
-        return output if cast is None else cast
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None

@@ -61,37 +61,6 @@ class CustomPolicy:
         self.function = function
 
 
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = 100_000_000,
-    force_leaf_modules: set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: set[type[nn.Module]] | None = None,
-) -> bool:
-    """A unit for every ``min_num_params`` elements, counted from the leaves up."""
-    leaves = tuple(force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention})
-    excluded = tuple(exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict})
-    large = nonwrapped_numel >= min_num_params
-    if recurse:
-        return large and not isinstance(module, leaves)
-    return large and not isinstance(module, excluded)
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
-) -> bool:
-    """A unit for each module of the given classes."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
-) -> bool:
-    """A unit for each module for which ``lambda_fn(module)`` is true."""
-    return recurse or lambda_fn(module)
-
-
 def choose_units(
     root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> dict[nn.Module, Overrides]:

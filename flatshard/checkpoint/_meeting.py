@@ -31,7 +31,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from flatshard._comm.messages import default_group, membership
+from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._errors import name_list
 from flatshard._trace import logger
 

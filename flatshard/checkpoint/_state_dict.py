@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._composable.features.find import units_registered_in
 from flatshard._composable.features.gathering import Gathering
-from flatshard._composable.find import units_registered_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.extensions import Extension, ForwardFeature, Link
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.features.link import Link
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter

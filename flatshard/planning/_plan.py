@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from flatshard._composable.construct import validate
-from flatshard._composable.fully_shard import Choice, choose, unit_config
+from flatshard._composable.construct.options import unit_config
+from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.policy import Policy
 from flatshard._composable.state import Unit, UnitConfig, units_below
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_enum

@@ -23,12 +23,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from flatshard._composable.context import Context
+from flatshard._composable.context import Context, Forward
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import inner_shards
 from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.flat_plan import plan_flats
-from flatshard._composable.forward import Forward
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit, called_modules, unit_of

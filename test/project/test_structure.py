@@ -25,7 +25,7 @@ PACKAGES = [
     ["_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
-    ["_composable.features", "_comm.monitor", "_comm.quantized"],
+    ["_composable.features", "_comm.monitor"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning"],
     ["_extensions"],
@@ -289,7 +289,7 @@ DISTRIBUTED_MODULES = {
 
 
 def only_backends_communicates():
-    for name, node in outside("_comm.backends", "_comm.messages"):
+    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_composable.features.subgroups"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
@@ -310,7 +310,13 @@ def only_handles_start_collectives_and_construction_broadcasts():
     """
     found = {
         (name, node.func.attr)
-        for name, node in outside("_runtime", "_comm.backends", "_comm.quantized", "_composable.features.comm_hooks")
+        for name, node in outside(
+            "_runtime",
+            "_comm.backends",
+            "_composable.features.quantized",
+            "_composable.features.comm_hooks",
+            "_composable.features.subgroups",
+        )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
     }
     above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from models import Mlp
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flatshard
@@ -186,6 +187,64 @@ def run_experts(ctx) -> None:
 
 def test_experts_on_other_groups(pool):
     pool.run(run_experts, world_size=4)
+
+
+class Stacked(nn.Module):
+    """One matrix per expert, stacked. It computes with those that this rank has."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return torch.einsum("bi,eij->bj", x, local)
+
+
+class WithStacked(nn.Module):
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.front, self.experts = nn.Linear(WIDTH, WIDTH), Stacked(4)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        if self.group is None:
+            return torch.tanh(self.experts(x))
+        mine = self.experts(Gather.apply(x, self.group).flatten(0, 1)).view(2, -1, WIDTH)
+        return torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()])
+
+
+def run_stacked_experts(ctx) -> None:
+    """Experts are a DTensor over two ranks of the four that the rest is sharded over."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
+    torch.manual_seed(0)
+    plain = WithStacked().double()
+    model = copy.deepcopy(plain)
+    model.group = mesh.get_group("ep")
+    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
+    with pytest.raises(
+        ValueError, match=r"'experts.weight' is a DTensor over ranks .* first call fully_shard\(experts"
+    ):
+        fully_shard(model, process_group=ctx.group)
+    fully_shard(model.experts, device_mesh=mesh["dp"])
+    flatshard.configure(model.experts, divide_factor=4)
+    fully_shard(model, process_group=ctx.group)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(3):
+        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[ctx.rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with flatshard.summon_full_params(model):
+        got = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        assert_equal({name: p.detach().clone() for name, p in got.items()}, plain)
+
+
+def test_experts_in_a_dtensor(pool):
+    pool.run(run_stacked_experts, world_size=4)
 
 
 # -- DistributedDataParallel -------------------------------------------------------------------------------------------

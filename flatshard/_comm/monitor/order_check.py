@@ -25,8 +25,8 @@ import torch.distributed as dist
 from flatshard import _trace
 from flatshard._comm.backends import message_collectives
 from flatshard._comm.collectives import Pending
-from flatshard._comm.messages import all_set
 from flatshard._comm.monitor.differences import CURE, Described, described, difference
+from flatshard._comm.monitor.messages import all_set
 from flatshard._comm.progress import CHECK_LABELS, SAME_ORDER, Issued, here
 from flatshard._errors import OutOfStepError
 

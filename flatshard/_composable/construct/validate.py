@@ -342,7 +342,8 @@ def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> No
                 f"parameter {fqn!r} is a DTensor over ranks {sorted(inside)}, and would be sharded over ranks "
                 f"{dist.get_process_group_ranks(group)}: rank {mine} has rank {shared[0]} in both. Shard over the other "
                 "dimension of the mesh: fully_shard(..., device_mesh=mesh['dp']), where mesh = init_device_mesh(..., "
-                "mesh_dim_names=('dp', 'tp'))"
+                "mesh_dim_names=('dp', 'tp')). If other parameters are to be sharded over all these ranks (experts in a "
+                "model), first call fully_shard(experts, device_mesh=mesh['dp']), and then fully_shard(model)"
             )
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
-from flatshard._comm.handed_on import hand_on
 from flatshard._comm.progress import here
+from flatshard._composable.features.handed_on import hand_on
 from flatshard._composable.state import Unit, units_below
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatshard._composable.exec_order import ChosenUnits
 from flatshard._composable.features import inner_shards
-from flatshard._composable.find import unit_for, units_for
+from flatshard._composable.features.find import unit_for, units_for
 from flatshard._composable.state import Unit, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._runtime import Runtime

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from torch import nn
 
-from flatshard._composable.find import unit_for, unwrapped
+from flatshard._composable.features.find import unit_for, unwrapped
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
@@ -41,14 +42,23 @@ class ForwardMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = self._method()
-        return (
-            self._iterate(method, args, kwargs) if self._yields else self.hooks.run(self.module, method, args, kwargs)
-        )
+        return self._iterate(method, args, kwargs) if self._yields else self._run(method, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
+        output = None
+        try:
+            changed = self.hooks.pre_forward(self.module, args, kwargs, sys._getframe())
+            args, kwargs = (args, kwargs) if changed is None else changed
+            output = function(*args, **kwargs)
+        finally:
+            cast = self.hooks.post_forward(self.module, args, kwargs, output)
+        return output if cast is None else cast
 
     def _iterate(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, Any, Any]:
-        run = functools.partial(self.hooks.run, self.module)
+        run = self._run
         generator: Any = None
 
         def start(*args: Any, **kwargs: Any) -> Any:

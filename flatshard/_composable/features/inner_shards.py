@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from flatshard import _trace
-from flatshard._comm.backends import subgroup
 from flatshard._comm.collectives import CollectivesFactory, Pending
 from flatshard._composable.extensions import Extension
+from flatshard._composable.features.subgroups import subgroup
 from flatshard._composable.state import Unit, UnitConfig
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Holding, Runtime

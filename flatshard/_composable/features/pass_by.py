@@ -24,8 +24,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatshard._composable.backward import current_graph_task
+from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.forward import Forward
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Unit
 

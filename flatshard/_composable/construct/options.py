@@ -1,0 +1,123 @@
+"""The options of a unit, from the arguments of ``fully_shard`` and from what a policy overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard._comm.collectives import CollectivesFactory, check_factory
+from flatshard._composable.construct.validate import default_device
+from flatshard._composable.state import UnitConfig
+from flatshard._config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    as_enum,
+    as_reshard_after_forward,
+    check_reshard_after_forward,
+)
+from flatshard._errors import name_list
+from flatshard.layouts import check_layout
+
+
+def unit_config(
+    *,
+    strategy: Any,
+    backward_prefetch: Any,
+    forward_prefetch: Any,
+    mixed_precision: Any,
+    cpu_offload: Any,
+    collectives: CollectivesFactory | None,
+    prefetch_limit_bytes: Any,
+    reshard_after_forward: Any,
+    layout: Any,
+    static_buffers: Any = False,
+) -> UnitConfig:
+    """Turn arguments of ``fully_shard`` into the options of a unit.
+
+    Raises:
+        TypeError, ValueError: one of them is wrong.
+    """
+    strategy = as_enum(ShardingStrategy, strategy, "strategy")
+    if backward_prefetch is not None:
+        backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
+    for name, value in (("forward_prefetch", forward_prefetch), ("static_buffers", static_buffers)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+    if prefetch_limit_bytes is not None and not (
+        isinstance(prefetch_limit_bytes, int)
+        and not isinstance(prefetch_limit_bytes, bool)
+        and prefetch_limit_bytes >= 0
+    ):
+        raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
+    check_reshard_after_forward(reshard_after_forward, strategy)
+    check_layout(layout)
+    if collectives is not None:
+        check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
+    return UnitConfig(
+        strategy,
+        backward_prefetch,
+        forward_prefetch,
+        MixedPrecision.of(mixed_precision),
+        CPUOffload.of(cpu_offload),
+        collectives,
+        reshard_after_forward,
+        prefetch_limit_bytes,
+        layout,
+        static_buffers,
+    )
+
+
+def check_limit_all_gathers(limit_all_gathers: bool) -> None:
+    """Raise if it is not True.
+
+    In FSDP1, False removes a wait of the host.
+    """
+    if limit_all_gathers is not True:
+        raise ValueError(
+            "limit_all_gathers=False has no meaning here: the host never waits for an all-gather, and the order of streams "
+            "bounds memory. Omit the argument"
+        )
+
+
+def override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> UnitConfig:
+    """``config`` with the arguments ``given`` that a CustomPolicy returned for one module."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    given = {("strategy" if key == "sharding_strategy" else key): value for key, value in given.items()}
+    if unknown := [key for key in given if key not in fields]:
+        raise ValueError(
+            f"the policy overrides {name_list(unknown)} for a {type(module).__name__}; it can override {sorted(fields)}"
+        )
+    try:
+        result = unit_config(**(fields | given))
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"the policy's {e} (for a {type(module).__name__})") from None
+    if result.strategy.is_hybrid != config.strategy.is_hybrid:
+        raise ValueError(
+            f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: hybrid and "
+            "other strategies take different process groups, so shard this module in a separate call"
+        )
+    return result
+
+
+def over(world_size: int, config: UnitConfig) -> UnitConfig:
+    """``config`` over that many ranks."""
+    value = as_reshard_after_forward(config.reshard_after_forward, world_size)
+    return dataclasses.replace(config, reshard_after_forward=value)
+
+
+def as_device(device_id: int | torch.device | str | None) -> torch.device | None:
+    """The argument ``device_id`` as a device, with an index."""
+    if device_id is None:
+        return None
+    kind = default_device().type
+    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu")  # without an index: the device of tensors is "cpu", which does not equal "cpu:0"
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
