@@ -30,6 +30,9 @@ import torch.distributed as dist
 VERBS = ("send", "recv", "allreduce", "broadcast")
 """By which flatshard uses a group's memory later than it calls."""
 
+REAL = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
+REAL_RESIZE = torch.UntypedStorage.resize_
+
 
 @dataclasses.dataclass
 class Fence:
@@ -160,16 +163,16 @@ def _fenced_resize(fence: Fence, real: Callable[..., Any]) -> Callable[..., Any]
 
 @contextlib.contextmanager
 def install(delay: float = 0.0) -> Iterator[Fence]:
-    """Have all process groups and storages of this process fenced inside."""
+    """Have all process groups and storages of this process fenced inside. Another fence, outside, sees nothing meanwhile."""
     fence = Fence(delay)
-    real = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
-    real_resize = torch.UntypedStorage.resize_
-    for verb, method in real.items():
+    before = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
+    resize_before = torch.UntypedStorage.resize_
+    for verb, method in REAL.items():
         setattr(dist.ProcessGroup, verb, _fenced(fence, verb, method.__func__))
-    torch.UntypedStorage.resize_ = _fenced_resize(fence, real_resize)  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _fenced_resize(fence, REAL_RESIZE)  # type: ignore[method-assign]
     try:
         yield fence
     finally:
-        for verb, method in real.items():
+        for verb, method in before.items():
             setattr(dist.ProcessGroup, verb, method)
-        torch.UntypedStorage.resize_ = real_resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_before  # type: ignore[method-assign]

@@ -262,3 +262,43 @@ def compile_dataclasses(ctx) -> None:
 
 def test_units_compiled_as_one_graph_that_return_dataclasses(ranks):
     ranks.run(compile_dataclasses, world_size=2)
+
+
+class Counted(flatshard.comm.GlooCollectives):
+    """A user's collectives. They are outside flatshard's package, and dynamo cannot trace them."""
+
+    gathers = 0
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> flatshard.comm.Pending:
+        assert not torch.compiler.is_compiling()
+        Counted.gathers += print("", end="") is None
+        return super().all_gather(output, shard)
+
+
+def compile_beside_own_collectives(ctx, before: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block())
+    model, Counted.gathers = copy.deepcopy(plain), 0
+
+    def compile_each() -> None:
+        for block in model:
+            block.compile(fullgraph=True, backend="aot_eager")
+
+    if before:
+        compile_each()
+    fully_shard(model, policy={Block}, collectives=lambda group, _: Counted(group), process_group=ctx.group)
+    if not before:
+        compile_each()
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        y = model(x)
+        torch.testing.assert_close(y, plain(x))
+        y.sum().backward()
+    assert Counted.gathers == 2 * 2 * len(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_collectives_of_the_user_are_not_compiled(ranks, before: bool):
+    """With ``fullgraph=True`` this was an error, as dynamo compiled what the hooks call."""
+    ranks.run(compile_beside_own_collectives, before, world_size=2)

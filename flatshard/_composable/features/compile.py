@@ -2,7 +2,8 @@
 
 Dynamo would trace into flatshard's hooks. There is nothing to compile in them, and much that it cannot trace: process groups,
 storages that are resized, autograd's engine. So it is told to skip the package. It then breaks its graph at a unit's hooks
-and calls them. This needs no wrapper around the hooks, so it costs nothing without ``torch.compile``.
+and calls them. It must not compile what they call either, such as collectives that the user implements, so it is told not to
+look below the hooks. This needs no wrapper around the hooks, so it costs nothing without ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 from torch import nn
 
 from flatshard._composable.extensions import Extension
+from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import UnitConfig
 from flatshard._runtime import Runtime
 
@@ -30,3 +32,9 @@ def _skip() -> None:
     from torch._dynamo import trace_rules  # there is no public way to skip a package
 
     trace_rules.add("flatshard")
+
+    # There is no public way either to skip what a function calls, without a wrapper that costs time in every call.
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):
+        set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
