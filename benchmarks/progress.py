@@ -44,7 +44,8 @@ class Progress:
         if self._out.isatty() and (now - self._drawn >= REDRAW_SECONDS or step == self._last):
             filled = BAR * step // self._last
             bar = "#" * filled + "." * (BAR - filled)
-            self._out.write(f"\r\x1b[K[{bar}] step {step}/{self._last}  loss {loss:.3f}  {self.time_left(step)}")
+            text = f"[{bar}] step {step}/{self._last}  loss {loss:.3f}  {self._mean_rate()}  {self.time_left(step)}"
+            self._out.write(f"\r\x1b[K{text.rstrip()}")
             self._out.flush()
             self._drawn, self._is_drawn = now, True
 
@@ -67,6 +68,12 @@ class Progress:
         if self._is_drawn:
             self._out.write("\r\x1b[K")
             self._is_drawn = False
+
+    def _mean_rate(self) -> str:
+        """Of the steps so far, as text; empty before any was timed."""
+        if not self._timed:
+            return ""
+        return f"{self._timed * self._tokens_per_step / max(self._seconds, 1e-9):,.0f} tokens/s"
 
     def time_left(self, step: int) -> str:
         """As text, from the mean of the steps so far; empty after the last one, and before any was timed."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,17 +83,21 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
     """Runs ``script`` in ``count`` processes, as torchrun does, and returns when all have ended.
 
     Raises:
-        SystemExit: one of them failed.
+        SystemExit: one of them failed, or the user has interrupted them.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     set_environment()
+    logging.disable(logging.WARNING)  # in this process only, where torchrun warns of each signal that it passes on
     try:
         torchrun(["--standalone", "--nproc-per-node", str(count), script, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}")
+    except SignalException as signalled:
+        leave(128 + signalled.sigval)
 
 
 @contextlib.contextmanager
@@ -107,8 +113,12 @@ def process_group(use_gpu: bool = True) -> Iterator[Ranks]:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        yield ranks
+    except KeyboardInterrupt:
+        ranks.say("\nstopped")
+        leave(128 + signal.SIGINT)  # at once: the other ranks leave too, perhaps in the middle of a collective
     finally:
         # A model holds its process group, and a model lies in reference cycles. While anything holds the group, gloo's
         # threads outlive destroy_process_group, and one that frees a tensor during Python's own exit aborts the process.

@@ -2,10 +2,10 @@
 
     python benchmarks/step_time.py
 
-It starts two ranks; for more: ``torchrun --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains the same 25 M
-parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are medians over the
-rounds, as ratios to FSDP2's median. ``4 x``: four microbatches, of which the last reduces; ``flatshard, each reduced`` is its
-default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction.
+It starts two ranks; for more: ``torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains
+the same 25 M parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are
+medians over the rounds, as ratios to FSDP2's median. ``4 x``: four microbatches, of which the last reduces; ``flatshard, each
+reduced`` is its default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction.
 
 The floor is the plain model's step without any communication, on each rank's own batch (bf16: all of it in bfloat16).
 """

@@ -1,10 +1,10 @@
 """Trains a byte-level GPT on the sources of Python's standard library, sharded over all ranks by flatshard.
 
-examples:
+examples, in an activated environment:
   Two processes on one machine, over gloo on a CPU and over nccl where there are GPUs:
       python benchmarks/train_gpt.py --ranks 2
-  The same under torchrun, which also starts ranks on several machines:
-      torchrun --nproc-per-node 2 benchmarks/train_gpt.py
+  The same under torchrun (for ranks on several machines see torchrun --help):
+      torchrun --standalone --nproc-per-node 2 benchmarks/train_gpt.py
   See that sharding changes nothing: 20 steps beside an unsharded model that trains in one process on the batches of all
   ranks put together. It fails if the two differ:
       python benchmarks/train_gpt.py --ranks 2 --verify
@@ -62,7 +62,7 @@ TOLERANCE = 1e-5
 def main() -> None:
     options = parse_options(sys.argv[1:])
     if options.ranks and not are_started():
-        print(f"starting {options.ranks} processes ...", flush=True)
+        print(f"starting {options.ranks} process{'es' * (options.ranks > 1)}: each imports torch ...", flush=True)
         start(options.ranks, __file__, sys.argv[1:])
         leave(0)
     with process_group() as ranks:
@@ -266,8 +266,13 @@ def print_sample(model: nn.Module, options: Options, ranks: Ranks) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for byte in generate(model, PROMPT, SAMPLE_BYTES, options, ranks):
         if ranks.rank == 0:
-            print(decoder.decode(bytes([byte])), end="", flush=True)
+            print(printable(decoder.decode(bytes([byte]))), end="", flush=True)
     ranks.say("")
+
+
+def printable(text: str) -> str:
+    """``text`` without what could change the terminal's settings, as an escape sequence would."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 @torch.no_grad()
@@ -411,7 +416,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
     checkpoints.add_argument(
         "--save-every", type=positive_int, default=sys.maxsize, metavar="N", help="and every N steps"
     )
-    checkpoints.add_argument("--resume", metavar="DIR/step-N", help="go on from there, with any number of ranks")
+    checkpoints.add_argument(
+        "--resume", type=directory, metavar="DIR/step-N", help="go on from there, with any number of ranks"
+    )
 
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument(
@@ -446,15 +453,22 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def svg_path(text: str) -> str:
     if not text.endswith(".svg"):
         raise argparse.ArgumentTypeError(f"{text} does not end in .svg")
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such directory")
+    return text
+
+
+def directory(text: str) -> str:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such directory")
     return text
 
 

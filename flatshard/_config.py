@@ -100,10 +100,11 @@ class MixedPrecision:
         elif kind == "MixedPrecisionPolicy":  # it casts inputs everywhere, and knows no ignored classes
             fields |= {"cast_root_forward_inputs": fields["cast_forward_inputs"], "module_classes_to_ignore": ()}
         else:
-            cure = ""
-            if isinstance(value, torch.dtype):
-                cure = f": pass flatshard.MixedPrecision(param_dtype={value}, reduce_dtype=torch.float32)"
-            raise TypeError(f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}{cure}")
+            dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
+            raise TypeError(
+                f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}: pass "
+                f"flatshard.MixedPrecision(param_dtype={dtype}, reduce_dtype=torch.float32)"
+            )
         return cls(**fields)
 
     def ignores(self, module: nn.Module) -> bool:

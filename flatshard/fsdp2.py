@@ -10,7 +10,7 @@ clients call are attributes of the instance. Parameters are this rank's parts, n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ __all__ = [
     "register_fsdp_forward_method",
 ]
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def fully_shard(
     """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it. See the module's text.
 
     Args:
+        module: a module, or a list of modules that become one unit.
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
         shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
 
@@ -85,7 +86,9 @@ def fully_shard(
             "flatshard.fsdp2.fully_shard takes no shard_placement_fn: call flatshard.fully_shard(module, "
             "layout=flatshard.layouts.Rows()), and see layouts.Blocks and layouts.Whole"
         )
-    _check_names(module)
+    modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
+    for each in modules:
+        _check_names(each)
     hybrid = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
     _fully_shard(
         module,
@@ -96,7 +99,8 @@ def fully_shard(
         cpu_offload=offload_policy,
         ignored_states=ignored_params,
     )
-    add_methods(module)
+    for each in modules:
+        add_methods(each)
     return module
 
 

@@ -74,8 +74,8 @@ def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int
 SAME_ORDER = (
     "All ranks must run the same units in the same order, forward and backward. If a rank does not need a unit that others "
     "run, have it call flatshard.skip(unit, x) in its place. Layers dropped at random (layerdrop) must be the same on all "
-    "ranks. Functions that gather, such as full_state_dict and summon_full_params, are called by all ranks, not by rank 0 "
-    "alone"
+    "ranks. What communicates, such as full_state_dict, summon_full_params and the norm of a gradient, is called by all "
+    "ranks, not by rank 0 alone"
 )
 SAME_NUMBERS = (
     "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
@@ -139,7 +139,7 @@ class Progress:
         self._last_place: Place | None = None  # when the last collective was issued
         self.first = (0, 0)  # key and count of the first collective that was issued in `_last_place`
         self._seen: Counter[str] = Counter()
-        self._tags = {0, *(label.tag for label in CHECK_LABELS)}
+        self._tags = {label.tag for label in (NOBODY, *CHECK_LABELS)}
 
     def make_label(self, unit: str, identity: str) -> Label:
         """A label for a new handle. Handles of equal ``identity`` are told apart by the order of their creation."""

@@ -60,6 +60,8 @@ def _next(step: Step) -> Iterable[Unit]:
     if step.unit.backward_prefetch is not None:
         return step.unit.backward_prefetch
     before = step.previous
+    while before is not None and before.unit is step.unit:  # an earlier forward of the same unit needs no gather
+        before = before.previous
     # Backward has reached `before` already if `step` is of an enclosing unit.
     if before is None or step.unit.context.backward.has_come_to(before):
         return ()

@@ -42,7 +42,7 @@ class Context:
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # the latest step of the current pass
         self.forwards: list[Forward] = []  # running now, outermost first
-        self.order: ForwardOrder[Unit] = ForwardOrder()  # of the current pass
+        self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
         self.pools: dict[Collectives, BufferPool] = {}  # where there are static buffers
         self.follow(runtime)
@@ -72,8 +72,8 @@ class Context:
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, in_backward: bool, frame: FrameType | None) -> Forward:
-        """Called when ``unit`` starts a forward, from its pre-forward hook.
+    def enter_forward(self, unit: Unit, module: nn.Module, in_backward: bool, frame: FrameType | None) -> Forward:
+        """Called when ``module``, one of the ``unit``, starts a forward, from its pre-forward hook.
 
         ``frame``: a Python frame that is alive during the forward. None: that of the module's ``__call__``, which is found
         from the caller.
@@ -89,13 +89,13 @@ class Context:
             self.settle(frame)
             if not self.forwards:
                 self._start_pass(unit, frame)
-        forward = Forward(unit, frame, in_backward)
+        forward = Forward(unit, module, frame, in_backward)
         self.forwards.append(forward)
         return forward
 
-    def exit_forward(self, unit: Unit) -> Forward | None:
-        """Called when ``unit`` ends a forward. Returns None if the forward never started (an earlier hook raised)."""
-        if not self.forwards or self.forwards[-1].unit is not unit:
+    def exit_forward(self, module: nn.Module) -> Forward | None:
+        """Called when ``module`` ends a forward. Returns None if the forward never started (an earlier hook raised)."""
+        if not self.forwards or self.forwards[-1].module is not module:
             return None
         return self.forwards.pop()
 
@@ -171,9 +171,14 @@ class Context:
             if not unit.steps:
                 unit.handle.unblock()
 
-    def used(self, unit: Unit) -> bool:
-        """Called when ``unit`` is needed. Returns whether it had been prefetched."""
-        return self._prefetched.pop(unit, False) is None
+    def keep_for_next(self, unit: Unit) -> None:
+        """Called when another module of ``unit`` is to run: it stays unsharded, as if it had been prefetched for it."""
+        if not unit.handle.is_sharded:
+            self._prefetched[unit] = None
+
+    def used(self, unit: Unit) -> None:
+        """Called when ``unit`` is needed."""
+        self._prefetched.pop(unit, None)
 
     def free_unused(self) -> None:
         """Free units that were prefetched and not used."""

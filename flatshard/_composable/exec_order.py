@@ -7,43 +7,53 @@ order. Backward's order needs no such record: see ``Step.previous``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar
+
+from torch import nn
 
 T = TypeVar("T")
 
 
-class ForwardOrder(Generic[T]):
-    """The units that ran in the current and in the last pass of one outermost unit, in order."""
+class ForwardOrder:
+    """The modules of units that ran in the current and in the last pass of one outermost unit, in order."""
 
     __slots__ = ("_previous", "current")
 
     def __init__(self) -> None:
-        self._previous: list[T] = []
-        self.current: list[T] = []
+        self._previous: list[nn.Module] = []
+        self.current: list[nn.Module] = []
 
     def start(self) -> None:
         """Begin a new pass."""
         self._previous, self.current = self.current, self._previous
         self.current.clear()
 
-    def advance(self, unit: T) -> T | None:
-        """Record that ``unit`` runs now. Returns the unit that followed it in the last pass, or None."""
+    def advance(self, module: nn.Module) -> nn.Module | None:
+        """Record that ``module`` runs now. Returns the module that followed it in the last pass, or None."""
         previous, at = self._previous, len(self.current)
-        self.current.append(unit)
-        if at >= len(previous) or previous[at] is not unit:
-            if unit not in previous:
+        self.current.append(module)
+        if at >= len(previous) or previous[at] is not module:
+            if module not in previous:
                 return None
-            at = previous.index(unit)
+            at = previous.index(module)
         return previous[at + 1] if at + 1 < len(previous) else None
 
-    def since(self, unit: T) -> list[T]:
-        """The units that have run in this pass since ``unit`` last started. At the end of its forward: those inside it."""
+    def since(self, module: nn.Module) -> list[nn.Module]:
+        """The modules that ran in this pass since ``module`` last started. At the end of its forward: those inside it."""
         current = self.current
         at = len(current)
-        while at and current[at - 1] is not unit:
+        while at and current[at - 1] is not module:
             at -= 1
         return current[at:] if at else []
+
+    def are_awaited(self, modules: Collection[nn.Module]) -> bool:
+        """Whether some of ``modules`` have run in this pass, and others have yet to run. It starts anew when all have run."""
+        awaited = set(modules)
+        for module in self.current:
+            awaited.discard(module)
+            awaited = awaited or set(modules)
+        return len(awaited) < len(modules)
 
 
 class ChosenUnits(Generic[T]):

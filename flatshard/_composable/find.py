@@ -10,14 +10,18 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._names import HIDDEN
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """``module``, or the unit's module that ``checkpoint_wrapper`` has wrapped in it."""
+    while unit_of(module) is None and HIDDEN in module._modules:
+        module = module.get_submodule(HIDDEN)
+    return module
+
+
 def unit_for(module: nn.Module, verb: str) -> Unit:
     """The unit of ``module``, or of the module that ``checkpoint_wrapper`` has wrapped in it."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{verb} takes an nn.Module, got a {type(module).__name__}")
-    inner = module
-    while unit_of(inner) is None and HIDDEN in inner._modules:  # the wrapped module of checkpoint_wrapper
-        inner = inner.get_submodule(HIDDEN)
-    if (unit := unit_of(inner)) is not None:
+    if (unit := unit_of(unwrapped(module))) is not None:
         return unit
     kind = type(module).__name__
     owners = dict.fromkeys(owner for p in module.parameters() if (owner := owner_of(p)) is not None)

@@ -24,7 +24,7 @@ from flatshard._composable.flat_plan import plan_flats
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.state import Unit, UnitConfig, owner_of, set_unit, units_below
+from flatshard._composable.state import ModuleGroup, Unit, UnitConfig, owner_of, set_unit, units_below
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,
@@ -43,7 +43,7 @@ from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice, check_layout
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
@@ -82,10 +82,14 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
 
     Args:
-        module: the module to shard. Submodules that earlier calls have sharded stay as they are.
+        module: the module to shard. Submodules that earlier calls have sharded stay as they are. A list of modules, such as
+            ``[model.norm, model.head]``: they become one unit, with one all-gather. It is gathered for the first of them
+            that runs, and freed after the last one; if not all of them run in a pass, at the end of the pass. The list
+            is returned.
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
-            also the policies of ``torch.distributed.fsdp.wrap``. None: ``module`` is a single unit.
+            also the policies of ``torch.distributed.fsdp.wrap``. None: ``module`` is a single unit. A tuple of modules beside
+            the classes is one unit: ``policy={Block, (model.norm, model.head)}``.
         process_group: the ranks to shard over. Default: all. For the hybrid strategies: (ranks to shard over, ranks that
             replicate this one's shard); default: shard within a node.
         device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``. For the hybrid strategies: 2-D, (replicate, shard).
@@ -151,14 +155,19 @@ def fully_shard(
         static_buffers=static_buffers,
     )
     _check_limit_all_gathers(limit_all_gathers)
-    validate.check_module(module)
+    if isinstance(module, list | tuple):
+        validate.check_group(module)
+        root = module[0] if len(module) == 1 else ModuleGroup(module)
+    else:
+        validate.check_module(module)
+        root = module
     group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
     world_size = dist.get_world_size(group)
-    choice = choose(module, policy, config, ignored_states, world_size)
+    choice = choose(root, policy, config, ignored_states, world_size)
     planned, ignored_params = choice.planned, choice.ignored_params
     groups = [group] if replica_group is None else [group, replica_group]
     device = validate.check_parameters(planned, _as_device(device_id), groups)
-    names = {m: plain_name(n) for n, m in module.named_modules()}
+    names = {m: plain_name(n) for n, m in root.named_modules()}
     # [Note: Filled later]
     at_once = param_init_fn is not None or device_id is not None or sync_module_states
     stays_on_meta = not at_once and materialize.can_stay_on_meta(planned)
@@ -175,7 +184,7 @@ def fully_shard(
     for unit in planned:  # raises if a factory's result is not usable
         context.runtime.using(choice.config_of(unit).collectives)
     for extension in extensions():
-        extension.prepare(module, choice.all_configs, context.runtime)
+        extension.prepare(root, choice.all_configs, context.runtime)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
     if sync_module_states and on_any_rank([r for r in (context.runtime, replicas) if r], is_rank0 and bool(left)):
         materialize.refuse(left)
@@ -193,9 +202,9 @@ def fully_shard(
             if replicas is not None:
                 materialize.broadcast(unit, replicas, ignored_params)
 
-    with _changing(module):
+    with _changing(root):
         made = build(choice, context, replicas, prepare)
-        install(module, choice, made, extensions())
+        install(root, choice, made, extensions())
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
             "fully_shard registered new parameters in the place of tensor subclasses (such as DTensors), but something "
@@ -203,9 +212,9 @@ def fully_shard(
             "fully_shard",
             stacklevel=2,
         )
-    for unit_below in units_below(module):  # units of earlier calls have FQNs that start further in
+    for unit_below in units_below(root):  # units of earlier calls have FQNs that start further in
         if unit_below.module not in made:
-            unit_below.rename(names[unit_below.module])
+            unit_below.rename(names)
     return module
 
 
@@ -253,7 +262,7 @@ def choose(
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
     validate.check_tree(module, ignored)
     overrides = choose_units(module, policy, ignored, ignored_params)
-    validate.check_chosen(module, overrides)
+    validate.check_chosen(module, overrides, ignored)
     configs = {m: _over(world_size, _override(config, given, m)) for m, given in overrides.items()}
     planned = plan_units(module, set(overrides), ignored, ignored_params)
     choice = Choice(planned, _over(world_size, config), configs, ignored, ignored_params)

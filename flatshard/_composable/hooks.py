@@ -44,7 +44,7 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.forward import Forward
 from flatshard._composable.outputs import is_opaque, tensors_in
-from flatshard._composable.state import Step, Unit
+from flatshard._composable.state import ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
 
@@ -66,15 +66,16 @@ class UnitHooks:
 
     @classmethod
     def install(cls, unit: Unit, features: Sequence[ForwardFeature]) -> None:
-        """Register the hooks on the unit's module."""
+        """Register the hooks on the unit's module, or on each of its group."""
         hooks = cls(unit, features)
-        unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
+        for module in called_modules(unit.module):
+            module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
 
     @classmethod
     def of(cls, unit: Unit) -> UnitHooks:
         """The hooks that were installed on ``unit``."""
-        for hook in unit.module._forward_pre_hooks.values():
+        for hook in called_modules(unit.module)[0]._forward_pre_hooks.values():
             if isinstance(owner := getattr(hook, "__self__", None), cls):
                 return owner
         raise RuntimeError(
@@ -104,9 +105,11 @@ class UnitHooks:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function`` between the hooks, as nn.Module.__call__ calls forward. The post-forward hook always runs."""
-        module, output = self.unit.module, None
+    def run(
+        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``function`` between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
+        output = None
         try:
             changed = self.pre_forward(module, args, kwargs, sys._getframe())
             args, kwargs = (args, kwargs) if changed is None else changed
@@ -125,7 +128,7 @@ class UnitHooks:
         is_hooked = True
         for passes in self._passes:
             is_hooked &= not passes()
-        forward = context.enter_forward(unit, in_backward, frame)
+        forward = context.enter_forward(unit, module, in_backward, frame)
         if not is_hooked:
             forward.is_hooked = False
             return None
@@ -142,14 +145,16 @@ class UnitHooks:
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
         if not in_backward:
-            following = context.order.advance(unit)
+            following = context.order.advance(module)
             if not forward.gathers:
                 pass
             elif unit.forward_prefetch is not None:
                 for chosen in unit.forward_prefetch:
                     context.prefetch(chosen, unit.config.prefetch_limit_bytes)
-            elif following is not None and unit.config.forward_prefetch:
-                context.prefetch(following, unit.config.prefetch_limit_bytes)
+            elif (
+                unit.config.forward_prefetch and following is not None and (next_unit := unit_of(following)) is not None
+            ):
+                context.prefetch(next_unit, unit.config.prefetch_limit_bytes)
         changed: tuple[Any, Any] | None = None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
@@ -194,7 +199,7 @@ class UnitHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Returns a new output, or None. If the forward raised, this is called with None as ``output``."""
         unit = self.unit
-        forward = unit.context.exit_forward(unit)
+        forward = unit.context.exit_forward(module)
         if forward is None:
             return None
         comes_back = leaks = False
@@ -236,7 +241,12 @@ class UnitHooks:
                 if record is None or (record.task is None and not (in_backward and record.finished_early)):
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
-            if not (stays or leaks or in_backward or (needed.claims and needed.is_pinned)):
+            if stays or leaks or in_backward or (needed.claims and needed.is_pinned):
+                continue
+            is_group = isinstance(needed.module, ModuleGroup) and needed is self.unit
+            if is_group and context.order.are_awaited(called_modules(needed.module)):
+                context.keep_for_next(needed)
+            else:
                 needed.free_unless_kept(forward.step)
                 if not comes_back:
                     needed.handle.forget_cast()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from flatshard._composable.state import unit_of
+from flatshard._composable.state import called_modules, unit_of
 from flatshard._handle.planned import PlannedParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard._names import plain_name
@@ -24,7 +24,7 @@ from flatshard._names import plain_name
 class PlannedUnit:
     """A unit to create."""
 
-    module: nn.Module
+    module: nn.Module  # or a `ModuleGroup`
     fqn: str
     modules: list[nn.Module] = field(default_factory=list)  # its module and all submodules that belong to no unit below
     owned: list[PlannedParam] = field(default_factory=list)
@@ -59,11 +59,12 @@ def walk(
 def plan_units(
     root: nn.Module, chosen: set[nn.Module], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> list[PlannedUnit]:
-    """Plan ``root`` and the ``chosen`` submodules as units, in module order.
+    """Plan ``root`` and the ``chosen`` submodules (or groups of them) as units, in module order.
 
     Units without registered parameters are dropped, except ``root``, where a pass begins. Their modules (which may have
     buffers) go to the enclosing unit.
     """
+    of_module = {m: unit for unit in chosen for m in called_modules(unit)} | {root: root}
     units: dict[nn.Module, PlannedUnit] = {}
     around: dict[nn.Module, tuple[nn.Module, ...]] = {}  # for each unit, the chain of units down to it, outermost first
     owned: dict[nn.Parameter, PlannedParam] = {}
@@ -71,11 +72,13 @@ def plan_units(
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     seen_slots: set[tuple[nn.Module, str]] = set()
     for fqn, module, path in walk(root, ignored):
-        chain = tuple(m for m in path if m is root or m in chosen)
+        chain = tuple(of_module[m] for m in path if m in of_module)
         nearest = chain[-1]
         unit = units.setdefault(nearest, PlannedUnit(nearest, fqn))
         around.setdefault(nearest, chain)
         if module not in unit.modules:
+            if unit.modules and of_module.get(module) is nearest:  # another module of a group
+                unit.fqn += f", {fqn}"
             unit.modules.append(module)
         for name, param in module._parameters.items():
             if param is None or param in ignored_params:

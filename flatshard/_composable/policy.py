@@ -2,8 +2,9 @@
 
 A policy may be
 
-- a module class, or a set, list or tuple of classes;
-- :class:`ModuleWrapPolicy` (the same, spelled out) or :class:`CustomPolicy` (a function of the module, which may return
+- a module class, or a set, list or tuple of classes. A tuple of modules among them makes these modules one unit:
+  ``{Block, (model.norm, model.head)}``;
+- :class:`ModuleWrapPolicy` (classes, spelled out) or :class:`CustomPolicy` (a function of the module, which may return
   keyword arguments that override those of the call for this unit);
 - a callable ``(module, recurse, nonwrapped_numel) -> bool``, such as :func:`size_based_auto_wrap_policy`,
   :func:`transformer_auto_wrap_policy` or :func:`lambda_auto_wrap_policy` with ``functools.partial``.
@@ -15,19 +16,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from flatshard._composable.state import units_below
+from flatshard._composable.state import ModuleGroup, units_below
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 Overrides = dict[str, Any]
 Policy: TypeAlias = (
-    "type[nn.Module] | Iterable[type[nn.Module]] | ModuleWrapPolicy | CustomPolicy | Callable[..., bool] | None"
+    "type[nn.Module] | Iterable[type[nn.Module] | Sequence[nn.Module]] | ModuleWrapPolicy | CustomPolicy | "
+    "Callable[..., bool] | None"
 )
 
 
@@ -93,7 +95,7 @@ def lambda_auto_wrap_policy(
 def choose_units(
     root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> dict[nn.Module, Overrides]:
-    """The submodules of ``root`` that ``policy`` makes units, with the arguments that it overrides for each.
+    """The submodules (or groups of them) that ``policy`` makes units, with the arguments that it overrides for each.
 
     ``root`` is always a unit; the policy's overrides for it are used. Units of earlier calls and everything below them
     stay as they are.
@@ -101,27 +103,32 @@ def choose_units(
     Raises:
         ValueError: ``policy`` is none of the above.
     """
-    if policy is None:
-        return {}
+    policy, groups = _without_groups(policy)
+    chosen: dict[nn.Module, Overrides] = {}
     ignored = ignored.union(*(unit.module.modules() for unit in units_below(root)))
-    if (classes := _classes_of(policy)) is not None:
+    if policy is None:
+        sought = None
+    elif (classes := _classes_of(policy)) is not None:
         chosen = _by_class(root, classes, ignored)
         sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
     elif (function := _function_of(policy)) is not None:
         chosen = _by_function(root, function, ignored)
         sought = "the policy's function"
     else:
-        chosen = {}
         _walk(root, _checked_callable(policy), ignored, ignored_params, chosen, is_root=True)
         sought = "the policy's condition"
     chosen = {m: overrides for m, overrides in chosen.items() if not is_never_called(m)}
-    if not chosen:
+    if not chosen and sought is not None:
         seen = sorted({type(m).__name__ for m in root.modules()})
         warnings.warn(
-            f"fully_shard: {sought} matched no submodule, so {type(root).__name__} is a single unit: its whole size is "
-            f"unsharded at once. Classes in the module: {name_list(seen, 20)}",
+            f"fully_shard: {sought} matched no submodule, so {'the rest of ' if groups else ''}{type(root).__name__} is a "
+            f"single unit: its whole size is unsharded at once. Classes in the module: {name_list(seen, 20)}",
             stacklevel=4,
         )
+    for group in groups:
+        for module in group:
+            chosen.pop(module, None)
+        chosen[group] = {}
     return chosen
 
 
@@ -131,6 +138,21 @@ def is_never_called(module: nn.Module) -> bool:
     Hooks on it would never run, so its parameters belong to the enclosing unit.
     """
     return isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def _without_groups(policy: Policy) -> tuple[Policy, list[ModuleGroup]]:
+    """``policy`` without the tuples of modules, and these as groups."""
+    if not isinstance(policy, set | frozenset | list | tuple):
+        return policy, []
+    given = [item for item in policy if isinstance(item, list | tuple)]
+    for item in given:
+        if odd := [each for each in item if not isinstance(each, nn.Module)]:
+            raise ValueError(
+                f"policy: {odd[0]!r} is not a module: a tuple among the classes holds the modules of one unit, as in "
+                "policy={Block, (model.norm, model.head)}"
+            )
+    classes = [item for item in policy if item not in given]
+    return classes if classes or not given else None, [ModuleGroup(item) for item in given]
 
 
 def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
@@ -166,8 +188,8 @@ def _checked_callable(policy: Any) -> Callable[..., bool]:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as e:
         raise ValueError(
-            f"policy={policy!r} cannot be called as policy(module=..., recurse=..., nonwrapped_numel=...): {e}. For a "
-            "function of the module alone use CustomPolicy(function)"
+            f"policy={getattr(policy, '__name__', policy)} cannot be called as policy(module=..., recurse=..., "
+            f"nonwrapped_numel=...): {e}. For a function of the module alone use policy=flatshard.CustomPolicy(function)"
         ) from None
     except ValueError:  # a callable without a signature, such as one written in C
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -115,21 +115,25 @@ _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their id, in order of creation
 
 
+class ModuleGroup(nn.ModuleList):
+    """The modules that are one unit together. Such a group is not in the user's module tree, and is never called."""
+
+
 class Unit:
-    """One module whose parameters are gathered together. It has one handle.
+    """One module, or several, whose parameters are gathered together. It has one handle.
 
     A unit works standalone: which unit is outermost is found anew in each call.
     """
 
     def __init__(self, module: nn.Module, handle: FlatParamHandle, context: Context, config: UnitConfig) -> None:
-        self.module = module
+        self.module = module  # or a `ModuleGroup`
         self.handle = handle
         self.context = context
         self.config = config
         # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
         # unsharded for its forward and backward.
         self.needs: tuple[Unit, ...] = (self,)
-        self.order: ForwardOrder[Unit] = ForwardOrder()  # for passes in which this unit is outermost
+        self.order = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
         # Units to gather while this unit computes. None: according to the recorded order.
         self.forward_prefetch: ChosenUnits[Unit] | None = None
@@ -211,14 +215,24 @@ class Unit:
         if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
             self.handle.reshard(until)
 
-    def rename(self, fqn: str) -> None:
-        """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there."""
-        self.handle.rename(self.fqn, fqn)
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there.
+
+        ``names``: of all modules in that module.
+        """
+        self.handle.rename(", ".join(names[m] for m in called_modules(self.module) if m in names), names)
 
     @property
     def fqn(self) -> str:
-        """The module's FQN, relative to the outermost module that ``fully_shard`` was called with."""
+        """The module's FQN, relative to the outermost module that ``fully_shard`` was called with. Of a group: all FQNs,
+        as ``"norm, head"``.
+        """
         return self.handle.label.unit
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class. Of a group: all names, as ``"LayerNorm, Linear"``."""
+        return ", ".join(type(m).__name__ for m in called_modules(self.module))
 
     @property
     def is_done_with_gradients(self) -> bool:
@@ -237,7 +251,7 @@ class Unit:
         return gathered is not None and gathered.by == BY_USER
 
     def __repr__(self) -> str:
-        return f"Unit({self.fqn or '<root>'!r}, {type(self.module).__name__}, {self.handle!r})"
+        return f"Unit({self.fqn or '<root>'!r}, {self.kind}, {self.handle!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         result = object.__new__(Unit)
@@ -271,8 +285,13 @@ def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
     ]
 
 
+def called_modules(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules whose forwards are those of the unit of ``module``: itself, or those in the group."""
+    return tuple(module) if isinstance(module, ModuleGroup) else (module,)
+
+
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose module is ``module``, or None."""
+    """The unit whose module is ``module``, or has it in its group. None if there is none."""
     found: Unit | None = module.__dict__.get(_KEY)
     return found
 
@@ -288,13 +307,19 @@ def all_units() -> list[Unit]:
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
-    module.__dict__[_KEY] = unit
+    for each in {module, *called_modules(module)}:
+        each.__dict__[_KEY] = unit
+
+
+def unit_modules_below(module: nn.Module) -> list[nn.Module]:
+    """``module`` and its submodules, those that are units, in module order."""
+    return [m for m in module.modules() if unit_of(m) is not None]
 
 
 def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
     """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
     modules = module.modules() if recurse else iter([module])
-    return [unit for m in modules if (unit := unit_of(m)) is not None]
+    return list(dict.fromkeys([unit for m in modules if (unit := unit_of(m)) is not None]))
 
 
 def settle(units: Iterable[Unit]) -> None:

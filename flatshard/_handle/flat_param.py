@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -215,9 +215,10 @@ class FlatParam:
         result.gradients = self.gradients.copy_with(result)
         return result
 
-    def rename(self, old: str, new: str) -> None:
-        """Replace ``old`` by ``new`` at the beginning of every parameter's FQN."""
-        self.layout = self.layout.renamed(old, new)
+    def rename(self, fqns: Mapping[int, str]) -> None:
+        """Give the parameters the FQNs that ``fqns`` has by their ids."""
+        infos = zip(self.params, self.layout.params, strict=True)
+        self.layout = self.layout.renamed([fqns.get(id(param), info.fqn) for param, info in infos])
         for index, (param, info) in enumerate(zip(self.params, self.layout.params, strict=True)):
             assert isinstance(param, ShardedParameter)
             self._describe(index, replace(param._flatshard_info, fqn=info.fqn))

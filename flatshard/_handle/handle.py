@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,11 +113,11 @@ class FlatParamHandle:
         progress = self.runtime.progress or (replicas and replicas.progress)
         return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
 
-    def rename(self, old: str, new: str) -> None:
-        """Replace ``old`` by ``new`` at the beginning of every FQN."""
-        self.label.unit = new
+    def rename(self, fqn: str, names: Mapping[nn.Module, str]) -> None:
+        """Rename the unit, and its parameters by the ``names`` of the modules in which they are registered."""
+        self.label.unit = fqn
         for flat in self.flats:
-            flat.rename(old, new)
+            flat.rename(self.slots.fqns(names))
 
     def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Add another registration (module and name) of a parameter that this handle owns."""

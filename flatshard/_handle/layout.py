@@ -114,13 +114,10 @@ class FlatLayout:
         info = self.params[index]
         return range(info.start // self.shard_numel, -(-info.stop // self.shard_numel)) if info.numel else range(0)
 
-    def renamed(self, old: str, new: str) -> FlatLayout:
-        """The same layout, with ``old`` replaced by ``new`` at the beginning of every FQN."""
-        params = []
-        for info in self.params:
-            rest = info.fqn.removeprefix(old).removeprefix(".")
-            params.append(replace(info, fqn=f"{new}.{rest}" if new else rest))
-        return replace(self, params=tuple(params))
+    def renamed(self, fqns: Sequence[str]) -> FlatLayout:
+        """The same layout, with other FQNs."""
+        renamed = [replace(info, fqn=fqn) for info, fqn in zip(self.params, fqns, strict=True)]
+        return replace(self, params=tuple(renamed))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding, as ranges of the unsharded buffer."""

@@ -11,7 +11,7 @@ import enum
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -144,6 +144,14 @@ class Slots:
     def shown(self) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
         """(sharded parameter, currently registered parameter), once per slot."""
         return [(sharded, module._parameters[name]) for module, name, sharded, _ in self._entries]
+
+    def fqns(self, names: Mapping[nn.Module, str]) -> dict[int, str]:
+        """The FQN of each parameter's first slot in one of the modules that ``names`` has, by the parameter's id."""
+        found: dict[int, str] = {}
+        for module, name, sharded, _ in self._entries:
+            if module in names:
+                found.setdefault(id(sharded), f"{names[module]}.{name}" if names[module] else name)
+        return found
 
     @property
     def entries(self) -> Sequence[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:

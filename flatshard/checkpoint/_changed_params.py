@@ -84,7 +84,7 @@ class SentParams:
             names.setdefault(id(param), []).append(plain_name(name))
         self.plan = []
         self._sent: list[torch.Tensor] = []
-        for source in _sources(module, "SentParams"):
+        for source in _own_values(module, "SentParams"):
             self.plan.append(list(_placed(source, names)))
             given = dtype if dtype is not None and source.flat.dtype.is_floating_point else source.dtype
             self._sent.append(source.flat.to(given, copy=True))
@@ -97,7 +97,7 @@ class SentParams:
     def __iter__(self) -> Iterator[ChangedParams]:
         """See :func:`iter_changed_params`."""
         for number, (source, sent) in enumerate(
-            zip(_sources(self._module, "iter_changed_params"), self._sent, strict=True)
+            zip(_own_values(self._module, "iter_changed_params"), self._sent, strict=True)
         ):
             changed = _difference(number, source.flat.to(sent.dtype), sent)
             if changed is not None:
@@ -182,7 +182,7 @@ def _put(target: torch.Tensor, part: Part, at: torch.Tensor, values: torch.Tenso
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 
-class _Source(NamedTuple):
+class _OwnValues(NamedTuple):
     """Values that this rank sends."""
 
     flat: torch.Tensor  # 1-D, in the master dtype
@@ -191,18 +191,18 @@ class _Source(NamedTuple):
     param: nn.Parameter | None  # that nobody shards
 
 
-def _sources(module: nn.Module, verb: str) -> Iterator[_Source]:
+def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
     flats = idle_flats(module, verb)
     for unit, buffers in flats:
         if unit.handle.placement.is_first_replica:
-            yield _Source(buffers.shard, buffers.compute_dtype, buffers, None)
+            yield _OwnValues(buffers.shard, buffers.compute_dtype, buffers, None)
     if all(unit.handle.placement.is_rank0 for unit, _ in flats):
         for param in module.parameters():
             if not isinstance(param, ShardedParameter):
-                yield _Source(param.detach().reshape(-1), param.dtype, None, param)
+                yield _OwnValues(param.detach().reshape(-1), param.dtype, None, param)
 
 
-def _placed(source: _Source, names: Mapping[int, list[str]]) -> Iterator[PlacedPart]:
+def _placed(source: _OwnValues, names: Mapping[int, list[str]]) -> Iterator[PlacedPart]:
     if source.param is not None:
         shape = tuple(source.param.shape)
         stride = torch.empty(shape, device="meta").stride()

@@ -26,12 +26,13 @@ from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.unfilled import check_has_memory
-from flatshard.checkpoint._optim_names import parameter_names, rekey, steps_only
+from flatshard.checkpoint._optim_names import Names, as_list, rekey, steps_only
 from flatshard.checkpoint._optim_options import options_of
-from flatshard.checkpoint._optim_state_dict import optim_state_dict
-from flatshard.checkpoint._optim_state_load import optim_state_dict_to_load, stepped_elsewhere
+from flatshard.checkpoint._optim_state_dict import own_optim_state
+from flatshard.checkpoint._optim_state_load import stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue
-from flatshard.checkpoint._state_dict_hooks import StateDictHooks
+from flatshard.checkpoint._state_dict import idle_flats
+from flatshard.checkpoint._state_dict_hooks import translates
 
 Undo = Callable[[], object]
 
@@ -86,73 +87,50 @@ class Stateful(Entry):
 
 
 class InPlace(Stateful):
-    """A module whose state dict shows the memory of its parameters and buffers, and nothing else."""
+    """A module whose state dict, ``shown``, is the memory of its parameters and buffers, and nothing else."""
+
+    def __init__(self, key: str, value: nn.Module, strict: bool, shown: dict[str, Any]) -> None:
+        super().__init__(key, value, strict)
+        self._shown = shown
+
+    def saved(self) -> Any:
+        return self._shown
 
     def template(self, names: Iterable[str]) -> Any:
-        return on_meta(self.saved(), scalars=True)
+        return on_meta(self._shown, scalars=True)
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         pass
 
     def places(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.saved()
-        return found
+        return self._shown
 
 
 class Optimized(Stateful):
-    """An optimizer: its state by the names of its module's parameters."""
+    """An optimizer: its state by the names of its module's parameters, of which some are sharded."""
 
-    def __init__(self, key: str, value: Optimizer, module: nn.Module, strict: bool = True) -> None:
+    def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
         super().__init__(key, value, strict)
-        self._module, self._sharded = module, bool(units_below(module))
+        self._names = names
+        self._params = [p for group in value.param_groups for p in group["params"]]
         self._load: dict[str, Any] = {}
-        if self._sharded:
-            self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(module, value))
-        elif any(is_dtensor(p) for group in value.param_groups for p in group["params"]):
-            raise NotImplementedError(
-                f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
-                "torch.distributed.checkpoint, with get_optimizer_state_dict"
-            )
-
-    @property
-    def _params(self) -> list[nn.Parameter]:
-        return [p for group in self.value.param_groups for p in group["params"]]
-
-    @property
-    def _names(self) -> list[str]:
-        """The FQNs of a plain module's parameters, in the optimizer's order."""
-        names = parameter_names(self._module)
-        return [names[id(p)][0] for p in self._params]
+        self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(names, value))
 
     def saved(self) -> Any:
-        if self._sharded:
-            return optim_state_dict(self._module, self.value)
-        result = rekey(self.value.state_dict(), self._names)
-        return {
-            **result,
-            "param_groups": [{"params": g["params"], **dict(options_of(g))} for g in result["param_groups"]],
-        }
+        return own_optim_state(self._names, self.value)
 
     def template(self, names: Iterable[str]) -> Any:
+        return on_meta(own_optim_state(self._names, self.value, self._wanted(names)))
+
+    def _wanted(self, names: Iterable[str]) -> list[str]:
+        """The keys of state that is to be loaded: those in the checkpoint, and, where it may lack some, those that stay."""
         prefix = f"{self.key}."
         saved = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
-        if not self.strict:  # what the checkpoint lacks stays
-            saved += [f"state.{n}.{k}" for n, values in self.saved()["state"].items() for k in values]
-        if self._sharded:
-            return on_meta(optim_state_dict(self._module, self.value, for_load=saved))
-        own, params = self.saved(), dict(zip(self._names, self._params, strict=True))
-        state: dict[str, dict[str, Any]] = {}
-        for name, _, short in (n.removeprefix("state.").rpartition(".") for n in saved if n.startswith("state.")):
-            if name in params:
-                like = torch.zeros(()) if short == "step" else params[name].detach()
-                state.setdefault(name, {})[short] = own["state"].get(name, {}).get(short, like)
-        return on_meta({**own, "state": state})
+        stay = {} if self.strict else self.saved()["state"]
+        return saved + [f"state.{n}.{k}" for n, values in stay.items() for k in values]
 
     def check(self, loaded: Any) -> None:
-        if self._sharded:
-            self._load = optim_state_dict_to_load(self._module, self.value, loaded, strict=self.strict)
-        else:
-            self._load = rekey(loaded, self._names, to="ids")
+        (self._load,) = to_load(self._names, as_list(self.value), loaded, self.strict)
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are made."""
@@ -171,6 +149,37 @@ class Optimized(Stateful):
         return found
 
 
+class PlainOptimized(Optimized):
+    """An optimizer of a module that is not sharded: its own ``state_dict()``, by name."""
+
+    def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
+        super().__init__(key, value, names, strict)
+        self._order = [n.fqn for group in names.groups(value) for n in group]
+        if any(map(is_dtensor, self._params)):
+            raise NotImplementedError(
+                f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
+                "torch.distributed.checkpoint, with get_optimizer_state_dict"
+            )
+
+    def saved(self) -> Any:
+        result = rekey(self.value.state_dict(), self._order)
+        groups = [{"params": g["params"], **dict(options_of(g))} for g in result["param_groups"]]
+        return {**result, "param_groups": groups}
+
+    def template(self, names: Iterable[str]) -> Any:
+        own, params = self.saved(), dict(zip(self._order, self._params, strict=True))
+        state: dict[str, dict[str, Any]] = {}
+        for key in self._wanted(names):
+            name, _, short = key.removeprefix("state.").rpartition(".")
+            if key.startswith("state.") and name in params:
+                like = torch.zeros(()) if short == "step" else params[name].detach()
+                state.setdefault(name, {})[short] = own["state"].get(name, {}).get(short, like)
+        return on_meta({**own, "state": state})
+
+    def check(self, loaded: Any) -> None:
+        self._load = rekey(loaded, self._order, to="ids")
+
+
 def _is_on_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
@@ -187,8 +196,14 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     """Those of a job's state.
 
     Raises:
+        TypeError: ``state`` is no dict.
         ValueError: a name has a dot; an optimizer's module is not among them.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "state must be a dict of what the job consists of, such as {'model': model, 'optimizer': optimizer, 'step': 1}, "
+            f"got a {type(state).__name__}"
+        )
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
     shown = {id(module): _settled_state(module) for module in modules}
     found: list[Entry] = []
@@ -201,9 +216,11 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                 raise ValueError(
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
-            found.append(Optimized(key, value, owner, strict))
+            flats = idle_flats(owner, "checkpoint") if units_below(owner) else []
+            kind = Optimized if flats else PlainOptimized
+            found.append(kind(key, value, Names(owner, "checkpoint", flats), strict))
         elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
-            found.append(InPlace(key, value, strict))
+            found.append(InPlace(key, value, strict, shown[id(value)]))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             found.append(Stateful(key, value, strict))
         else:
@@ -223,7 +240,7 @@ def _settled_state(module: nn.Module) -> dict[str, Any]:
 
 def _shows_memory(module: nn.Module, state: dict[str, Any]) -> bool:
     own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
-    return not any(map(_translates, module.modules())) and all(
+    return not any(map(_has_a_say, module.modules())) and all(
         isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta for v in state.values()
     )
 
@@ -234,16 +251,11 @@ def _memory(tensor: torch.Tensor) -> Any:
     return None if TensorSubclass.of(tensor) is not None else tensor.untyped_storage().data_ptr() or None
 
 
-def _translates(module: nn.Module) -> bool:
+def _has_a_say(module: nn.Module) -> bool:
     """Whether a module has a say in how it is loaded, beyond torch's own."""
-    kind = type(module)
-    own = [kind.load_state_dict, kind.set_extra_state, kind._load_from_state_dict]
-    hooks = [getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values()]
-    return (
-        any(not f.__module__.startswith("torch.nn.") for f in own)
-        or bool(module._load_state_dict_post_hooks)
-        or any(not isinstance(getattr(h, "__self__", None), StateDictHooks) for h in hooks)
-    )
+    own = [type(module).load_state_dict, type(module).set_extra_state]
+    overrides = any(not f.__module__.startswith("torch.nn.") for f in own)
+    return overrides or bool(module._load_state_dict_post_hooks) or translates(module)
 
 
 def copied(value: Any, device: str | None = None) -> Any:

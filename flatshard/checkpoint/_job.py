@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
+from flatshard.checkpoint._byte_count import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, copied, entries
 from flatshard.checkpoint._meeting import Meeting, MeetingError
-from flatshard.checkpoint._progress import Progress, Report
 
 _MINUTE = timedelta(seconds=60)
 
@@ -153,7 +153,7 @@ class _Saving:
         from flatshard.checkpoint import _writer
 
         self._files, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
-        self._planner = _writer.SavePlanner(Progress("saving", path, report, is_first))
+        self._planner = _writer.SavePlanner(ByteCount("saving", path, report, is_first))
         self._directory: disk.NewDirectory | None = None  # on rank 0
         self._metadata: Any = None  # on rank 0
 
@@ -257,7 +257,7 @@ class _Loading:
         self._path, self._is_first, self._strict = path, is_first, strict
         self._planner = _reader.LoadPlanner(strict)
         self._reader = _reader.Reader(path, verify=verify)
-        self._reader.progress = Progress("loading", path, report, is_first)
+        self._reader.progress = ByteCount("loading", path, report, is_first)
         self._entries: list[Entry] = []
         self._loaded: dict[str, Any] = {}
         self._later: Any = None

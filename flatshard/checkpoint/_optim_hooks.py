@@ -20,11 +20,12 @@ import torch
 from torch.optim import Optimizer
 
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._optim_names import steps_whole
+from flatshard.checkpoint._optim_names import Names, steps_whole
 from flatshard.checkpoint._optim_parts import parts_of_state
 from flatshard.checkpoint._optim_state_dict import whole_optim_state
 from flatshard.checkpoint._sharded_value import ShardedValue, sharded_value
 from flatshard.checkpoint._standard_helpers import request
+from flatshard.checkpoint._state_dict import idle_flats
 
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -53,7 +54,9 @@ def _as_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
             "flatshard.checkpoint.optim_state_dict(module, optimizer)"
         )
     if asked is not None and asked.whole:
-        whole, groups = whole_optim_state(asked.module, [optimizer], asked.receives, asked.device)
+        call = "get_optimizer_state_dict(full_state_dict=True)"
+        parameter_names = Names(asked.module, call, idle_flats(asked.module, call))
+        whole, groups = whole_optim_state(parameter_names, [optimizer], asked.receives, asked.device)
         names = [name for group in groups for name in group["params"]]
         return {**state_dict, "state": {i: whole[name] for i, name in enumerate(names) if name in whole}}
     state = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flatshard._composable.state import Unit, units_below
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
-from flatshard.checkpoint._state_dict import idle_flats
+from flatshard.checkpoint._state_dict import Flat
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -29,7 +30,7 @@ class Named:
     flat: FlatParam | None = None  # with ``index``: where it is sharded
     index: int = 0
 
-    @property
+    @cached_property
     def info(self) -> ShardInfo | None:
         return shard_info(self.param)
 
@@ -37,7 +38,7 @@ class Named:
     def is_flat(self) -> bool:
         return self.stepped is not self.param
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
         if self.info is None:
@@ -55,22 +56,6 @@ class Named:
         return self.flat.shaped(self.index, value[part.start : part.stop])
 
 
-def parameter_names(module: nn.Module) -> dict[int, list[str]]:
-    """Every parameter's names, by its id: those of ``module.state_dict()``, of which ``checkpoint_wrapper`` and the like take
-    what ``named_parameters()`` has of theirs. What is in no state dict has those of ``named_parameters()``.
-    """
-    saved: dict[int, list[str]] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        saved.setdefault(id(value), []).append(name)
-    found: dict[int, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if id(param) not in saved:
-            found.setdefault(id(param), []).append(name)
-        elif id(param) not in found:
-            found[id(param)] = saved[id(param)]
-    return found
-
-
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
     """Whether all that ``optimizer`` steps is ``module``'s: parameters and flat parameters."""
     own = {id(p) for p in module.parameters()}
@@ -79,22 +64,26 @@ def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
 
 
 class Names:
-    """The names of ``module``'s parameters, and where they are sharded."""
+    """The names of ``module``'s parameters, and where they are sharded.
 
-    def __init__(self, module: nn.Module, verb: str) -> None:
-        """Raises ValueError and RuntimeError as ``full_state_dict`` does."""
-        self.verb, self.kind = verb, type(module).__name__
-        self.flats = idle_flats(module, verb)
-        names = parameter_names(module)
+    Those of ``module.state_dict()``, as ``checkpoint_wrapper`` and the like add to those of ``named_parameters()``. These are
+    used for what is in no state dict. Of several names of a parameter the first is used, and the others are ``aliases``.
+    """
+
+    def __init__(self, module: nn.Module, verb: str, flats: Sequence[Flat]) -> None:
+        """``verb``: for errors. ``flats``: ``module``'s, of :func:`idle_flats`."""
+        self.verb, self.kind, self.flats = verb, type(module).__name__, flats
         self.aliases: dict[str, str] = {}  # every name to the first one of its parameter
-        self._names = {key: found[0] for key, found in names.items()}
-        for found in names.values():
-            self.aliases.update(dict.fromkeys(found, found[0]))
-        self.aliases.update((n, self._names[id(p)]) for n, p in module.named_parameters(remove_duplicate=False))
-        self.params = list(dict.fromkeys(self.aliases.values()))
+        self._names: dict[int, str] = {}
+        listed = [(name, id(p)) for name, p in module.named_parameters(remove_duplicate=False)]
+        params = {key for _, key in listed}
+        saved = [(name, id(value)) for name, value in module.state_dict(keep_vars=True).items() if id(value) in params]
+        for name, key in [*saved, *listed]:
+            self.aliases[name] = self._names.setdefault(key, name)
+        self.params = [self._names[key] for key in dict.fromkeys(key for _, key in listed)]
         self._places: dict[int, tuple[FlatParam, int]] = {}
         self._flats: dict[int, FlatParam] = {}
-        for _, flat in self.flats:
+        for _, flat in flats:
             self._places.update((id(p), (flat, i)) for i, p in enumerate(flat.params))
             if flat.gradients.shard_param is not None:
                 self._flats[id(flat.gradients.shard_param)] = flat
@@ -131,20 +120,6 @@ class Names:
             entries = [by_place.get((id(flat), i)) for i in range(len(flat.params))]
             if any(e is not None for e in entries):
                 yield unit, flat, entries
-
-
-class Like:
-    """A tensor that lies as its parameter does: this rank's part."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class Alone:
-    """A tensor that only this rank has, whole, as the owner of the parameter."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
 
 
 def steps_whole(optimizer: Optimizer) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,12 +21,27 @@ from flatshard._composable.state import Unit
 from flatshard._handle.agreement import on_any_rank
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gathering import Gathering, exchange, from_parts
-from flatshard.checkpoint._optim_names import Alone, Like, Named, Names, Optimizers, as_list, steps_whole
+from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, steps_whole
 from flatshard.checkpoint._optim_options import first_state, options_of
 from flatshard.checkpoint._optim_parts import take_loaded
 from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._sharded_value import sharded_value
-from flatshard.checkpoint._state_dict import export, is_first_rank
+from flatshard.checkpoint._state_dict import export, idle_flats, is_first_rank
+
+
+class Like:
+    """A tensor that lies as its parameter does: this rank's part."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Alone:
+    """A tensor that only this rank has, whole, as the owner of the parameter."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
 
 State = dict[str, dict[str, Any]]
 Kinds = dict[str, dict[str, list[Any]]]
@@ -73,21 +89,25 @@ def optim_state_dict(
         raise ValueError("optim_state_dict(rank0_only=True) needs full=True: otherwise each rank has its own part")
     if for_load is not False and full:
         raise ValueError("optim_state_dict(for_load=True) is for loading into sharded values: leave out full=True")
+    names = Names(module, "optim_state_dict", idle_flats(module, "optim_state_dict"))
     if full:
-        names = Names(module, "optim_state_dict")
         receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
         state, groups = whole_optim_state(names, optim, receives, torch.device("cpu") if offload_to_cpu else None)
         return {"state": state, "param_groups": groups} if receives else {}
-    everything, state, groups = _pieces(Names(module, "optim_state_dict"), optim, for_load)
+    return own_optim_state(names, optim, for_load)
+
+
+def own_optim_state(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False) -> dict[str, Any]:
+    """``optim_state_dict(full=False)``."""
+    everything, state, groups = _pieces(names, optim, for_load)
     state = {n.fqn: {k: _value(n, v) for k, v in state[n.fqn].items()} for n in everything if n.fqn in state}
     return {"state": state, "param_groups": groups}
 
 
 def whole_optim_state(
-    module: nn.Module | Names, optim: Optimizers, receives: bool, device: torch.device | None
+    names: Names, optim: Optimizers, receives: bool, device: torch.device | None
 ) -> tuple[State, list[dict[str, Any]]]:
     """``optim_state_dict(full=True)``: state and groups. Who does not receive gets no state."""
-    names = module if isinstance(module, Names) else Names(module, "optim_state_dict")
     everything, state, groups = _pieces(names, optim, False)
     return _gather(names, everything, state, device, receives), groups
 
@@ -126,8 +146,8 @@ class _Saved:
     """What a checkpoint has, by its keys. The user chose what comes before ``state.``, and any part may have dots."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self.states = {key[i + len("state.") :] for key in keys for i in range(len(key)) if key.startswith("state.", i)}
-        self.params = {name[:i] for name in self.states for i, c in enumerate(name) if c == "."}
+        self.states = {key[at.end() :] for key in keys for at in re.finditer(r"state\.", key)}
+        self.params = {name[: dot.start()] for name in self.states for dot in re.finditer(r"\.", name)}
 
 
 def _piece(named: Named, key: str, value: Any, whole: bool) -> Any:

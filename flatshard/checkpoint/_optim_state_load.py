@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
 from flatshard.checkpoint._optim_hooks import hook_optimizer
-from flatshard.checkpoint._optim_names import Like, Named, Names, Optimizers, as_list, rekey, steps_whole
-from flatshard.checkpoint._optim_state_dict import State
+from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, rekey, steps_whole
+from flatshard.checkpoint._optim_state_dict import Like, State
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source
+from flatshard.checkpoint._state_dict import idle_flats
 
 
 def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str, Any], *, strict: bool = True) -> None:
@@ -22,7 +23,7 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
     Everything is looked at before anything is changed. Arguments and errors: :func:`optim_state_dict_to_load`.
     """
     optimizers = as_list(optim)
-    loads = _to_load(module, optimizers, state, strict)
+    loads = to_load(_names(module), optimizers, state, strict)
     for optimizer, load in zip(optimizers, loads, strict=True):
         optimizer.load_state_dict(load)
 
@@ -45,13 +46,15 @@ def optim_state_dict_to_load(
         ValueError: names, shapes or dtypes do not fit; the message has all of them. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    return _to_load(module, as_list(optim), state, strict)[0]
+    return to_load(_names(module), as_list(optim), state, strict)[0]
 
 
-def _to_load(
-    module: nn.Module, optimizers: list[Optimizer], state: dict[str, Any], strict: bool
-) -> list[dict[str, Any]]:
-    names = Names(module, "load_optim_state_dict")
+def _names(module: nn.Module) -> Names:
+    return Names(module, "load_optim_state_dict", idle_flats(module, "load_optim_state_dict"))
+
+
+def to_load(names: Names, optimizers: list[Optimizer], state: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
+    """``optim_state_dict_to_load`` for each of the optimizers, or an error for all of them."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
         raise ValueError("load_optim_state_dict takes a dict with 'state' and 'param_groups'")
     named = [names.groups(optimizer) for optimizer in optimizers]
@@ -150,10 +153,9 @@ def _load_one(
     return {"state": state, "param_groups": new_groups}
 
 
-def stepped_elsewhere(module: nn.Module, optimizer: Optimizer) -> set[str]:
+def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
     """The names of parameters whose state is on another rank."""
-    named = Names(module, "load_optim_state_dict").groups(optimizer) if steps_whole(optimizer) else []
-    return {n.fqn for group in named for n in group if _is_elsewhere(optimizer, n.stepped)}
+    return {n.fqn for group in names.groups(optimizer) for n in group if _is_elsewhere(optimizer, n.stepped)}
 
 
 def _is_elsewhere(optimizer: Optimizer, param: nn.Parameter) -> bool:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -26,15 +26,14 @@ from torch.futures import Future
 
 from flatshard._errors import name_list
 from flatshard.checkpoint import _disk as disk
+from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import BLOCK, checksum, memory_of
 from flatshard.checkpoint._metadata import Body, unpickled
-from flatshard.checkpoint._progress import Progress
 
 _SHARE = 4 * BLOCK  # bytes for one thread at a time
-_THREADS = min(8, os.cpu_count() or 1)  # that read: memory and most disks are faster than one of many cores
 
-T = TypeVar("T")
 R = TypeVar("R")
+Sized = TypeVar("Sized", "_Block", "_Piece")
 
 
 class Reader(FileSystemReader):
@@ -47,7 +46,7 @@ class Reader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         """``verify``: False leaves out the sums, and with them one more reading of the files."""
         super().__init__(path)
-        self.progress: Progress | None = None
+        self.progress: ByteCount | None = None
         self._verify, self._checked = verify, False
         self._metadata: Metadata | None = None
 
@@ -60,22 +59,42 @@ class Reader(FileSystemReader):
         self._metadata = unpickled((Path(self.path) / disk.METADATA).read_bytes())
         return self._metadata
 
-    def _entry(self, item: ReadItem) -> tuple[Any, Body | None]:
-        info = self.storage_data.get(item.storage_index)
-        if info is None:
-            raise ValueError(f"the checkpoint does not say where {_describe(item.storage_index)} is")
-        return info, Body(*info.flatshard) if hasattr(info, "flatshard") else None
+    def _by_file(self, plan: LoadPlan) -> dict[Path, list[_Wanted]]:
+        """What ``plan`` reads of each file.
 
-    def _by_file(self, plan: LoadPlan) -> Iterator[tuple[Path, list[ReadItem]]]:
-        found: dict[str, list[ReadItem]] = {}
+        Raises:
+            ValueError: the metadata does not say where something is, or names a file outside of the directory.
+        """
+        found: dict[str, list[_Wanted]] = {}
         for item in plan.items:
-            found.setdefault(self._entry(item)[0].relative_path, []).append(item)
+            info = self.storage_data.get(item.storage_index)
+            if info is None:
+                raise ValueError(f"the checkpoint does not say where {_describe(item.storage_index)} is")
+            found.setdefault(info.relative_path, []).append(self._wanted(item, info))
         root = Path(os.path.realpath(self.path))
-        for name, items in found.items():
-            file = Path(os.path.realpath(root / name))
+        files = {name: Path(os.path.realpath(root / name)) for name in found}
+        for name, file in files.items():
             if not file.is_relative_to(root):
                 raise ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
-            yield file, items
+        return {files[name]: wanted for name, wanted in found.items()}
+
+    def _wanted(self, item: ReadItem, info: Any) -> _Wanted:
+        end = info.offset + info.length
+        body = Body(*info.flatshard) if hasattr(info, "flatshard") else None
+        if body is None or body.stride is None:
+            return _Wanted(item, info.offset, info.length, end, None, body)
+        assert self._metadata is not None
+        kind = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(kind, TensorStorageMetadata)
+        dtype = kind.properties.dtype
+        if 0 in item.lengths:
+            return _Wanted(item, body.start, 0, end, dtype, body)
+        first, last = 0, 0  # elements that it is within
+        for offset, length, stride in zip(item.storage_offsets, item.lengths, body.stride, strict=True):
+            first += offset * stride
+            last += (offset + length - 1) * stride
+        start, nbytes = body.start + first * dtype.itemsize, (last + 1 - first) * dtype.itemsize
+        return _Wanted(item, start, nbytes, end, dtype, body)
 
     def check(self, plan: LoadPlan) -> None:
         """What ``plan`` reads is there, and as it was saved.
@@ -83,93 +102,48 @@ class Reader(FileSystemReader):
         Raises:
             ValueError: with the names of files that are missing or cut off, and of what is damaged.
         """
-        files = dict(self._by_file(plan))
+        files = self._by_file(plan)
         wrong = []
-        for file, items in files.items():
-            end = max(info.offset + info.length for info, _ in map(self._entry, items))
+        for file, wanted in files.items():
+            end = max(each.end for each in wanted)
             size = file.stat().st_size if file.is_file() else None
             if size is None or size < end:
                 wrong.append(f"{file.name!r} ({'missing' if size is None else f'{size} of at least {end} bytes'})")
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
-        blocks = {file: self._blocks(items) for file, items in files.items()} if self._verify else {}
+        blocks = {file: _blocks(wanted) if self._verify else {} for file, wanted in files.items()}
         if self.progress is not None:
-            verified = sum(size for each in blocks.values() for _, size in each)
-            self.progress.total = verified + sum(map(self._nbytes, plan.items))
-        if wrong := [each for file in blocks for each in self._damaged(file, files[file], blocks[file])]:
-            raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong)}")
+            verified = sum(block.nbytes for each in blocks.values() for block in each)
+            self.progress.total = verified + sum(each.nbytes for w in files.values() for each in w if each.is_tensor)
+        with _threads() as pool:
+            wrong = [text for file in files for text in self._damaged(pool, file, files[file], blocks[file])]
+        if wrong:
+            raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
         self._checked = True
 
-    def _blocks(self, items: list[ReadItem]) -> dict[tuple[int, int], tuple[ReadItem, bytes]]:
-        """Those of one file that ``items`` touch: where, and how many bytes; one of the items, and the sum."""
-        blocks: dict[tuple[int, int], tuple[ReadItem, bytes]] = {}
-        for item in items:
-            _, body = self._entry(item)
-            if body is not None:
-                first, last = self._region(item, body)
-                for i in range(first // BLOCK, -(-last // BLOCK)):
-                    size = min(BLOCK, body.nbytes - i * BLOCK)
-                    blocks[body.start + i * BLOCK, size] = item, body.sums[8 * i : 8 * i + 8]
-        return blocks
-
     def _damaged(
-        self, file: Path, items: list[ReadItem], blocks: dict[tuple[int, int], tuple[ReadItem, bytes]]
-    ) -> list[str]:
-        """What in ``file`` is not as it was saved. Blocks that no item touches are not looked at."""
-        wrong: dict[str, None] = {}
+        self, pool: ThreadPoolExecutor, file: Path, wanted: list[_Wanted], blocks: dict[_Block, _Wanted]
+    ) -> Iterator[str]:
+        """What in ``file`` is not as it was saved. Blocks that nothing is wanted of are not looked at."""
         with file.open("rb", buffering=0) as raw:
-            for item in items:
-                info, body = self._entry(item)
-                if body is None:  # of others: whether it can be read at all
+            for each in wanted if self._verify else ():
+                if each.body is None and each.is_tensor:  # of others, without sums: whether it can be read at all
                     try:
-                        _load(raw.fileno(), item, info)
+                        _load(raw.fileno(), each)
                     except Exception as e:
-                        return [f"{_describe(item.storage_index)} in {file.name!r} ({type(e).__name__}: {e})"]
+                        yield f"{each.name} in {file.name!r} ({type(e).__name__}: {e})"
 
-            def differing(some: list[tuple[int, int]]) -> list[ReadItem]:
-                memory, found = memory_of(torch.empty(BLOCK, dtype=torch.uint8)), []
-                for at, size in some:
-                    _read_into(raw.fileno(), memory[:size], at)
-                    item, expected = blocks[at, size]
-                    if checksum(memory[:size]) != expected:
-                        found.append(item)
+            def differing(some: list[_Block]) -> list[_Block]:
+                memory, found = memoryview(bytearray(max(block.nbytes for block in some))), []
+                for block in some:
+                    _read_into(raw.fileno(), memory[: block.nbytes], block.start)
+                    if checksum(memory[: block.nbytes]) != block.sum:
+                        found.append(block)
                 return found
 
-            for some, found in _in_threads(differing, [(block, block[1]) for block in blocks]):
-                for item in found:
-                    wrong[f"{_describe(item.storage_index)} in {file.name!r} (its bytes do not have their sum)"] = None
-                self._count(sum(size for _, size in some))
-        return list(wrong)[:10]
-
-    def _nbytes(self, item: ReadItem) -> int:
-        """What ``progress`` is told of a tensor's reading."""
-        info, body = self._entry(item)
-        if item.type is LoadItemType.BYTE_IO or body is None or body.stride is None:
-            return 0 if item.type is LoadItemType.BYTE_IO else int(info.length)
-        first, last = self._region(item, body)
-        return last - first
-
-    def _count(self, nbytes: int) -> None:
-        if self.progress is not None:
-            self.progress.add(nbytes)
-
-    def _region(self, item: ReadItem, body: Body) -> tuple[int, int]:
-        """The bytes of ``body`` that ``item`` is within."""
-        if body.stride is None or item.type is LoadItemType.BYTE_IO:
-            return 0, body.nbytes
-        if 0 in item.lengths:
-            return 0, 0
-        size = self._dtype(item).itemsize
-        first = sum(o * s for o, s in zip(item.storage_offsets, body.stride, strict=True))
-        return first * size, (
-            first + sum((n - 1) * s for n, s in zip(item.lengths, body.stride, strict=True)) + 1
-        ) * size
-
-    def _dtype(self, item: ReadItem) -> torch.dtype:
-        assert self._metadata is not None
-        kind = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(kind, TensorStorageMetadata)
-        return kind.properties.dtype
+            wrong = [block for found in self._in_threads(pool, differing, [*blocks]) for block in found]
+        for name in dict.fromkeys(blocks[block].name for block in wrong):
+            yield f"{name} in {file.name!r} (its bytes do not have their sum)"
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """See torch.
@@ -179,96 +153,151 @@ class Reader(FileSystemReader):
         """
         if not self._checked:
             self.check(plan)
-        for file, items in self._by_file(plan):
-            with file.open("rb", buffering=0) as stream:
-                self._read_file(stream.fileno(), items, planner)
+        with _threads() as pool:
+            for file, wanted in self._by_file(plan).items():
+                with file.open("rb", buffering=0) as stream:
+                    self._read_file(pool, stream.fileno(), wanted, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_file(self, file: int, items: list[ReadItem], planner: Any) -> None:
-        in_place: list[tuple[ReadItem, torch.Tensor]] = []
-        places: list[tuple[torch.Tensor, int]] = []
-        for item in items:
-            info, body = self._entry(item)
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(_read(file, info)))
+    def _read_file(self, pool: ThreadPoolExecutor, file: int, wanted: list[_Wanted], planner: Any) -> None:
+        in_place: list[tuple[_Wanted, torch.Tensor]] = []
+        for each in wanted:
+            if not each.is_tensor:
+                planner.load_bytes(each.item, io.BytesIO(_read(file, each)))
                 continue
-            target = planner.resolve_tensor(item).detach()
-            if body is None or body.stride is None:
-                target.copy_(_load(file, item, info))
-                self._count(info.length)
+            target = planner.resolve_tensor(each.item).detach()
+            if each.dtype is None:
+                target.copy_(_load(file, each))
+                self._count(each.nbytes)
+            elif each.lies_as(target):
+                in_place.append((each, target))
+                continue
             else:
-                first, last = self._region(item, body)
-                dtype = self._dtype(item)
-                if _lies_as(target, body.stride, dtype, last - first):
-                    places.append((target, body.start + first))
-                    in_place.append((item, target))
-                    continue
-                whole = torch.empty((last - first) // dtype.itemsize, dtype=dtype)
-                self._fill(file, [(whole, body.start + first)])
-                target.copy_(whole.as_strided(tuple(item.lengths), body.stride))
-            planner.commit_tensor(item, target)
-        self._fill(file, places)
-        for item, target in in_place:
+                assert each.body is not None
+                assert each.body.stride is not None
+                whole = torch.empty(each.nbytes // each.dtype.itemsize, dtype=each.dtype)
+                self._fill(pool, file, [(each, whole)])
+                target.copy_(whole.as_strided(tuple(each.item.lengths), each.body.stride))
+            planner.commit_tensor(each.item, target)
+        self._fill(pool, file, in_place)
+        for each, target in in_place:
             increment_version(target)
-            planner.commit_tensor(item, target)
+            planner.commit_tensor(each.item, target)
 
-    def _fill(self, file: int, places: list[tuple[torch.Tensor, int]]) -> None:
+    def _fill(self, pool: ThreadPoolExecutor, file: int, places: list[tuple[_Wanted, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
 
-        def read(some: list[tuple[memoryview, int]]) -> None:
-            for memory, at in some:
-                _read_into(file, memory, at)
+        def read(some: list[_Piece]) -> None:
+            for piece in some:
+                _read_into(file, piece.memory, piece.start)
 
-        memories = [(memory_of(tensor), at) for tensor, at in places]
-        pieces = [(m[i : i + BLOCK], at + i) for m, at in memories for i in range(0, m.nbytes, BLOCK)]
-        for some, _ in _in_threads(read, [(piece, piece[0].nbytes) for piece in pieces]):
-            self._count(sum(memory.nbytes for memory, _ in some))
+        memories = [(memory_of(tensor), each.start) for each, tensor in places]
+        pieces = [_Piece(m[i : i + BLOCK], at + i) for m, at in memories for i in range(0, m.nbytes, BLOCK)]
+        for _ in self._in_threads(pool, read, pieces):
+            pass
+
+    def _in_threads(
+        self, pool: ThreadPoolExecutor, function: Callable[[list[Sized]], R], pieces: list[Sized]
+    ) -> Iterator[R]:
+        """Call ``function`` with a few MiB of ``pieces`` at a time, and yield what it returned."""
+        shares: list[list[Sized]] = []
+        room = 0
+        for piece in pieces:
+            if room <= 0:
+                shares.append([])
+                room = _SHARE
+            shares[-1].append(piece)
+            room -= piece.nbytes
+        results = pool.map(function, shares) if len(shares) > 1 else map(function, shares)
+        for share, result in zip(shares, results, strict=True):
+            self._count(sum(piece.nbytes for piece in share))
+            yield result
+
+    def _count(self, nbytes: int) -> None:
+        if self.progress is not None:
+            self.progress.add(nbytes)
 
 
-def _load(file: int, item: ReadItem, info: Any) -> torch.Tensor | None:
-    """What torch.save wrote; of values that are no tensors nothing."""
-    data = io.BytesIO(_read(file, info))
-    if item.type is LoadItemType.BYTE_IO:
-        return None
-    tensor: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+class _Wanted(NamedTuple):
+    """What an item of a plan reads of a file."""
+
+    item: ReadItem
+    start: int
+    nbytes: int
+    end: int  # of the entry that it is within
+    dtype: torch.dtype | None  # of a tensor's own bytes. None: they are what torch.save wrote
+    body: Body | None  # None: we did not write it
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.item.type is not LoadItemType.BYTE_IO
+
+    @property
+    def name(self) -> str:
+        return _describe(self.item.storage_index)
+
+    def lies_as(self, target: torch.Tensor) -> bool:
+        """Whether the bytes can be read to where ``target`` is."""
+        assert self.body is not None
+        assert self.body.stride is not None
+        return (
+            target.device.type == "cpu"
+            and target.dtype is self.dtype
+            and target.nbytes == self.nbytes
+            and all(n == 1 or s == t for n, s, t in zip(target.shape, self.body.stride, target.stride(), strict=True))
+        )
+
+
+class _Block(NamedTuple):
+    """Bytes of a file that have a sum."""
+
+    start: int
+    nbytes: int
+    sum: bytes
+
+
+class _Piece(NamedTuple):
+    """Where to read some bytes to, and where they are in a file."""
+
+    memory: memoryview
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
+def _blocks(wanted: list[_Wanted]) -> dict[_Block, _Wanted]:
+    """Those of one file that are touched, each with one that touches it."""
+    blocks = {}
+    for each in wanted:
+        if each.body is not None:
+            start, nbytes, _, sums = each.body
+            first, stop = (each.start - start) // BLOCK, -(-(each.start - start + each.nbytes) // BLOCK)
+            for i in range(first, stop):
+                size = min(BLOCK, nbytes - i * BLOCK)
+                blocks[_Block(start + i * BLOCK, size, sums[8 * i : 8 * i + 8])] = each
+    return blocks
+
+
+def _threads() -> ThreadPoolExecutor:
+    """That read: memory and most disks are faster than one of many cores."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flatshard-read")
+
+
+def _load(file: int, wanted: _Wanted) -> torch.Tensor:
+    """What torch.save wrote."""
+    tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, wanted)), map_location="cpu", weights_only=True)
+    for dim, (start, length) in enumerate(zip(wanted.item.storage_offsets, wanted.item.lengths, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
-def _lies_as(target: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> bool:
-    """Whether bytes of a file can be read to where ``target`` is."""
-    return (
-        target.device.type == "cpu"
-        and target.dtype is dtype
-        and target.nbytes == nbytes
-        and all(n == 1 or s == t for n, s, t in zip(target.shape, stride, target.stride(), strict=True))
-    )
-
-
-def _in_threads(function: Callable[[list[T]], R], sized: list[tuple[T, int]]) -> Iterator[tuple[list[T], R]]:
-    """Call ``function`` with some of ``sized`` (each with how many bytes it has) at a time, and yield what it returned."""
-    shares: list[list[T]] = []
-    room = 0
-    for each, nbytes in sized:
-        if room <= 0:
-            shares.append([])
-            room = _SHARE
-        shares[-1].append(each)
-        room -= nbytes
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="flatshard-read") as pool:
-        yield from zip(shares, pool.map(function, shares), strict=True)
-
-
-def _describe(index: MetadataIndex) -> str:
-    return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
-
-
-def _read(file: int, info: Any) -> bytes:
-    data = bytearray(info.length)
-    _read_into(file, memoryview(data), info.offset)
+def _read(file: int, wanted: _Wanted) -> bytes:
+    data = bytearray(wanted.nbytes)
+    _read_into(file, memoryview(data), wanted.start)
     return bytes(data)
 
 
@@ -278,6 +307,10 @@ def _read_into(file: int, memory: memoryview, at: int) -> None:
         if not count:
             raise ValueError("a file of the checkpoint has been cut off while it was read")
         memory, at = memory[count:], at + count
+
+
+def _describe(index: MetadataIndex) -> str:
+    return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -366,10 +399,11 @@ class LoadPlanner(DefaultLoadPlanner):
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as e:
             raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
-        safe = io.BytesIO()
-        torch.save(found, safe)  # what this very process made may be executed
-        safe.seek(0)
-        super().load_bytes(read_item, safe)
+        place: Any = self.original_state_dict
+        *way, last = self.mappings[name]
+        for key in way:
+            place = place[key]
+        place[last] = found
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """See torch, which would narrow where there is nothing to leave out."""

@@ -41,7 +41,7 @@ from flatshard.checkpoint._standard_helpers import check_writer
 aten = torch.ops.aten
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """What a value was made of."""
 
     info: ShardInfo
@@ -72,18 +72,18 @@ class ShardedValue(torch.Tensor):
 
     _local: torch.Tensor  # 1-D, the part's elements in memory order
     _part: Part
-    _source: Source | None  # None: it was unpickled
+    _origin: Origin | None  # None: it was unpickled
 
     # No dispatch by function: operations come to `__torch_dispatch__`, as a DTensor's do.
     __torch_function__ = nn.Parameter.__torch_function__
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, part: Part, source: Source | None) -> ShardedValue:
+    def __new__(cls, local: torch.Tensor, part: Part, origin: Origin | None) -> ShardedValue:
         # Private, but what every tensor subclass that wraps others is made by; there is no public name for it.
         result: ShardedValue = torch.Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        result._local, result._part, result._source = local, part, source
+        result._local, result._part, result._origin = local, part, origin
         return result
 
     def to_local(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class ShardedValue(torch.Tensor):
 
     def on_meta(self) -> ShardedValue:
         """The same part, without memory."""
-        return ShardedValue(torch.empty(self._local.shape, dtype=self.dtype, device="meta"), self._part, self._source)
+        return ShardedValue(torch.empty(self._local.shape, dtype=self.dtype, device="meta"), self._part, self._origin)
 
     def full_tensor(self) -> torch.Tensor:
         """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.
@@ -103,16 +103,16 @@ class ShardedValue(torch.Tensor):
             RuntimeError: it came from a pickle, so nobody knows who has the other parts; or some ranks do not call it, which
                 the message names.
         """
-        part, source = self._part, self._source
-        if source is None:
+        part, origin = self._part, self._origin
+        if origin is None:
             raise RuntimeError(f"{_name(self)}.full_tensor(): it was unpickled, and {_CURE}")
-        if source.info.shard_world_size > 1:
-            roll_call([source.runtime], f"full_tensor of {source.info.fqn!r}")
+        if origin.info.shard_world_size > 1:
+            roll_call([origin.runtime], f"full_tensor of {origin.info.fqn!r}")
             numel = math.prod(part.block_shape)
-            flat = from_parts(source.runtime, self._local, part.start, numel, self.dtype)
+            flat = from_parts(origin.runtime, self._local, part.start, numel, self.dtype)
         else:  # with tensor parallelism only
             flat = self._local.clone()
-        return unwrapped_whole(flat.as_strided(part.block_shape, part.stride), source.info)
+        return unwrapped_whole(flat.as_strided(part.block_shape, part.stride), origin.info)
 
     untyped_storage = _no_memory("untyped_storage")  # also for `storage()`, which asks for it
     numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))
@@ -127,7 +127,7 @@ class ShardedValue(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
         local = copy.deepcopy(self._local, memo)
-        found: ShardedValue = memo.setdefault(id(self), ShardedValue(local, self._part, self._source))
+        found: ShardedValue = memo.setdefault(id(self), ShardedValue(local, self._part, self._origin))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,7 +214,7 @@ def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
 
 def _like(value: ShardedValue, result: torch.Tensor) -> torch.Tensor:
     """``result`` of an operation on this rank's part of ``value``, as a sharded value if it is a part."""
-    return ShardedValue(result, value._part, value._source) if result.numel() == value._part.numel else result
+    return ShardedValue(result, value._part, value._origin) if result.numel() == value._part.numel else result
 
 
 @functools.lru_cache
@@ -292,7 +292,7 @@ _ON_PARTS = {
 
 
 def _name(value: ShardedValue) -> str:
-    name = "a sharded tensor" if value._source is None else f"the sharded tensor {value._source.info.fqn!r}"
+    name = "a sharded tensor" if value._origin is None else f"the sharded tensor {value._origin.info.fqn!r}"
     return f"{name} of shape {tuple(value.shape)}"
 
 
@@ -303,7 +303,7 @@ def _describe(value: torch.Tensor) -> str:
 def _new_empty(value: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     assert isinstance(value, ShardedValue)
     if tuple(size) == value._part.shape:
-        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value._part, value._source)
+        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value._part, value._origin)
     return value._local.new_empty(size, **kwargs)
 
 
@@ -341,8 +341,8 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     info, unit = shard_info(param), owner_of(param)
     if info is None or (info.shard_world_size == 1 and info.parallel is None):
         return tensor
-    source = None if unit is None else Source(info, unit.handle.runtime)
-    return ShardedValue(info.in_memory_order(tensor), part_of(info), source)
+    origin = None if unit is None else Origin(info, unit.handle.runtime)
+    return ShardedValue(info.in_memory_order(tensor), part_of(info), origin)
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:

@@ -170,7 +170,7 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     for at, module in _named_modules(root, prefix):
         if at.startswith(tuple(free)):
             continue
-        if _translates(module):
+        if translates(module):
             free.append(at)
             continue
         for name, tensor in _persistent(module):
@@ -207,7 +207,7 @@ def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
             yield from _named_modules(child, f"{prefix}{name}.")
 
 
-def _translates(module: nn.Module) -> bool:
+def translates(module: nn.Module) -> bool:
     """Whether what ``module`` loads may not be what the state dict has under its names."""
     load = type(module)._load_from_state_dict
     if load is not nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn.modules."):

@@ -27,9 +27,9 @@ from torch.futures import Future
 from flatshard._errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._boxes import memory_dims
+from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import ALIGNMENT, BLOCK, around, checksums, memory_of
 from flatshard.checkpoint._metadata import Body, seal
-from flatshard.checkpoint._progress import Progress
 
 _BATCH = 4 * BLOCK  # bytes in one call
 
@@ -109,7 +109,7 @@ def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:
 class SavePlanner(DefaultSavePlanner):
     """torch's, which makes bytes of values at once, refuses what could not be loaded, and counts what it hands out."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ByteCount) -> None:
         super().__init__()
         self._progress = progress
         self._streams: dict[str, io.BytesIO] = {}

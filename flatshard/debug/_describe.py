@@ -33,7 +33,7 @@ class UnitDescription:
     """One unit."""
 
     fqn: str
-    module: str  # class name
+    module: str  # class name; "LayerNorm, Linear" for a unit of two modules
     strategy: str
     state: str
     flats: tuple[FlatDescription, ...]
@@ -164,7 +164,7 @@ def _describe(unit: Unit) -> UnitDescription:
     state = unit.handle.lifetime.params.name.lower()
     return UnitDescription(
         unit.fqn,
-        type(unit.module).__name__,
+        unit.kind,
         unit.config.strategy.name,
         state,
         flats,

@@ -31,7 +31,7 @@ from flatshard._composable.flat_plan import plan_flats
 from flatshard._composable.forward import Forward
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, UnitConfig, unit_of
+from flatshard._composable.state import Unit, UnitConfig, called_modules, unit_of
 from flatshard._runtime import Runtime, Streams
 from flatshard.planning._clock import Clock, RecordingCollectives
 from flatshard.planning._hardware import Bandwidths
@@ -231,7 +231,8 @@ class _InOrder:
         self.program = program
         self.assumed = assumed
         for unit in program.units:
-            unit.module.forward = functools.partial(self._forward, unit)
+            for module in called_modules(unit.module):
+                module.forward = functools.partial(self._forward, unit, module)
 
     def run_once(self) -> None:
         """Run a forward and its backward."""
@@ -243,10 +244,10 @@ class _InOrder:
             clock.phase = "backward"
             torch.autograd.backward((output,), (torch.empty_like(output),))
 
-    def _forward(self, unit: Unit, x: Tensor) -> Tensor:
-        nbytes = self.assumed.saved(unit)
+    def _forward(self, unit: Unit, module: nn.Module, x: Tensor) -> Tensor:
+        nbytes = self.assumed.saved(unit) if module is called_modules(unit.module)[0] else 0
         saved = torch.empty(nbytes, dtype=torch.uint8, device=META) if nbytes else None
-        return self._visit(unit.module, x, saved)
+        return self._visit(module, x, saved)
 
     def _visit(self, module: nn.Module, x: Tensor, saved: Tensor | None) -> Tensor:
         for name, param in module._parameters.items():

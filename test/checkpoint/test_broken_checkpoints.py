@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, _disk, _job, _meeting, _progress
+from flatshard.checkpoint import MeetingError, _byte_count, _disk, _job, _meeting
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._disk import METADATA
 
@@ -756,7 +756,7 @@ def test_overwriting_a_link(job):
 
 
 def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_progress, "_EVERY", 0.0)
+    monkeypatch.setattr(_byte_count, "_EVERY", 0.0)
     state = {"x": {str(i): torch.zeros(2**18) for i in range(4)}}
     save_checkpoint(tmp_path / "x", state)
     load_checkpoint(tmp_path / "x", state)

@@ -370,7 +370,7 @@ def overriding(**arguments) -> CustomPolicy:
         (Block(), "policy is an instance of Block: pass the class, policy={Block}"),
         (
             lambda m: isinstance(m, Block),
-            r"cannot be called as policy\(module=..., recurse=..., non.* use CustomPolicy",
+            r"cannot be called as policy\(module=..., recurse=..., non.* use policy=flatshard\.CustomPolicy",
         ),
         (
             functools.partial(flatshard.policies.transformer_auto_wrap_policy),

@@ -478,6 +478,13 @@ class Case:
             for i in sorted(chosen, reverse=True):  # named_modules() lists parents first
                 assert shard_one(candidates[i], strategy=next(strategies)) is candidates[i]
             return shard_one(model)
+        if kind == "groups":  # pairs of modules that are beside each other
+            candidates, policy = nestable(model), []
+            for i, j in itertools.pairwise(i % len(candidates) for i in rest if candidates):
+                pair, taken = (candidates[i], candidates[j]), {m for others in policy for m in others}
+                if i != j and pair[0] not in pair[1].modules() and pair[1] not in pair[0].modules():
+                    policy += [] if taken & {*pair} else [pair]
+            return shard_one(model, policy or None)
         classes = {CLASSES[name] for name in rest} if kind in ("class", "set", "wrap", "custom") else set()
         policies: dict[str, Any] = {
             "none": None,
@@ -552,7 +559,9 @@ def make_case(seed: int) -> Case:
     """Draw the case of a seed."""
     rng = random.Random(seed)
     tree: Spec = ("seq", *(make_tree(rng, rng.randint(0, 2)) for _ in range(rng.randint(1, 4))))
-    policy: tuple[Any, ...] = (rng.choice(("none", "class", "set", "wrap", "custom", "size", "manual", "manual")),)
+    policy: tuple[Any, ...] = (
+        rng.choice(("none", "class", "set", "wrap", "custom", "size", "manual", "manual", "groups")),
+    )
     names = sorted(class_names(tree) | {"Linear"})
     if policy[0] == "class":
         policy += (rng.choice(names),)
@@ -560,7 +569,7 @@ def make_case(seed: int) -> Case:
         policy += tuple(sorted(rng.sample(names, rng.randint(1, len(names)))))
     elif policy[0] == "size":
         policy += (rng.choice([1, 5, 20, 100]),)
-    elif policy[0] == "manual":
+    elif policy[0] in ("manual", "groups"):
         policy += tuple(rng.randrange(100) for _ in range(rng.randint(1, 6)))
     strategy = rng.choice(STRATEGIES)
     optimizer = rng.choice(["sgd", "adamw"])
@@ -791,7 +800,7 @@ def test_the_cases_cover_what_they_are_meant_to():
     assert [name for name in LEAVES + CONTAINERS + FORMS if f"'{name}'" not in text] == []
     combinations = {(case.world_size, case.strategy, case.policy[0]) for case in cases}
     assert len({c[:2] for c in combinations}) == 4 * 5
-    assert len({c[1:] for c in combinations}) >= 5 * 7 - 1
+    assert len({c[1:] for c in combinations}) >= 5 * 8 - 1
     for field in dataclasses.fields(Options):
         values = {getattr(case.options, field.name) for case in cases}
         assert len(values) > 1, f"{field.name} is always {values}"

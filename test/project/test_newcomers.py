@@ -120,8 +120,61 @@ def test_parameters_in_the_place_of_the_module(world):
     assert_expected_inline(
         shown,
         """\
-TypeError: fully_shard takes an nn.Module as module, got a generator; pass the module
-    itself, not its parameters""",
+TypeError: fully_shard takes an nn.Module as module, got a generator; pass the model
+    itself, not its parameters or its state""",
+    )
+
+
+def test_a_state_dict_in_the_place_of_the_module(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net().state_dict()))
+    assert_expected_inline(
+        shown,
+        """\
+TypeError: fully_shard takes an nn.Module as module, got a OrderedDict; pass the model
+    itself, not its parameters or its state""",
+    )
+
+
+def test_in_inference_mode(world):
+    world(4)
+    model = Net()
+    with torch.inference_mode():
+        shown = message(lambda: fully_shard(model))
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: fully_shard was called inside torch.inference_mode(), where tensors are
+    made that cannot be trained: call it outside. The model's forward may run inside""",
+    )
+    fully_shard(model)
+
+
+def test_a_function_of_the_module_alone_as_policy(world):
+    world(4)
+
+    def is_block(module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+    shown = message(lambda: fully_shard(Net(), policy=is_block))
+    assert_expected_inline(
+        shown,
+        """\
+ValueError: policy=is_block cannot be called as policy(module=..., recurse=...,
+    nonwrapped_numel=...): got an unexpected keyword argument 'recurse'. For a function
+    of the module alone use policy=flatshard.CustomPolicy(function)""",
+    )
+
+
+def test_a_name_in_the_place_of_a_mesh(world):
+    world(4)
+    shown = message(lambda: fully_shard(Net(), device_mesh="cpu"))
+    assert_expected_inline(
+        shown,
+        """\
+TypeError: device_mesh must be a DeviceMesh, got a str: make one by
+    torch.distributed.device_mesh.init_device_mesh(device_type, (world_size,)), or omit
+    it to shard over all ranks""",
     )
 
 
@@ -370,6 +423,59 @@ CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: if it wa
     )
 
 
+def test_copying_a_whole_value_into_a_part(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+
+    def mistake() -> None:
+        with torch.no_grad():
+            model.head.weight.copy_(torch.zeros(2, 4))
+
+    shown = message(mistake)
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
+    (2, 4), and copy_ was given the whole. Copy inside `with
+    flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where
+    each rank takes its part""",
+    )
+
+
+def test_adding_a_layer(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    model.extra = nn.Linear(2, 2)
+    model.extra(model(torch.ones(2, 4))).sum().backward()
+    shown = message(torch.optim.SGD(model.parameters(), 0.1).step)
+    assert_expected_inline(
+        shown,
+        """\
+RuntimeError: SGD steps 'extra.weight', 'extra.bias', registered in a sharded module
+    after fully_shard: nobody averages their gradients, so they would differ between
+    ranks. Add modules and parameters (adapters, heads) before fully_shard, or call
+    fully_shard on each new module and then build the optimizer. To average them
+    yourself, add them before fully_shard and pass them as ignored_states""",
+    )
+
+
+def test_weight_decay_by_ndim(world):
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    shown = message(lambda: torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}]).step())
+    assert_expected_inline(
+        shown,
+        """\
+UserWarning: all parameters of this AdamW are in one group, with weight_decay=0.0:
+    matrices such as 'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight',
+    and vectors. If a rule on p.ndim or p.shape made the groups: it sees this rank's
+    parts, which are 1-D. Use len(flatshard.full_shape(p)) in the rule, make the groups
+    before fully_shard, or shard with layout=flatshard.layouts.Rows()""",
+    )
+
+
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -400,10 +506,10 @@ OutOfStepError: ranks run different units. Their last collectives (in pass N of 
   rank 1: ... all-gather of 'blocks.1'
 All ranks must run the same units in the same order, forward and backward. If a rank
     does not need a unit that others run, have it call flatshard.skip(unit, x) in its
-    place. Layers dropped at random (layerdrop) must be the same on all ranks. Functions
-    that gather, such as full_state_dict and summon_full_params, are called by all
-    ranks, not by rank 0 alone. (This check runs in the first passes:
-    FLATSHARD_ORDER_CHECK=first, always or off.)""",
+    place. Layers dropped at random (layerdrop) must be the same on all ranks. What
+    communicates, such as full_state_dict, summon_full_params and the norm of a
+    gradient, is called by all ranks, not by rank 0 alone. (This check runs in the first
+    passes: FLATSHARD_ORDER_CHECK=first, always or off.)""",
     )
 
 
@@ -427,9 +533,51 @@ OutOfStepError: ranks wait for each other, as they run different units:
     has not come to. Its last collectives: ... all-gather of '<root>'
 All ranks must run the same units in the same order, forward and backward. If a rank
     does not need a unit that others run, have it call flatshard.skip(unit, x) in its
-    place. Layers dropped at random (layerdrop) must be the same on all ranks. Functions
-    that gather, such as full_state_dict and summon_full_params, are called by all
-    ranks, not by rank 0 alone.""",
+    place. Layers dropped at random (layerdrop) must be the same on all ranks. What
+    communicates, such as full_state_dict, summon_full_params and the norm of a
+    gradient, is called by all ranks, not by rank 0 alone.""",
+    )
+
+
+def log_a_norm_on_rank_0_only(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        if ctx.rank == 0:
+            print(model.head.weight.grad.norm())
+
+
+def test_a_norm_on_rank_0_only(pool):
+    shown = failure(pool, log_a_norm_on_rank_0_only)
+    assert_expected_inline(
+        shown,
+        """\
+OutOfStepError: ranks wait for each other, as not all of them compute the same norm, sum
+    or maximum:
+  rank 0 waits for the all-reduce for the norm of order 2.0 of the gradient of
+    'head.weight' (after pass N of this process), which rank 1 has not come to. Its last
+    collectives: ... all-reduce for the norm of order 2.0 of the gradient of
+    'head.weight'
+  rank 1 waits for the all-gather of '<root>' (in pass N of this process), which rank 0
+    has not come to. Its last collectives: ... all-gather of '<root>'
+A norm, sum or maximum of sharded parameters or gradients is computed by all ranks
+    together. Have all ranks call what computes it, and print the result on one of them.""",
+    )
+
+
+def save_a_bare_model(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    flatshard.save_checkpoint("/nowhere/step-1", model, process_group=ctx.group)
+
+
+def test_a_model_in_the_place_of_a_jobs_state(pool):
+    shown = failure(pool, save_a_bare_model)
+    assert_expected_inline(
+        shown,
+        """\
+MeetingError: save_checkpoint('/nowhere/step-1'): TypeError: state must be a dict of
+    what the job consists of, such as {'model': model, 'optimizer': optimizer, 'step':
+    1}, got a Net""",
     )
 
 

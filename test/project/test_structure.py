@@ -61,6 +61,7 @@ INNER_IMPORTS = {
     ("checkpoint", "flatshard.checkpoint"),  # as the next
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
     ("_composable.features.compile", "torch._dynamo"),  # two seconds of `import flatshard`
+    ("_composable.features.compile", "torch._C._dynamo.eval_frame"),
     ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
@@ -424,6 +425,9 @@ _composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node
 _composable.construct.validate: dist.distributed_c10d._get_default_group
 _composable.construct.validate: torch._C._disabled_torch_function_impl
+_composable.features.compile: torch._C._dynamo.eval_frame._FrameAction
+_composable.features.compile: torch._C._dynamo.eval_frame._FrameExecStrategy
+_composable.features.compile: torch._C._dynamo.eval_frame.set_code_exec_strategy
 _composable.features.compile: torch._dynamo.trace_rules
 _composable.features.precision: torch.utils._pytree.tree_map
 _composable.features.transforms: forward_ad._current_level

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -24,11 +25,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"]
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "RANK"}
+ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+COMMAND = [sys.executable, str(ROOT / "benchmarks" / "train_gpt.py")]
+
+
 def job(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name != "RANK"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_gpt.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
+    return subprocess.run([*COMMAND, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=220)
 
 
 @pytest.mark.slow
@@ -38,9 +41,28 @@ def test_two_ranks_train_as_one_process():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no warning either
     lines = done.stdout.splitlines()
-    assert lines[0] == "starting 2 processes ..."
+    assert lines[0] == "starting 2 processes: each imports torch ..."
     assert lines[-1].startswith("equal: largest relative difference ")
     assert len([line for line in lines if re.match(r" +\d  ", line)]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)  # three processes import torch
+def test_an_interrupt_ends_all_ranks_at_once():
+    """As Ctrl-C does on a terminal. No traceback, and no words of torchrun's."""
+    arguments = ["--ranks", "2", "--steps", "1000000", "--log-every", "1", *SMALL]
+    with subprocess.Popen(
+        [*COMMAND, *arguments], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        shown = next(line for line in process.stdout if line.startswith("step"))
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert "step       1/1000000" in shown
+    assert rest.endswith("\nstopped\n"), rest[-300:]
+    assert "Traceback" not in errors
+    assert "torch/distributed" not in errors
+    assert process.returncode == 128 + signal.SIGINT
 
 
 FAILING = """
@@ -66,12 +88,14 @@ def test_a_rank_that_fails(tmp_path):
     assert done.stderr.rstrip().endswith("rank 1 ended with exit code 1"), done.stderr
 
 
-def test_help_has_the_examples(capsys):
+def test_help_has_the_examples(capsys, tmp_path, monkeypatch):
+    (tmp_path / "run" / "step-50").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         train_gpt.parse_options(["--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    assert "examples:\n" in shown
+    assert "examples, in an activated environment:\n" in shown
     assert "python benchmarks/train_gpt.py --ranks 2 --verify" in shown
     for command in re.findall(r"train_gpt\.py (.*)", shown):
         train_gpt.parse_options(command.split())
@@ -95,7 +119,10 @@ def test_the_command_of_the_readme():
         (["--verify", "--precision", "bf16"], "use it with --precision fp32"),
         (["--width", "10"], r"width (10) must be divisible by heads (4)"),
         (["--plot", "loss.png"], "loss.png does not end in .svg"),
-        (["--steps", "0"], "0 is not at least 1"),
+        (["--plot", "nowhere/loss.svg"], "nowhere/loss.svg: there is no such directory"),
+        (["--resume", "nowhere/step-1"], "nowhere/step-1: there is no such directory"),
+        (["--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["--ranks", "two"], "'two' is not a whole number of at least 1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -167,14 +194,18 @@ def test_progress_on_a_terminal(monkeypatch):
         """\
 <clear>
 [#####...............] step 1/4  loss 4.000<clear>
-[##########..........] step 2/4  loss 3.000  0:02 left<clear>
+[##########..........] step 2/4  loss 3.000  1,000 tokens/s  0:02 left<clear>
 step 2/4  loss 2.500  lr 1e-3      1,000 tokens/s  0:02 left
 <clear>
-[###############.....] step 3/4  loss 2.000  0:01 left<clear>
-[####################] step 4/4  loss 1.000<clear>
+[###############.....] step 3/4  loss 2.000  1,000 tokens/s  0:01 left<clear>
+[####################] step 4/4  loss 1.000  1,000 tokens/s<clear>
 step 4/4  loss 0.500  lr 1e-3      1,000 tokens/s
 """,
     )
+
+
+def test_a_sample_cannot_change_the_terminal():
+    assert train_gpt.printable("é\n\tdef\x1b[2J\x00\x07") == "é\n\tdef\ufffd[2J\ufffd\ufffd"
 
 
 def test_clock():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.partition import PlannedUnit, walk
 from flatshard._composable.policy import is_never_called
-from flatshard._composable.state import owner_of, unit_of
+from flatshard._composable.state import ModuleGroup, owner_of, unit_of, units_below
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
@@ -30,10 +30,13 @@ _SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself.
 def check_module(module: Any, what: str = "module") -> None:
     """Raise if ``module`` cannot be a unit. ``what``: the name of the argument."""
     if not isinstance(module, nn.Module):
-        hint = "; shard its items one by one" if isinstance(module, list | tuple) else ""
-        if isinstance(module, Iterator):
-            hint = "; pass the module itself, not its parameters"
-        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}{hint}")
+        cure = "pass the model itself, not its parameters or its state"
+        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}; {cure}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "fully_shard was called inside torch.inference_mode(), where tensors are made that cannot be trained: call it "
+            "outside. The model's forward may run inside"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: {_SCRIPTED_CURE}")
     if unit_of(module) is not None:
@@ -53,6 +56,20 @@ def check_module(module: Any, what: str = "module") -> None:
         )
 
 
+def check_group(modules: Sequence[Any], what: str = "fully_shard of a list") -> None:
+    """Raise if ``modules`` cannot be one unit. ``what``: who asks for it."""
+    if not modules:
+        raise ValueError(f"{what}: it is empty. List the modules that are to be one unit: [model.norm, model.head]")
+    for module in modules:
+        check_module(module, "an item of the list")
+    for module, other in itertools.permutations(modules, 2):
+        if other in set(module.modules()):
+            found = f"a {type(other).__name__} is in it twice"
+            if other is not module:
+                found = f"a {type(other).__name__} in it is inside a {type(module).__name__} in it"
+            raise ValueError(f"{what}: {found}. List modules that are beside each other, each once")
+
+
 def _has_forward(module: nn.Module) -> bool:
     # torch.compile(module) is a module whose forward is an attribute of the instance.
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
@@ -70,7 +87,10 @@ def resolve_groups(
     if process_group is not None and device_mesh is not None:
         raise ValueError("fully_shard: pass process_group or device_mesh, not both")
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}")
+        raise TypeError(
+            f"device_mesh must be a DeviceMesh, got a {type(device_mesh).__name__}: make one by "
+            "torch.distributed.device_mesh.init_device_mesh(device_type, (world_size,)), or omit it to shard over all ranks"
+        )
     if device_mesh is not None and device_mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
     if strategy.is_hybrid:
@@ -188,10 +208,24 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     return modules, params
 
 
-def check_chosen(root: nn.Module, chosen: Iterable[nn.Module]) -> None:
+def check_chosen(root: nn.Module, chosen: Iterable[nn.Module], ignored: set[nn.Module]) -> None:
     """Raise if a module that a policy chose cannot be a unit."""
     names = {m: n for n, m in root.named_modules()}
+    sharded = {m for unit in units_below(root) for m in unit.module.modules()}
+    grouped: dict[nn.Module, ModuleGroup] = {}
     for module in chosen:
+        if isinstance(module, ModuleGroup):
+            check_group(tuple(module), "a tuple of modules in the policy")
+            for each in module:
+                what = f"a tuple of modules in the policy has a {type(each).__name__}"
+                if each is root or each not in names:
+                    raise ValueError(f"{what}, which is not a submodule of the {type(root).__name__} to shard")
+                if each in ignored or each in sharded:
+                    why = "is sharded already" if each in sharded else "is in ignored_states, too"
+                    raise ValueError(f"{what}, {names[each]!r}, which {why}")
+                if grouped.setdefault(each, module) is not module:
+                    raise ValueError(f"{what}, {names[each]!r}, which is in another tuple, too: one unit has it")
+            continue
         what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{what}, which fully_shard cannot hook: {_SCRIPTED_CURE}")

@@ -19,7 +19,7 @@ from torch import nn
 from flatshard._composable.extensions import Extension, ForwardFeature, Link
 from flatshard._composable.forward import Forward
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, called_modules
 
 # nn.Module's own attributes. They cannot hold an activation.
 _MODULE_KEYS = frozenset(nn.Module().__dict__)
@@ -63,7 +63,7 @@ class EscapeWatch(ForwardFeature):
             self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
-            inner = [m for m in self.modules if m is not self.unit.module]
+            inner = [m for m in self.modules if m not in called_modules(self.unit.module)]
             self._hooks = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         if any(self._hooks):
             self._hook_hooked()
@@ -76,7 +76,7 @@ class EscapeWatch(ForwardFeature):
                 continue
             self._newest[id(module)] = newest
             hooks = [*after.values(), *before.values()]
-            is_watched = module is self.unit.module or any(map(_is_ours, hooks))
+            is_watched = module in called_modules(self.unit.module) or any(map(_is_ours, hooks))
             if not is_watched and not all(map(_is_of_tensor_parallelism, hooks)):
                 module.register_forward_hook(functools.partial(_catch, self._link))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from flatshard._composable.find import unit_for
+from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
@@ -23,10 +23,11 @@ class ForwardMethod:
     For a generator function each resumption is a forward of its own, because the caller may do anything between two of them.
     """
 
-    def __init__(self, hooks: UnitHooks, name: str) -> None:
+    def __init__(self, hooks: UnitHooks, module: nn.Module, name: str) -> None:
         self.hooks = hooks
+        self.module = module
         self.name = name
-        self.hidden: Any = hooks.unit.module.__dict__.get(name)  # an instance attribute of this name, if there was one
+        self.hidden: Any = module.__dict__.get(name)  # an instance attribute of this name, if there was one
         method = self._method()
         self._yields = inspect.isgeneratorfunction(method)
         functools.update_wrapper(self, method)
@@ -34,19 +35,20 @@ class ForwardMethod:
     def _method(self) -> Callable[..., Any]:
         if self.hidden is not None:
             return self.hidden  # type: ignore[no-any-return]
-        module = self.hooks.unit.module
-        found = inspect.getattr_static(type(module), self.name)
+        found = inspect.getattr_static(type(self.module), self.name)
         bind = getattr(type(found), "__get__", None)
-        return found if bind is None else bind(found, module, type(module))  # type: ignore[no-any-return]
+        return found if bind is None else bind(found, self.module, type(self.module))  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = self._method()
-        return self._iterate(method, args, kwargs) if self._yields else self.hooks.run(method, args, kwargs)
+        return (
+            self._iterate(method, args, kwargs) if self._yields else self.hooks.run(self.module, method, args, kwargs)
+        )
 
     def _iterate(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, Any, Any]:
-        run = self.hooks.run
+        run = functools.partial(self.hooks.run, self.module)
         generator: Any = None
 
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -75,6 +77,7 @@ class ForwardMethod:
         memo[id(self)] = result
         result.__dict__.update({k: v for k, v in self.__dict__.items() if k != "__wrapped__"})
         result.hooks = copy.deepcopy(self.hooks, memo)
+        result.module = copy.deepcopy(self.module, memo)
         result.hidden = copy.deepcopy(self.hidden, memo)
         result.__dict__["__wrapped__"] = result._method()
         return result
@@ -106,11 +109,11 @@ def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
     return names
 
 
-def register_methods(unit: Unit, names: Iterable[str]) -> None:
-    """Register the methods ``names`` as forwards of ``unit``. ``check_methods`` has checked the names."""
+def register_methods(unit: Unit, module: nn.Module, names: Iterable[str]) -> None:
+    """Register the methods ``names`` of ``module`` as forwards of ``unit``. ``check_methods`` has checked the names."""
     for name in names:
-        if not isinstance(unit.module.__dict__.get(name), ForwardMethod):
-            unit.module.__dict__[name] = ForwardMethod(UnitHooks.of(unit), name)
+        if not isinstance(module.__dict__.get(name), ForwardMethod):
+            module.__dict__[name] = ForwardMethod(UnitHooks.of(unit), module, name)
 
 
 def register_forward_method(module: nn.Module, method_name: str | Iterable[str]) -> None:
@@ -131,4 +134,5 @@ def register_forward_method(module: nn.Module, method_name: str | Iterable[str])
         NotImplementedError: the method is async.
     """
     unit = unit_for(module, "register_forward_method")
-    register_methods(unit, check_methods(unit.module, method_name))
+    inner = unwrapped(module)
+    register_methods(unit, inner, check_methods(inner, method_name))

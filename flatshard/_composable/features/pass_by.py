@@ -43,10 +43,10 @@ class PassBy(Extension):
 
 
 class RanInside(ForwardFeature):
-    """The units that one unit's last forward ran. None: no forward has ended without an error yet."""
+    """The modules of units that the last forward of each of one unit's modules ran, if it has ended without an error."""
 
     def __init__(self) -> None:
-        self.units: list[Unit] | None = None
+        self.modules: dict[nn.Module, list[nn.Module]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -54,14 +54,15 @@ class RanInside(ForwardFeature):
     def after(self, forward: Forward, output: Any) -> None:
         if not forward.in_backward and (output is not None or sys.exc_info()[1] is None):
             order = forward.unit.context.order
-            self.units = [] if order.current[-1] is forward.unit else order.since(forward.unit)
+            self.modules[forward.module] = [] if order.current[-1] is forward.module else order.since(forward.module)
 
 
-def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
-    """Do in forward what ranks that run ``unit`` do, and pass ``tensors`` through.
+def pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
+    """Do in forward what ranks that run ``module`` do, and pass ``tensors`` through.
 
     Args:
         unit: the unit to skip.
+        module: the unit's, or the one of its group.
         tensors: floating-point or complex.
         inside: skips the units inside, in the same way.
 
@@ -71,7 +72,7 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
     hooks = UnitHooks.of(unit)
     marked: Tensors = ()
     try:
-        hooks.pre_forward(unit.module, (), {}, sys._getframe())
+        hooks.pre_forward(module, (), {}, sys._getframe())
         if torch.is_grad_enabled():
             if not unit.is_done_with_gradients and not unit.handle.is_alias:
                 watched = hooks.watch_inputs(tensors, {})
@@ -80,9 +81,9 @@ def pass_by(unit: Unit, tensors: Tensors, inside: Callable[[Tensors], Tensors]) 
         else:
             tensors = inside(tensors)
         if (ran := unit.feature(RanInside)) is not None and current_graph_task() == -1:
-            ran.units = unit.context.order.since(unit)
+            ran.modules[module] = unit.context.order.since(module)
     finally:
-        if (forward := unit.context.exit_forward(unit)) is not None:
+        if (forward := unit.context.exit_forward(module)) is not None:
             hooks.end_forward(forward, hooks.come_back(marked, forward), False)
     return tensors
 

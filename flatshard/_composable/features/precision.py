@@ -81,7 +81,7 @@ class MixedForward(ForwardFeature):
         unit = self.unit
         if torch.is_grad_enabled():
             return
-        wanted = unit.config.mixed_precision.full_precision_in_eval and not unit.module.training
+        wanted = unit.config.mixed_precision.full_precision_in_eval and not forward.module.training
         around = any([isinstance(claim.shows, dict) and not claim.by_user for claim in unit.claims])
         if not wanted and not around:  # a forward around this one may run in full precision already
             return

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.features.pass_by import RanInside, Tensors, pass_by
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.state import unit_modules_below, unit_of, units_below
 
 
 def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
@@ -60,6 +60,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     for value in tensors:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"skip takes tensors after the module, got a {type(value).__name__}")
+    modules = unit_modules_below(module)
     units = units_below(module)
     if not units:
         raise ValueError(f"skip: nothing in this {type(module).__name__} is sharded; call fully_shard first")
@@ -69,15 +70,15 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
             f"skip: backward must reach unit {units[0].fqn or '<root>'!r}, so pass a floating-point tensor that the loss "
             "depends on: x = flatshard.skip(module, x). If no rank will run backward, call it under torch.no_grad()"
         )
-    marked = iter(_Inside(units)(differentiable))
+    marked = iter(_Inside(modules)(differentiable))
     result = tuple(next(marked) if t.is_floating_point() or t.is_complex() else t for t in tensors)
     return result[0] if len(result) == 1 else result
 
 
 class _Inside:
-    """Skips units in the given order, each with the units inside it. A unit may occur more than once."""
+    """Skips modules of units in the given order, each with those inside it. A module may occur more than once."""
 
-    def __init__(self, order: list[Unit]) -> None:
+    def __init__(self, order: list[nn.Module]) -> None:
         self._order = order
         self._at = 0
 
@@ -87,12 +88,14 @@ class _Inside:
         return tensors
 
     def _pass_by_next(self, tensors: Tensors) -> Tensors:
-        unit = self._order[self._at]
+        module = self._order[self._at]
         self._at += 1
-        below = set(units_below(unit.module))
-        inside: list[Unit] = []
+        below = set(module.modules())
+        inside: list[nn.Module] = []
         while self._at < len(self._order) and self._order[self._at] in below:
             inside.append(self._order[self._at])
             self._at += 1
+        unit = unit_of(module)
+        assert unit is not None
         ran = unit.feature(RanInside)
-        return pass_by(unit, tensors, _Inside(inside if ran is None or ran.units is None else ran.units))
+        return pass_by(unit, module, tensors, _Inside(inside if ran is None else ran.modules.get(module, inside)))

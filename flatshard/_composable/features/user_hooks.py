@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.find import unit_for
+from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
@@ -30,7 +31,7 @@ class UserHooksOfUnit(ForwardFeature):
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.callbacks: OrderedDict[int, Callable[[nn.Module], object]] = OrderedDict()  # with the unit's module
+        self.callbacks: OrderedDict[int, Callable[[], object]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UserHooksOfUnit:
         """For the copied unit, without callbacks: as with hooks on a parameter."""
@@ -54,7 +55,7 @@ class UserHooksOfUnit(ForwardFeature):
             slots.show(SHARDED)
             try:
                 for callback in list(self.callbacks.values()):
-                    callback(unit.module)
+                    callback()
             finally:
                 slots.show(shown)
 
@@ -107,5 +108,5 @@ def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module
     for flat in unit.handle.flats:
         flat.is_watched = True
     handle = RemovableHandle(hooks.callbacks)
-    hooks.callbacks[handle.id] = hook
+    hooks.callbacks[handle.id] = functools.partial(hook, unwrapped(module))
     return handle

@@ -224,6 +224,18 @@ class ShardedParameter(nn.Parameter):
     t, transpose, permute = map(_not_of_a_part, ("t", "transpose", "permute"))
     T, mT, H, mH = map(_property_not_of_a_part, ("T", "mT", "H", "mH"))
 
+    def copy_(self, src: Any, non_blocking: bool = False) -> Self:
+        """As in torch: into this rank's part."""
+        if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
+            info = self._flatshard_info
+            raise RuntimeError(
+                f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape "
+                f"{tuple(src.shape)}, and copy_ was given the whole. Copy inside `with "
+                "flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where each rank takes its part"
+            )
+        super().copy_(src, non_blocking)
+        return self
+
     def dim(self) -> int:
         """As in torch: of this rank's part."""
         _refuse_initialiser(self, sys._getframe(1))

@@ -12,7 +12,7 @@ Report = Callable[[int, int], object]
 _EVERY = 10.0  # seconds between lines
 
 
-class Progress:
+class ByteCount:
     """Counts bytes, and reports them: to ``report``, or, on rank 0, with a line on stderr every few seconds."""
 
     def __init__(self, verb: str, path: Path, report: Report | None, is_first: bool) -> None:
