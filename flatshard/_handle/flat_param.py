@@ -288,10 +288,17 @@ class FlatParam:
             if now != then or p.dtype is not self.dtype or p.device != self.device
         ]
 
-    def check_shape(self, param: nn.Parameter, new: torch.Tensor) -> None:
-        """Raise if ``param`` is one of ``params``, and ``new`` differs from its part in shape."""
-        for i in [i for i, own in enumerate(self.params) if own is param and new.shape != self.part_view(i).shape]:
+    def check_new(self, param: nn.Parameter, new: torch.Tensor) -> None:
+        """Raise if ``param`` is one of ``params``, and ``new`` has no values, or differs from its part in shape."""
+        for i in [i for i, own in enumerate(self.params) if own is param]:
             info = self.layout.params[i]
+            if new.is_meta and not param.is_meta:
+                raise RuntimeError(
+                    f"parameter {info.fqn!r} was moved to the meta device after fully_shard, and has no values any more. "
+                    "Build the model anew, shard it, and load a checkpoint"
+                )
+            if new.shape == self.part_view(i).shape:
+                continue
             raise RuntimeError(
                 f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
                 f"{tuple(self.part_view(i).shape)} (of a parameter of shape {info.shape}). A sharded parameter cannot be "
@@ -307,7 +314,7 @@ class FlatParam:
         """
         infos = self.layout.params
         for i in indices:
-            self.check_shape(self.params[i], self.params[i])
+            self.check_new(self.params[i], self.params[i])
         kinds = {(p.dtype, p.device) for p in self.params}
         if len(kinds) > 1:
             odd = [infos[i].fqn for i in indices]

@@ -325,7 +325,7 @@ class FlatParamHandle:
                     "values, register the original parameter again, and copy into it"
                 )
             for flat in self.flats:
-                flat.check_shape(sharded, new)
+                flat.check_new(sharded, new)
                 if flat.is_on_meta and not new.is_meta and any(own is sharded for own in flat.params):
                     flat.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
