@@ -16,6 +16,7 @@ from flatshard._composable.features.left_alone import LeftAlone
 from flatshard._composable.features.pass_by import PassBy
 from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.replicated import Replicated
+from flatshard._composable.features.resized import Resized
 from flatshard._composable.features.transforms import Transforms
 from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._runtime import Runtime
@@ -41,6 +42,7 @@ def plug_in() -> None:
         LateTies(),
         LayerDrop(),
         Replicated(),
+        Resized(),
         Forked(),
         GradSync(),
     )

@@ -100,7 +100,7 @@ def fully_shard(
             must be on meta on all ranks or on none; with ``sync_module_states`` it may be on some. A module whose parameters
             are all on meta stays there, if none of ``param_init_fn``, ``device_id`` and ``sync_module_states`` is given:
             call ``module.to_empty(device=...)`` next, and then initialise it (``init_weights()``: its code sees whole
-            parameters, unit by unit; seed all ranks alike) or load a state.
+            parameters, unit by unit, and DTensors as such; seed all ranks alike) or load a state.
         sync_module_states: give every rank the parameters and buffers of the group's rank 0.
         backward_prefetch: when to gather the next unit in backward; None: not ahead of time.
         forward_prefetch: while a unit computes, gather the unit that came next in the last pass.

@@ -276,9 +276,14 @@ class FlatParam:
             or (part.numel and start and param.data_ptr() != start + part.start * size)  # no addresses on meta
         ]
 
-    def check_shape(self, index: int, new: torch.Tensor) -> None:
-        """Raise if ``new``, with which the user replaced parameter ``index``, differs from its part in shape."""
+    def check_new(self, index: int, new: torch.Tensor) -> None:
+        """Raise if ``new``, with which the user replaced parameter ``index``, has no values, or not the shape of its part."""
         info, expected = self.layout.params[index], self.part_view(index).shape
+        if new.is_meta and not self.params[index].is_meta:
+            raise RuntimeError(
+                f"parameter {info.fqn!r} was moved to the meta device after fully_shard, and has no values any more. "
+                "Build the model anew, shard it, and load a checkpoint"
+            )
         if new.shape != expected:
             raise RuntimeError(
                 f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
@@ -293,7 +298,7 @@ class FlatParam:
             RuntimeError: the new data has another shape, or only some parameters have a new dtype or device.
         """
         for i in indices:
-            self.check_shape(i, self.params[i])
+            self.check_new(i, self.params[i])
         kinds = {(p.dtype, p.device) for p in self.params}
         if len(kinds) > 1:
             odd = [self.layout.params[i].fqn for i in indices]

@@ -354,7 +354,7 @@ class FlatParamHandle:
                     "values, register the original parameter again, and copy into it"
                 )
             flat, index = self._locate(sharded)
-            flat.check_shape(index, new)
+            flat.check_new(index, new)
             if flat.is_on_meta and not new.is_meta:
                 flat.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept

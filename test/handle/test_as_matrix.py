@@ -65,6 +65,27 @@ def test_uses(pool):
     pool.run(run_uses, world_size=2)
 
 
+def run_vector(ctx) -> None:
+    """A vector of whole parameters has other elements at the places of this rank's."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4), process_group=ctx.group)
+    with flatshard.summon_full_params(model):
+        whole = nn.utils.parameters_to_vector(model.parameters()).detach() + 1
+    before = [p.detach().clone() for p in model.parameters()]
+    for vector in (whole, nn.utils.parameters_to_vector(model.parameters())):
+        with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'vector_to_parameters' needs the whole"):
+            nn.utils.vector_to_parameters(vector, model.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    with flatshard.summon_full_params(model):
+        nn.utils.vector_to_parameters(whole, model.parameters())
+    with flatshard.summon_full_params(model):
+        assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), whole)
+
+
+def test_parameters_from_a_vector(pool):
+    pool.run(run_vector, world_size=2)
+
+
 def run_merge(ctx) -> None:
     """What peft's ``merge_adapter`` does."""
     a, b = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)

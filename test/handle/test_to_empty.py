@@ -37,3 +37,14 @@ def run_to_empty(ctx) -> None:
 
 def test_to_empty(pool):
     pool.run(run_to_empty, world_size=2)
+
+
+def run_to_meta(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match=r"parameter '.*weight' was moved to the meta device after fully_shard"):
+        model(torch.ones(2, 4))
+
+
+def test_to_meta(pool):
+    pool.run(run_to_meta, world_size=2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,24 +56,33 @@ def shard(model: nn.Module, size: int, compiled: bool = False, **options: Any) -
     )
 
 
-def optimizers(model: nn.Module) -> Any:
+def optimizers_config() -> Any:
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     groups = [
         ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-2, "weight_decay": 0.0}),
         ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "weight_decay": 0.1}),
     ]
-    return OptimizersContainer.Config(param_groups=groups, implementation="foreach").build(model_parts=[model])
+    return OptimizersContainer.Config(param_groups=groups, implementation="foreach")
+
+
+def optimizers(model: nn.Module) -> Any:
+    return optimizers_config().build(model_parts=[model])
+
+
+def batches(count: int, seed: int = 1) -> Iterator[torch.Tensor]:
+    """The tokens of all ranks."""
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randint(2048, (4, LENGTH + 1), generator=g)
 
 
 def train(model: nn.Module, steps: Any, rank: int | None, count: int = STEPS, seed: int = 1) -> list[float]:
     """As torchtitan's Trainer: the sum over tokens, divided by the number of tokens on all ranks. The gradients' norms."""
     from torchtitan.distributed.utils import clip_grad_norm_
 
-    g = torch.Generator().manual_seed(seed)
     norms = []
-    for _ in range(count):
-        tokens = torch.randint(2048, (4, LENGTH + 1), generator=g)
+    for tokens in batches(count, seed):
         part = tokens if rank is None else tokens[2 * rank : 2 * rank + 2]
         steps.zero_grad()
         for rows in part.split(1):  # accumulation
@@ -168,18 +180,111 @@ def test_checkpoints(pair, tmp_path):
     pair.run(resume, str(tmp_path), timeout=400)
 
 
-def in_the_trainers_order(ctx: Any) -> None:
-    """On meta, sharded, given memory, filled: as ``torchtitan.trainer.Trainer`` does it."""
+class Processor:
+    """What torchtitan asks of an accelerator's module, for CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: SimpleNamespace(total_memory=1)
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any) -> str:
+        return "CPU"
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        return {}
+
+
+def trainer(ctx: Any, folder: str) -> Any:
+    """torchtitan's own: it builds the model on meta, shards it, gives it memory, and fills it. Two microbatches a step."""
+    from torchtitan.components import metrics
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.tools import utils
+    from torchtitan.trainer import Trainer
+
+    from flatshard.integrations.torchtitan import parallelize
+
+    class Data(BaseDataLoader):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Any, dp_rank: int, **options: Any) -> None:
+            self.rank = dp_rank
+
+        def __iter__(self) -> Any:
+            for tokens in batches(STEPS):
+                for rows in tokens[2 * self.rank : 2 * self.rank + 2].split(1):
+                    yield {"input": rows[:, :-1]}, rows[:, 1:]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Tokenizer(BaseTokenizer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Any, **options: Any) -> None:
+            super().__init__()
+
+        encode = decode = get_vocab_size = lambda *args: None
+
+    class Started(Trainer):
+        def init_distributed(self) -> Any:
+            return ParallelDims.from_config(self.config.parallelism, ctx.world_size)
+
+    if not hasattr(torch.distributed, "set_timeout"):  # of torch 2.14, which the Trainer calls after its first step
+        torch.distributed.set_timeout = lambda timeout, group: None
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    for module in (utils, metrics, parallel_dims, dist_utils):
+        module.device_type, module.device_module = "cpu", Processor()
+    utils.get_local_device = lambda: torch.device("cpu")
+    config = Started.Config(
+        model_spec=dataclasses.replace(llama(), parallelize_fn=parallelize),
+        dump_folder=folder,
+        loss=CrossEntropyLoss.Config(),
+        tokenizer=Tokenizer.Config(),
+        dataloader=Data.Config(),
+        optimizer=optimizers_config(),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),
+        training=TrainingConfig(
+            local_batch_size=1,
+            global_batch_size=4,
+            seq_len=LENGTH,
+            steps=STEPS,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=CheckpointManager.Config(enable=False),
+        metrics=metrics.MetricsProcessor.Config(log_freq=1),
+        activation_checkpoint=None,
+        debug=DebugConfig(seed=0),
+    )
+    return Started(config)
+
+
+def by_the_trainer(ctx: Any, folder: str) -> None:
     alone, expected = plain()
-    with torch.device("meta"):
-        model = llama().model.build()
-    shard(model, 2)
-    model.to_empty(device="cpu")
-    filled(model)
-    norms = train(model, optimizers(model), ctx.rank)
+    made = trainer(ctx, folder)
+    norms = []
+    made.metrics_processor.log = lambda step, loss, largest, norm, **rest: norms.append(norm)
+    made.train()
     assert norms == pytest.approx(expected, rel=1e-4)
-    check_equal(whole_state(model), alone.state_dict())
+    check_equal(whole_state(made.model_parts[0]), alone.state_dict())
 
 
-def test_shard_on_meta(pair):
-    pair.run(in_the_trainers_order, timeout=400)
+def test_the_trainer(pair, tmp_path):
+    pair.run(by_the_trainer, str(tmp_path), timeout=400)

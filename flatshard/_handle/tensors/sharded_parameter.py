@@ -50,6 +50,7 @@ from flatshard._runtime import Runtime
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _TO_EMPTY = nn.Module.to_empty.__code__
+_FROM_VECTOR = nn.utils.vector_to_parameters.__code__
 # Of `torch.nn.init`: they call `dim()` or `ndimension()` of what they fill, before anything else. The first is called by
 # `kaiming_*` and `xavier_*`; it is private, and where it is absent these raise torch's own error.
 _SHAPED_INITIALISERS = {
@@ -188,8 +189,11 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
-            if handle_to_empty(self, sys._getframe(1), data):
+            writer = sys._getframe(1)
+            if handle_to_empty(self, writer, data):
                 return
+            if writer.f_code is _FROM_VECTOR:
+                _refuse_as_whole(self, "vector_to_parameters", of_vectors=True)
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
