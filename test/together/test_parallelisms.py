@@ -299,7 +299,7 @@ def run_adapters(ctx) -> None:
     fully_shard(model, policy={LoRA}, process_group=ctx.group)
     for unit in units_below(model)[1:]:
         frozen, trained = unit.handle.flats
-        assert (frozen.dtype, trained.dtype) == (torch.bfloat16, torch.float64)
+        assert (frozen.kind.dtype, trained.kind.dtype) == (torch.bfloat16, torch.float64)
         assert [f.gradients.is_reduced and True in f.requires_grad for f in unit.handle.flats] == [False, True]
         assert trained.layout.padded_numel <= 2 * 32 * 2 + 64 * ctx.world_size
     trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
