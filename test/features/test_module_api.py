@@ -812,6 +812,26 @@ def test_summon_shows_gradients(pool, world_size):
     pool.run(summon_grads, world_size=world_size)
 
 
+def summon_grads_twice(ctx) -> None:
+    """An outer context shows the gradients that an inner one has changed, and does not undo the change."""
+    for outer in (True, False):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), process_group=ctx.group)
+        model(torch.ones(1, 4)).sum().backward()
+        with flatshard.summon_full_params(model, writeback=outer, with_grads=True):
+            expected = model[0].weight.grad / 2
+            with flatshard.summon_full_params(model, offload_to_cpu=True, with_grads=True):
+                model[0].weight.grad.mul_(0.5)
+            assert torch.equal(model[0].weight.grad, expected)
+        with flatshard.summon_full_params(model, with_grads=True):
+            assert torch.equal(model[0].weight.grad, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_inner_summon_changes_gradients(pool, world_size):
+    pool.run(summon_grads_twice, world_size=world_size)
+
+
 def summon_and_run(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     for strategy, policy in each_kind(ctx):

@@ -273,6 +273,10 @@ class _Summoned(Claim):
         if around and not self.shares_copies:
             for key, outer in around[-1].items():
                 outer.data.copy_(copies[key].data)
+        if shows_gradients(unit) and not self.shows_gradients:
+            for outside in _summons(unit):
+                if outside.copies is not copies and outside is not self and outside.shows is not SHARDED:
+                    WholeParameters(handle).copy_gradients(copies, outside.copies)
         if (
             unit.is_pinned and (before := handle.gathered) is not None
         ):  # the unsharded parameters are in use: refill them

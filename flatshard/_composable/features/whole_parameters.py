@@ -51,6 +51,13 @@ class WholeParameters:
             if shown is not None and shown.grad is not None and target.grad is None:
                 target.grad = shown.grad.to(target.device, copy=True)
 
+    def copy_gradients(self, copies: dict[int, nn.Parameter], targets: dict[int, nn.Parameter] | None) -> None:
+        """Copy the gradients of ``copies`` to ``targets``, other copies. None: to the unsharded parameters."""
+        for flat in self._handle.flats:
+            for param, compute in zip(flat.params, flat.unsharded.computes, strict=True):
+                target, grad = compute if targets is None else targets[id(param)], copies[id(param)].grad
+                target.grad = None if grad is None else grad.to(target.device, copy=True)
+
     def copy_unsharded(self) -> list[torch.Tensor]:
         """Copies of the unsharded buffers, for ``restore_unsharded``."""
         return [b.unsharded.flat.clone() for b in self._handle.flats]
