@@ -182,8 +182,12 @@ class GlooCollectives(BuiltinCollectives):
         works = [group.recv([tensor], rank, tag) for tensor, rank in received]
         works += [group.send([tensor], rank, tag) for tensor, rank in sent]
 
-        what = [*(("receiving from", rank) for _, rank in received), *(("sending to", rank) for _, rank in sent)]
-        return Works(works, then, lambda index: "while {} rank {} of the group".format(*what[index]))
+        def describe(index: int) -> str:
+            if index < len(received):
+                return f"while receiving from rank {received[index][1]} of the group"
+            return f"while sending to rank {sent[index - len(received)][1]} of the group"
+
+        return Works(works, then, describe)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""

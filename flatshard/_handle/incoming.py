@@ -64,9 +64,8 @@ class Incoming:
         if grad is not None:
             if grad.requires_grad or grad.layout is not torch.strided:
                 self._refuse(index, grad)
-            if self._flat.params[
-                index
-            ].requires_grad:  # else it was frozen since its forward: drop it, as autograd would
+            # One that was frozen since its forward is dropped, as autograd would.
+            if self._flat.params[index].requires_grad:
                 self.put(index, self._local(index, grad))
 
     def put(self, index: int, grad: torch.Tensor) -> None:

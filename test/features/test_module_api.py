@@ -814,17 +814,26 @@ def test_summon_shows_gradients(pool, world_size):
 
 def summon_grads_twice(ctx) -> None:
     """An outer context shows the gradients that an inner one has changed, and does not undo the change."""
-    for outer in (True, False):
-        torch.manual_seed(0)
-        model = fully_shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), process_group=ctx.group)
-        model(torch.ones(1, 4)).sum().backward()
-        with flatshard.summon_full_params(model, writeback=outer, with_grads=True):
-            expected = model[0].weight.grad / 2
-            with flatshard.summon_full_params(model, offload_to_cpu=True, with_grads=True):
-                model[0].weight.grad.mul_(0.5)
-            assert torch.equal(model[0].weight.grad, expected)
-        with flatshard.summon_full_params(model, with_grads=True):
-            assert torch.equal(model[0].weight.grad, expected)
+    bf16 = torch.bfloat16
+    for precision in (
+        None,
+        flatshard.MixedPrecision(bf16),
+        flatshard.MixedPrecision(bf16, bf16, keep_low_precision_grads=True),
+    ):
+        for outer in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+            fully_shard(model, process_group=ctx.group, mixed_precision=precision)
+            model(torch.ones(1, 4)).sum().backward()
+            with flatshard.summon_full_params(model):
+                with flatshard.summon_full_params(model, writeback=outer, with_grads=True):
+                    expected = model[0].weight.grad / 2
+                    with flatshard.summon_full_params(model, offload_to_cpu=True, with_grads=True):
+                        model[0].weight.grad.mul_(0.5)
+                    assert torch.equal(model[0].weight.grad, expected)
+                assert model[0].weight.grad is None
+            with flatshard.summon_full_params(model, with_grads=True):
+                assert torch.equal(model[0].weight.grad, expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

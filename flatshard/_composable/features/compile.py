@@ -33,7 +33,7 @@ def _skip() -> None:
 
     trace_rules.add("flatshard")
 
-    # There is no public way either to skip what a function calls, without a wrapper that costs time in every call.
+    # Private too: the public torch.compiler.disable wraps the function, which costs time in every call.
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):

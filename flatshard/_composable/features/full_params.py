@@ -267,19 +267,20 @@ class _Summoned(Claim):
         return sum(p._version for p in (computes if copies is None else copies.values()))
 
     def _refresh(self, copies: dict[int, nn.Parameter]) -> None:
-        """Copy the values that were just written back to the parameters that outer contexts show."""
+        """Copy what was just written back, values and gradients, to the parameters that outer contexts show."""
         unit, handle = self.unit, self.unit.handle
         around = [c.shows for c in unit.claims if c is not self and c.by_user and isinstance(c.shows, dict)]
         if around and not self.shares_copies:
-            for key, outer in around[-1].items():
-                outer.data.copy_(copies[key].data)
-        if shows_gradients(unit) and not self.shows_gradients:
-            for outside in _summons(unit):
-                if outside.copies is not copies and outside is not self and outside.shows is not SHARDED:
-                    WholeParameters(handle).copy_gradients(copies, outside.copies)
-        if (
-            unit.is_pinned and (before := handle.gathered) is not None
-        ):  # the unsharded parameters are in use: refill them
+            for key, copied in around[-1].items():
+                copied.data.copy_(copies[key].data)
+        summons = _summons(unit)
+        while summons and not summons[0].shows_gradients:  # further out, gradients are not shown
+            del summons[0]
+        for outer in summons:
+            if outer is not self and outer.copies is not copies:
+                WholeParameters(handle).copy_gradients(copies, outer.copies)
+        # Refill the unsharded parameters if they are in use.
+        if unit.is_pinned and (before := handle.gathered) is not None:
             handle.reshard()
             handle.unshard(before.by, exactly=before.exact)
             handle.wait()

@@ -43,7 +43,7 @@ class PassBy(Extension):
 
 
 class RanInside(ForwardFeature):
-    """The modules of units that the last forward of each of one unit's modules ran, if it has ended without an error."""
+    """For each module of one unit: the modules of units that ran inside its last forward without an error."""
 
     def __init__(self) -> None:
         self.modules: dict[nn.Module, list[nn.Module]] = {}

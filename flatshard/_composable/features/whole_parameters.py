@@ -49,14 +49,14 @@ class WholeParameters:
         for module, name, sharded, _ in self._handle.slots.entries:
             shown, target = module._parameters[name], copies[id(sharded)]
             if shown is not None and shown.grad is not None and target.grad is None:
-                target.grad = shown.grad.to(target.device, copy=True)
+                _set_gradient(target, shown.grad.to(target.device, copy=True))
 
     def copy_gradients(self, copies: dict[int, nn.Parameter], targets: dict[int, nn.Parameter] | None) -> None:
         """Copy the gradients of ``copies`` to ``targets``, other copies. None: to the unsharded parameters."""
         for flat in self._handle.flats:
             for param, compute in zip(flat.params, flat.unsharded.computes, strict=True):
                 target, grad = compute if targets is None else targets[id(param)], copies[id(param)].grad
-                target.grad = None if grad is None else grad.to(target.device, copy=True)
+                _set_gradient(target, None if grad is None else grad.to(target.device, copy=True))
 
     def copy_unsharded(self) -> list[torch.Tensor]:
         """Copies of the unsharded buffers, for ``restore_unsharded``."""
@@ -90,17 +90,21 @@ class WholeParameters:
             computes, whole = flat.unsharded.computes, _whole_gradients(self._handle, flat)
             for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
                 target = compute if copies is None else copies[id(param)]
-                if grad is not None and grad.dtype is not target.dtype:
-                    target.grad_dtype = grad.dtype  # keep_low_precision_grads
                 if grad is not None and wrapping is not None:
                     grad = wrapping.wrap_gradient(grad)
-                target.grad = None if grad is None else grad.to(target.device)
+                _set_gradient(target, None if grad is None else grad.to(target.device))
 
     def drop_full_gradients(self) -> None:
         """Undo ``gather_gradients``."""
         for flat in self._handle.flats:
             for compute in flat.unsharded.computes:
                 compute.grad = None
+
+
+def _set_gradient(target: nn.Parameter, grad: torch.Tensor | None) -> None:
+    if grad is not None and grad.dtype is not target.dtype:
+        target.grad_dtype = grad.dtype  # keep_low_precision_grads
+    target.grad = grad
 
 
 def gather_full_precision(handle: FlatParamHandle, flat: FlatParam) -> list[nn.Parameter]:
