@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import threading
@@ -40,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--every-policy", action="store_true", help="all orders of kernels for each simulated case: see harness.py"
     )
-    group.addoption("--lanes", type=int, choices=(1, 2), default=2, help="tests at a time: see lanes.py")
+    group.addoption("--lanes", type=int, default=3, help="tests at a time: see lanes.py")
     group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
 
 
@@ -82,6 +83,8 @@ def _is_simulated(item: pytest.Item) -> bool:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(map(_is_simulated, session.items)) and not session.config.option.collectonly:
         build.start()
+    gc.collect()
+    gc.freeze()  # modules and tests never die: the collector need not look at them again
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

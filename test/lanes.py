@@ -1,15 +1,15 @@
-"""Runs the tests in two lanes side by side: this process, and a fork of it. Nothing else about a run changes.
+"""Runs the tests in lanes side by side: this process, and forks of it. Nothing else about a run changes.
 
-The ranks of a pool wait for each other, and a test without ranks uses one core. So two tests at a time use two cores better
-than one does. Both lanes take chunks of tests from the same list, this process from its front and the fork from its back,
-until they meet; each has pools of its own. The fork sends what it has to report, and pytest hears it here as if the test had
-run here: dots, failures, durations, ``-x``, ``--lf``, ``--junitxml`` and the exit status are pytest's own.
+The ranks of a pool wait for each other, and a test without ranks uses one core. With one lane more than there are cores, the
+cores are always busy. All lanes take chunks of tests from the same list, this process from its front and the forks from its
+back, until they meet; each has pools of its own. A fork sends what it has to report, and pytest hears it here as if the test
+had run here: dots, failures, durations, ``-x``, ``--lf``, ``--junitxml`` and the exit status are pytest's own.
 
 A run takes one lane if it is small, if pytest would talk to the user meanwhile (``--pdb``, ``-s``), where a process that has
 looked at a GPU must not fork, and with ``--lanes 1``.
 
-If the fork dies, the test that it was in has failed, with the fork's last output, and this process runs what it had not run.
-If this process ends in any way, so does the fork.
+If a fork dies, the test that it was in has failed, with the fork's last output, and this process runs what was not run.
+If this process ends in any way, so do the forks.
 """
 
 from __future__ import annotations
@@ -35,40 +35,48 @@ from typing import IO, Any
 import pytest
 
 ENOUGH = 300
-"""Tests that a run must have for a second lane: it starts pools of its own, which takes some seconds."""
+"""Tests that a run must have for more than one lane: each starts pools of its own, which takes some seconds."""
 CHUNK = 12
 """Tests of one file that a lane takes at a time."""
 PATIENCE = 10.0
-"""Seconds that the fork has to end once it was told to."""
+"""Seconds that a fork has to end once it was told to."""
 
 
 def run(session: pytest.Session) -> bool:
-    """Runs all tests of the session in two lanes, as ``pytest_runtestloop`` does. False: it is not for two lanes."""
-    if not _is_for_two_lanes(session):
+    """Runs all tests of the session in lanes, as ``pytest_runtestloop`` does. False: one lane is enough for them."""
+    if not _is_for_lanes(session):
         return False
     chunks = _chunks(session.items)
-    with tempfile.TemporaryFile() as lock, tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as lock:
         ends = Ends(len(chunks), lock)
-        fork = Fork(session, chunks, ends, output)
+        forks: list[Fork] = []
         try:
+            for _ in range(session.config.option.lanes - 1):
+                forks.append(Fork(session, chunks, ends, forks))
+            for fork in forks:  # not before all are there: a process with threads should not fork
+                fork.listen()
             own: set[str] = set()
             for item, following in _take(chunks, ends.take_first):
                 own.add(item.nodeid)
                 _run_one(session, item, following)
-                fork.hear(session)
-            fork.hear(session, to_its_end=True)
-            left = [item for item in session.items if item.nodeid not in own | fork.ended]
+                for fork in forks:
+                    fork.hear(session)
+            for fork in forks:
+                fork.hear(session, to_its_end=True)
+            ended = own.union(*(fork.ended for fork in forks))
+            left = [item for item in session.items if item.nodeid not in ended]
             for item, following in itertools.zip_longest(left, left[1:]):
                 _run_one(session, item, following)
         finally:
-            fork.close()
+            for fork in forks:
+                fork.close()
     return True
 
 
-def _is_for_two_lanes(session: pytest.Session) -> bool:
+def _is_for_lanes(session: pytest.Session) -> bool:
     option = session.config.option
     return (
-        option.lanes == 2
+        option.lanes > 1
         and len(session.items) >= ENOUGH
         and not session.testsfailed  # while collecting
         and not (option.collectonly or option.usepdb or option.trace or option.capture == "no")
@@ -107,7 +115,7 @@ def _shares(item: pytest.Item) -> bool:
 
 
 class Ends:
-    """How many chunks are taken from the front and from the back of the list, by either process."""
+    """How many chunks are taken from the front and from the back of the list, by any process."""
 
     _TAKEN = struct.Struct("qq")
 
@@ -162,14 +170,16 @@ def _stop_if_told(session: pytest.Session) -> None:
 
 
 class Fork:
-    """The second lane, as the first one sees it."""
+    """Another lane, as the first one sees it."""
 
-    def __init__(self, session: pytest.Session, chunks: list[list[pytest.Item]], ends: Ends, output: IO[bytes]) -> None:
+    def __init__(
+        self, session: pytest.Session, chunks: list[list[pytest.Item]], ends: Ends, others: Sequence[Fork]
+    ) -> None:
         self.ended: set[str] = set()
         """The tests that it ran to their end."""
         self._under_way: tuple[str, Any] | None = None
         self._is_done = False
-        self._output = output
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._items = {item.nodeid: item for item in session.items}
         self._messages: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         read, write = os.pipe()
@@ -180,10 +190,15 @@ class Fork:
             self._pid = os.fork()
         if self._pid == 0:
             os.close(read)
-            _be_the_fork(session, chunks, ends, os.fdopen(write, "wb"), output)
+            for other in others:  # else another fork could still write once the first lane is gone
+                other._pipe.close()
+            _be_the_fork(session, chunks, ends, os.fdopen(write, "wb"), self._output)
         os.close(write)
-        self._reader = threading.Thread(target=self._read, args=(os.fdopen(read, "rb"),), daemon=True)
-        self._reader.start()
+        self._pipe = os.fdopen(read, "rb")
+
+    def listen(self) -> None:
+        """Take in what the fork reports, to be heard later."""
+        threading.Thread(target=self._read, args=(self._pipe,), daemon=True).start()
 
     def _read(self, pipe: IO[bytes]) -> None:
         """On a thread, so that the fork never waits for this process."""
@@ -225,7 +240,7 @@ class Fork:
         self._is_done = True
         how = self._wait(PATIENCE)
         self._output.seek(0)
-        text = f"The second lane ended ({how}); the first runs what is left. Its last output:\n"
+        text = f"Another lane ended ({how}); the first runs what is left. Its last output:\n"
         text += self._output.read().decode(errors="replace")[-10_000:]
         if self._under_way is None:  # between two tests
             raise pytest.UsageError(text)
@@ -241,6 +256,7 @@ class Fork:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGINT)  # fixtures end
         self._wait(PATIENCE)
+        self._output.close()
 
     def _wait(self, seconds: float) -> str:
         """How it ended. It is killed if it takes longer than that."""
@@ -258,7 +274,7 @@ class Fork:
 
 
 class _Sender:
-    """The plugin that tells the first lane what happens in the second."""
+    """The plugin that tells the first lane what happens in another."""
 
     def __init__(self, session: pytest.Session, pipe: IO[bytes]) -> None:
         self._config = session.config
@@ -302,7 +318,7 @@ def _be_the_fork(
         capture.start_global_capturing()
         capture.suspend_global_capture()
         sender = _Sender(session, pipe)
-        plugins.register(sender, "second-lane")
+        plugins.register(sender, "lane")
         try:
             for item, following in _take(chunks, ends.take_last):
                 _run_one(session, item, following)

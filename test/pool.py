@@ -236,6 +236,12 @@ def _forget_meshes() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()
 
 
+def _collect_and_freeze() -> None:
+    """Free what a body has left. What then lives, such as imported modules, lives on: the collector skips it from now on."""
+    gc.collect()
+    gc.freeze()
+
+
 def _rank_main(
     rank: int,
     size: int,
@@ -261,8 +267,7 @@ def _rank_main(
         prepare()
     groups: dict[int, Any] = {}
     meshes: dict[Any, Any] = {}
-    gc.collect()
-    gc.freeze()  # the imports' objects never die: collecting after every body need not look at them
+    _collect_and_freeze()
 
     def send(message: tuple[str, Any]) -> None:
         conn.send_bytes(pickle.dumps(message))
@@ -286,7 +291,7 @@ def _rank_main(
             answer = _run_body(ctx, payload)
             if world_size < size and _count_groups() != made:
                 send(("uneven", None))
-            gc.collect()
+            _collect_and_freeze()
             send(answer)
 
 

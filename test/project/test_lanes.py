@@ -1,4 +1,4 @@
-"""Two lanes: the outcome of a run is that of one lane, whatever happens in either. And how long a run takes."""
+"""Lanes: the outcome of a run is that of one lane, whatever happens in any. And how long a run takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lanes
+import pytest
 from time_left import TimeLeft
 
 COUNT = lanes.ENOUGH // 2
@@ -43,7 +44,7 @@ def test_last():
 
 
 def start(folder: Path, last: str, *arguments: str) -> subprocess.Popen[str]:
-    """pytest on tests that pass, and one that does ``last``: in the last file, which is the fork's first."""
+    """pytest on tests that pass, and one that does ``last``: in the last file, with which a fork begins."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, count, its_last in (("a", COUNT - 1, "pass"), ("b", COUNT - 1, "pass"), ("c", 3, last)):
         (folder / f"test_{name}.py").write_text(TESTS.format(count=count, last=its_last))
@@ -76,14 +77,15 @@ def ran(folder: Path) -> list[list[str]]:
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_every_test_runs_once_in_one_of_two_processes(tmp_path):
-    status, text = run(tmp_path, "warnings.warn('from the fork')")
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_test_runs_once_in_one_of_the_lanes(tmp_path, count):
+    status, text = run(tmp_path, "warnings.warn('from a fork')", "--lanes", str(count))
     assert status == 0, text
     assert f"{TOTAL} passed, 1 warning" in text
-    assert "from the fork" in text
+    assert "from a fork" in text
     found = ran(tmp_path)
     assert len(found) == len({(module, i) for _, module, i in found}) == TOTAL - 3
-    assert len({pid for pid, _, _ in found}) == 2
+    assert len({pid for pid, _, _ in found}) == count
 
 
 def test_a_failure_in_the_fork_is_shown_with_its_output(tmp_path):
@@ -104,13 +106,13 @@ def test_a_failure_in_the_fork_ends_the_run_where_that_is_asked_for(tmp_path):
 def test_what_a_fork_that_dies_leaves_is_run(tmp_path):
     status, text = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     assert status == 1, text
-    assert "test_last: The second lane ended (signal SIGKILL)" in text
+    assert "test_last: Another lane ended (signal SIGKILL)" in text
     assert f"1 failed, {TOTAL - 1} passed" in text
 
 
-def test_an_interrupt_ends_both(tmp_path):
-    process = start(tmp_path, "time.sleep(50)")
-    while len({pid for pid, _, _ in ran(tmp_path)}) < 2:
+def test_an_interrupt_ends_all(tmp_path):
+    process = start(tmp_path, "time.sleep(50)", "--lanes", "3")
+    while len({pid for pid, _, _ in ran(tmp_path)}) < 3:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
