@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import lanes
+import pairs
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,9 +31,12 @@ _stderr_fd = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("flatshard")
-    group.addoption("--fuzz", type=int, default=300, metavar="N", help="random cases that test_fuzz.py runs")
     group.addoption(
-        "--fuzz-programs", type=int, default=300, metavar="N", help="programs that test_fuzz_programs.py runs"
+        "--thorough", action="store_true", help="every case, where else pairs or some are run: see pairs.py"
+    )
+    group.addoption("--fuzz", type=int, default=100, metavar="N", help="random cases that test_fuzz.py runs")
+    group.addoption(
+        "--fuzz-programs", type=int, default=100, metavar="N", help="programs that test_fuzz_programs.py runs"
     )
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case or program")
     group.addoption(
@@ -53,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fence"):
         os.environ["POOL_FENCE"] = "1"  # read by the ranks
     harness.every_policy = config.getoption("--every-policy")
+    pairs.thorough = config.getoption("--thorough")
     torch.set_num_threads(1)
     config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
     if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:

@@ -1,21 +1,42 @@
-"""All pairs of some choices, in fewer cases than their product has."""
+"""Fewer cases than there are: all pairs of some choices, or some of many. All of them in a thorough run."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+thorough = False
+"""``--thorough``: every case. Set before tests are collected."""
+
+
+def some(cases: Iterable[T], count: int, turn: int = 0) -> list[T]:
+    """``count`` of the cases, evenly spread over them; another ``turn``, others. All of them in a thorough run.
+
+    For cases that differ in one thing and show the same.
+
+        >>> some("abcdef", 2), some("abcdef", 2, turn=1)
+        (['a', 'd'], ['b', 'e'])
+    """
+    everything = list(cases)
+    if thorough or count >= len(everything):
+        return everything
+    return [everything[(turn + i * len(everything) // count) % len(everything)] for i in range(count)]
 
 
 def all_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Cases, one of each of ``choices`` in each, such that every two values of two choices come together in one of them.
 
     The same at every call. Most mistakes in how options work together are mistakes of two of them; what takes three is for
-    the fuzzers.
+    the fuzzers. The whole product in a thorough run.
 
         >>> all_pairs("ab", "xy", (1, 2))
         [('a', 'x', 1), ('a', 'y', 2), ('b', 'x', 2), ('b', 'y', 1)]
     """
+    if thorough:
+        return list(itertools.product(*choices))
     places = list(itertools.combinations(range(len(choices)), 2))
     rows = list(itertools.product(*map(range, map(len, choices))))
     open_pairs = {(i, j, row[i], row[j]) for row in rows for i, j in places}

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import Mlp
+from pairs import some
 from pool import Context, Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -269,7 +270,16 @@ class Cases(dict[str, Case]):
 
     @property
     def on_ranks(self) -> list[str]:
-        return [name for name, case in self.items() if case.ranks]
+        """All cases that are not on the fake group as well, and of the others a third of each function's variants."""
+        functions: dict[Any, list[str]] = {}
+        for name, case in self.items():
+            if case.ranks:
+                functions.setdefault(getattr(case.run, "func", case.run), []).append(name)
+        return [
+            name
+            for names in functions.values()
+            for name in (some(names, -(-len(names) // 3)) if self[names[0]].fake else names)
+        ]
 
     @property
     def on_the_fake_group(self) -> list[str]:

@@ -68,20 +68,19 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
     return found
 
 
+@cases.add({"hybrid": {"strategy": S.HYBRID_SHARD}, "inner": {"reshard_after_forward": 2}}, ranks=4, fake=False)
 @cases.add(
     {
         "full_shard": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
-        "hybrid": {"strategy": S.HYBRID_SHARD},
         "mixed": {"mixed_precision": BF16},
-        "inner": {"reshard_after_forward": 2},
         "static": {"static_buffers": True},
         "offloaded": {"cpu_offload": True},
         "offloaded_mixed": {"cpu_offload": True, "mixed_precision": BF16},
         "microbatches": {"micro": 2, "holds": True},
     },
-    ranks=4,
+    ranks=2,
     fake=False,
 )
 def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any:
@@ -123,7 +122,7 @@ def planned_step(env: Env, micro: int, holds: bool, options: dict[str, Any]) -> 
     return flatshard.plan(
         Wide(),
         policy=Block,
-        world_size=(2, 2) if options.get("strategy") is S.HYBRID_SHARD else 4,
+        world_size=(2, 2) if options.get("strategy") is S.HYBRID_SHARD else env.size,
         example_inputs=torch.ones(16, 64),
         microbatches=micro,
         no_sync=holds,

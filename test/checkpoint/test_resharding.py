@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_options import layout_named
+from pairs import some
 from saving import CommunicationWatch, net, same, step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -141,7 +142,7 @@ def load_random(ctx, seed: int, path: str) -> None:
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_models(pool, block, tmp_path):
-    for seed in range(block * CASES // 4, (block + 1) * CASES // 4):
+    for seed in some(range(block * CASES // 4, (block + 1) * CASES // 4), 4):
         rng = random.Random(seed)
         path = str(tmp_path / str(seed))
         sizes = rng.randint(1, 4), rng.randint(1, 4)

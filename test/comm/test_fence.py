@@ -15,6 +15,7 @@ import fence as fences
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import some
 from parity import full_params
 from pool import Pool
 from torch import Tensor, nn
@@ -158,8 +159,11 @@ def interrupt(ctx, strategy: ShardingStrategy, recovers: bool) -> None:
         fence.check()
 
 
-@pytest.mark.parametrize("recovers", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("strategy", "recovers"),
+    some([(s, r) for i, s in enumerate(STRATEGIES) for r in (i == 1, i != 1)], 3),
+    ids=lambda value: getattr(value, "name", "recovers" if value else "goes on"),
+)
 def test_interrupts_at_every_wait(pool, strategy, recovers):
     pool.run(interrupt, strategy, recovers, timeout=30)
 

@@ -14,6 +14,7 @@ from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
 from no_communication import NoCommunication
+from pairs import some
 from parity import adamw, check_parity, full_params
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,7 +110,7 @@ class Tied(nn.Module):
         return self.head(self.inner[3](torch.tanh(self.inner[3](x))))
 
 
-def parity(ctx, how: str) -> None:
+def parity(ctx, how: str, reentrants: list[bool]) -> None:
     arguments: dict[str, Any] = {"process_group": ctx.group}
     if how == "hybrid":
         arguments = {"process_group": (ctx.group, ctx.alone), "strategy": ShardingStrategy.HYBRID_SHARD}
@@ -131,7 +132,7 @@ def parity(ctx, how: str) -> None:
         (first * scale).backward()
         return first.detach()
 
-    for reentrant in (False, True):
+    for reentrant in reentrants:
         check_parity(
             ctx,
             lambda reentrant=reentrant: Tied(reentrant),
@@ -146,9 +147,12 @@ def parity(ctx, how: str) -> None:
         )
 
 
-@pytest.mark.parametrize("how", ["plain", "hybrid", "grad_op", "no_prefetch", "kept_cast"])
+HOW = ["plain", "hybrid", "grad_op", "no_prefetch", "kept_cast"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_parity(pool, how):
-    pool.run(parity, how, world_size=4)
+    pool.run(parity, how, some((False, True), 1, turn=HOW.index(how)), world_size=4)
 
 
 def memory(ctx) -> None:

@@ -9,6 +9,7 @@ Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/tes
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
+from pairs import some
 from parity import full_params
 from torch import Tensor, nn
 
@@ -439,8 +441,7 @@ UNEVEN_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", UNEVEN_OPTIONS)
-@pytest.mark.parametrize("paths", PATHS)
+@pytest.mark.parametrize(("paths", "options"), some(itertools.product(PATHS, UNEVEN_OPTIONS), 13))
 def test_ranks_that_take_different_paths_reduce_in_one_order(pool, paths, options):
     order = same_everywhere(pool.run(uneven_step, PATHS[paths], UNEVEN_OPTIONS[options], world_size=3, timeout=20))
     units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]

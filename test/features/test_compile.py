@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from pairs import all_pairs
+from pairs import all_pairs, some
 from parity import check_parity
 from pool import Pool
 from torch import Tensor, nn
@@ -145,7 +145,8 @@ GRAPHS = 2  # that of the first block, whose input requires no gradient, and tha
 def test_nothing_is_compiled_twice(ranks, order: str):
     """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
     bf16 = MixedPrecision(param_dtype=torch.bfloat16)
-    for options in ({}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}):
+    cases = [{}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}]
+    for options in some(cases, 1, turn=list(ORDERS).index(order)):
         for counts in ranks.run(count_graphs, order, options):
             assert counts == [GRAPHS] * 4, options
 
@@ -205,7 +206,7 @@ def train_tensor_parallel(ctx, order: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("order", ["blocks before", "in a unit after", "model before"])
+@pytest.mark.parametrize("order", some(["blocks before", "in a unit after", "model before"], 2))
 def test_tensor_parallel(ranks, order: str):
     for counts in ranks.run(train_tensor_parallel, order, world_size=4):
         assert counts == [GRAPHS] * 4
@@ -213,7 +214,7 @@ def test_tensor_parallel(ranks, order: str):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("order", ["blocks after", "model before"])
+@pytest.mark.parametrize("order", some(["blocks after", "model before"], 1))
 def test_inductor(ranks, order: str):
     ranks.run(train, order, "inductor", False, {}, timeout=110.0)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import all_pairs
+from pairs import all_pairs, some
 from parity import _assert_close, in_texts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -347,14 +347,14 @@ def run_cases(ctx, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parity(pool, name: str):
-    cases = [
-        Case(name, run_first=True),
+    others = [
         Case(name),
         Case(name, backward_prefetch=BackwardPrefetch.BACKWARD_POST),
         Case(name, backward_prefetch=None, forward_prefetch=False),
         Case(name, strategy=GRAD_OP),
         Case(name, strategy=NO_SHARD),
     ]
+    cases = [Case(name, run_first=True), *some(others, 2, turn=list(MODELS).index(name))]
     pool.run(run_cases, cases, world_size=2)
 
 
@@ -386,6 +386,7 @@ def test_accumulation(pool):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_outside(pool, reentrant: bool):
     names = [n for n in MODELS if not (n == "experts first" and reentrant)]  # which need an input that requires grad
+    names = some(names, 5, turn=reentrant)
     pool.run(run_cases, [Case(name, checkpointed=reentrant, steps=2) for name in names])
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp as Block
+from pairs import some
 from torch import Tensor, nn
 
 import flatshard
@@ -97,8 +98,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train_alike(ctx: Any) -> None:
-    for name, options in CASES.items():
+def train_alike(ctx: Any, names: list[str]) -> None:
+    for name in names:
+        options = CASES[name]
         ctx.note(name)
         usual, _ = trained(ctx, **options)
         static, _ = trained(ctx, static_buffers=True, **options)
@@ -113,7 +115,7 @@ def train_alike(ctx: Any) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_alike(pool, world_size: int):
-    pool.run(train_alike, world_size=world_size)
+    pool.run(train_alike, some(CASES, 2, turn=world_size), world_size=world_size)
 
 
 def test_addresses_stay_and_are_few(world):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from pairs import some
 from parity import check_parity
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -191,8 +193,7 @@ def clip(model: nn.Module) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "world_size"), some(itertools.product(MODELS, (3, 2, 1)), 2 * len(MODELS)))
 def test_trains_as_in_one_process(pool, name, world_size):
     pool.run(train, name, world_size=world_size)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_options import layout_named
-from pairs import all_pairs
+from pairs import all_pairs, some
 from pool import Pool
 from saving import same
 from torch import Tensor, nn
@@ -196,9 +196,8 @@ def test_no_shard(pool):
 def test_eight_ranks():
     pool = Pool(8)
     try:
-        for kind in ("adafactor",):
-            for layout in ("", "whole"):
-                pool.run(train, kind, layout, world_size=8)
+        for layout in some(("", "whole"), 1):
+            pool.run(train, "adafactor", layout, world_size=8)
     finally:
         pool.close()
 
