@@ -54,6 +54,11 @@ from typing import Any
 MAX_WORLD_SIZE = 4
 START_TIMEOUT = 120.0
 RENEW_TIMEOUT = 20.0
+PRELOAD = (
+    *("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch.distributed.tensor.parallel", "torch.optim", "pytest", "expecttest", "flatshard"),
+)
+"""What the process has imported of which the ranks are forks."""
 GRACE = 5.0
 """Seconds that the other ranks get to answer once one rank has failed."""
 
@@ -407,8 +412,7 @@ class Pool:
         if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
-        # torch._dynamo as `fully_shard` does.
-        start.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", *self._preload])
+        start.set_forkserver_preload([*PRELOAD, *self._preload])
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self._size):
                 here, there = start.Pipe()

@@ -519,7 +519,7 @@ class Llama(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("layers", "layout"), some([(80, None), (8, Rows(max_padding=1))], 1))
+@pytest.mark.parametrize(("layers", "layout"), some([(8, Rows(max_padding=1)), (80, None)], 1))
 def test_70_billion_parameters_on_10_000_ranks(layers, layout):
     """In seconds, of which most go into four strategies of 80 units; the bound is for the slowest of machines."""
     with torch.device("meta"):
