@@ -63,13 +63,15 @@ class OwnSlot(Slot):
         super().__init__(flat)
         self._storage = flat.untyped_storage()
 
+    # An interrupt in between must not leave memory without a user: it would not be freed.
+
     def take(self, user: object) -> None:
-        self._storage.resize_(self.flat.nbytes)
         self.user = user
+        self._storage.resize_(self.flat.nbytes)
 
     def free(self) -> None:
-        self.user = None
         self._storage.resize_(0)
+        self.user = None
 
 
 class BufferPool:
