@@ -89,6 +89,7 @@ class FlatGradients:
         flat, dtype = self.flat, self.reduction.reduce_dtype
         to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or flat.kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
+        self._sent_dtype = exactly_sent_as(flat.kind.compute_dtype, dtype)  # [Note: Sent as it was computed]
         self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
         self._waiting = False  # gradients are in the compute parameters' `.grad`
@@ -257,11 +258,8 @@ class FlatGradients:
         if self._input is None:
             return
         if self._waiting or (self._filled is None and self._waits_for_all):
-            dtype, computed = reduction.reduce_dtype, flat.kind.compute_dtype
-            widens = computed is not dtype and getattr(runtime.collectives, "widens", False)
-            if widens and not (accumulates or flat.is_whole):
-                dtype = exactly_sent_as(computed, dtype)  # [Note: Sent as it was computed]
-            self._copy_to_input(dtype)
+            narrow = getattr(runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
+            self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
         filled = self._filled if self._filled is not None else self._make_room(reduction.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
