@@ -43,11 +43,12 @@ def record_events() -> Iterator[list[str]]:
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def labelled(what: str, unit: str, where: AbstractContextManager[object]) -> Iterator[None]:
+def labelled(what: str, unit: str, where: AbstractContextManager[object]) -> AbstractContextManager[object]:
     """``where``, within a profiler range ``flatshard::what (unit)`` while a profiler runs."""
-    with contextlib.ExitStack() as stack:
-        if is_profiling():
-            stack.enter_context(torch.profiler.record_function(f"flatshard::{what} ({unit or '<root>'})"))
-        stack.enter_context(where)
+    return _in_range(f"flatshard::{what} ({unit or '<root>'})", where) if is_profiling() else where
+
+
+@contextlib.contextmanager
+def _in_range(label: str, where: AbstractContextManager[object]) -> Iterator[None]:
+    with torch.profiler.record_function(label), where:
         yield

@@ -48,7 +48,7 @@ class Mlp(nn.Module):
 
 WIDTH, SMALL_WIDTH = 96, 24
 """Of norm blocks. In one of ``WIDTH`` each gradient is copied as it comes, in one of ``SMALL_WIDTH`` all together: see
-``SMALL`` in incoming.py."""
+``SMALL`` in gradients.py."""
 
 
 class NormBlock(nn.Module):

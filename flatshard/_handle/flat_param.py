@@ -44,7 +44,7 @@ from flatshard._handle.reduction import Averaging
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.unfilled import Filling, fill_with_pattern
-from flatshard._handle.unsharded import UnshardedBuffer
+from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 from flatshard._runtime import Runtime
 
 _requires_grad = operator.attrgetter("requires_grad")  # read for every parameter in every step, so the loop runs in C
@@ -73,12 +73,11 @@ class Kind:
 
     def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
         """The kind after the shard was given another dtype or device."""
-        compute_dtype = options.compute_dtype or dtype
-        if device.type == "meta":
-            return replace(self, dtype=dtype, compute_dtype=compute_dtype)
-        if self.home == self.compute_device:  # without offload
-            return Kind(dtype, device, compute_dtype, device, device, False)
-        return Kind(dtype, device, compute_dtype, self.compute_device, self.home, device == self.home)
+        compute_device, home = self.compute_device, self.home
+        if home == compute_device and device.type != "meta":  # without offload
+            compute_device = home = device
+        is_offloaded = device == home != compute_device
+        return Kind(dtype, device, options.compute_dtype or dtype, compute_device, home, is_offloaded)
 
     @property
     def is_one(self) -> bool:
@@ -112,6 +111,7 @@ class FlatParam:
         self.options = options
         self.kind = kind
         self.label, self.placement = common.label, common.placement
+        self.is_whole = self.placement.shards is None  # the shard is all of the flat parameter
         self.slices = layout.shard_slices(self.placement.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
@@ -133,8 +133,8 @@ class FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
         result = FlatParam(self.layout, self.options, params, self.kind, common, self.shard)
         result.filling = self.filling and Filling(result)
-        if self.gradients.shard_param is not None:
-            result.gradients.use_shard_param()
+        if (shard_param := self.gradients.shard_param) is not None:
+            result.gradients.use_shard_param(shard_param._flatshard_info)
         return result
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -202,11 +202,6 @@ class FlatParam:
         self.gradients.follow_names()
 
     # -- what follows ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the shard is all of the flat parameter."""
-        return self.placement.shards is None
 
     @property
     def is_trainable(self) -> bool:
@@ -361,10 +356,10 @@ class FlatParam:
         if self.placement.shards is None:
             target.allocate(shard)
             return runtime.issued(Done())
-        from_elsewhere = getattr(runtime.collectives, "out_of_place", False)
-        sent = target.as_sent(shard) if from_elsewhere else None
-        target.allocate(shard if sent is None else None)
-        return runtime.all_gather(target.wire, target.own_wire if sent is None else sent, self.label, again)
+        out_of_place = getattr(runtime.collectives, "out_of_place", False)
+        as_it_is = out_of_place and shard.dtype is target.own.dtype and shard.device == target.own.device
+        target.allocate(None if as_it_is else shard)
+        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.label, again)
 
     def on_compute_device(self, runtime: Runtime) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""

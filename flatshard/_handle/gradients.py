@@ -7,15 +7,25 @@
   allocated, so the two never take memory at once. The gradients are copied into their slots one by one, and each is freed
   at once; those of a small flat parameter are copied in one operation. If nothing is sharded (``NO_SHARD``) there is nothing
   to free, and the input becomes the gradients: each gradient is copied when it arrives, unless the flat parameter is small.
-  ``incoming.py`` does all of this.
 - The *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new in each backward. The ``.grad`` of each
   sharded parameter *is* a slice of it, so it exists until the user drops the gradients.
+
+On a single rank there is nothing to reduce. Unless gradients have to be moved (CPU offload, ``flat_parameters``), there is no
+input: each gradient becomes ``.grad`` when it arrives, without a copy.
 
 With mixed precision a gradient arrives in the compute dtype, and is reduced in the reduce dtype (the copy into the slot
 casts it if needed). The gradient shard is cast to the parameters' own dtype, unless ``keep_low_precision_grads`` is set.
 
 Under ``no_sync`` the input is kept from one backward to the next, which adds to it: in the reduce dtype, not in the compute
 dtype.
+
+[Note: Sent as it was computed]
+A gradient that is computed in bfloat16 and reduced in float32 is a bfloat16 number in a float32. If the collectives can add
+in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in bfloat16. The sums are the same bit for bit,
+with half of the bytes, and half of the memory for the input. Gradients that have been held (``no_sync``) are sums in the
+reduce dtype already, and are sent in that dtype. All ranks must choose the same dtype, including a rank that holds no
+gradient. So the choice depends on whether the unit was told to hold gradients, not on whether it holds any
+(``UnitGradients.accumulates``).
 
 [Note: Negative zero marks an unused parameter]
 A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would change it
@@ -37,31 +47,38 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatshard._errors import name_list
-from flatshard._handle.adapters.tensor_parallel import common_runtime
-from flatshard._handle.incoming import Collected, HandedOver, Incoming
 from flatshard._handle.reduction import Averaging, Reduction
+from flatshard._handle.reduction_input import ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._runtime import Runtime
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
+
+SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
 _grad = plain_grad.__get__  # called for every parameter in every step, so the loop runs in C
 _NONE = itertools.repeat(None)
 
 
-class FlatGradients:
-    """The gradients of one :class:`FlatParam`. ``incoming`` collects them; this class assigns the result to ``.grad``."""
+def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+    """The narrowest dtype that holds gradients exactly if they are computed in ``compute`` and reduced in ``reduce``."""
+    wide = reduce in (torch.float32, torch.float64)
+    narrow = compute in (torch.bfloat16, torch.float16, torch.float32) and compute.itemsize < reduce.itemsize
+    return compute if wide and narrow else reduce
 
-    incoming: Incoming
+
+class FlatGradients:
+    """The gradients of one :class:`FlatParam`. [Note: The gradient has two homes]"""
 
     def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
         self.flat = flat
         self.reduction = Reduction(flat, averaging)
-        self.shard_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
+        self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
+        self._any_wrapped = any(wrapping is not None for wrapping in flat.wrappings)
         self._begin()
         if flat.options.keep_low_precision_grads:
             for param in flat.params:
@@ -69,10 +86,15 @@ class FlatGradients:
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
-        if self.flat.placement.ranks == 1 and self.shard_param is None and not self.flat.kind.is_offloaded:
-            self.incoming = HandedOver(self.flat, self.reduction)
-        else:
-            self.incoming = Collected(self.flat, self.reduction, tells_unused=self.shard_param is None)
+        flat, dtype = self.flat, self.reduction.reduce_dtype
+        to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or flat.kind.is_offloaded
+        self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
+        self._sent_dtype = exactly_sent_as(flat.kind.compute_dtype, dtype)  # [Note: Sent as it was computed]
+        self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
+        self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
+        self._waiting = False  # gradients are in the compute parameters' `.grad`
+        # For each parameter, whether it has a gradient in the input (in `.grad`, if there is no input). None: none has one.
+        self._filled: list[bool] | None = None
         self.follow_names()
 
     def follow_names(self) -> None:
@@ -81,18 +103,19 @@ class FlatGradients:
 
     def follow_parameters(self) -> None:
         """Adopt a new dtype or device of the parameters, also for gradients that are held."""
-        held = self.incoming.held()
+        slots, filled = [] if self._input is None else self._input.slots, self._filled or ()
         self._begin()
         if self.shard_param is not None:
             self.shard_param.data = self.flat.shard
-        for index, grad in held:
-            self.incoming.put(index, grad.to(self.flat.kind.compute_device))
+        for index, grad in enumerate(slots):
+            if filled[index]:
+                self._put(index, grad.to(self.flat.kind.compute_device))
 
-    def use_shard_param(self) -> nn.Parameter:
-        """From now on a single 1-D parameter over the local shard gets the gradient; the parameters get none."""
+    def use_shard_param(self, info: ShardInfo) -> nn.Parameter:
+        """From now on a single 1-D parameter over the local shard, ``info``, gets the gradient; the parameters get none."""
         if self.shard_param is None:
             flat = self.flat
-            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), _info_of_all(flat), flat)
+            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), info, flat)
             if flat.options.keep_low_precision_grads:
                 self.shard_param.grad_dtype = self.reduction.dtype
             self._begin()
@@ -101,9 +124,183 @@ class FlatGradients:
         return self.shard_param
 
     @property
+    def input(self) -> torch.Tensor | None:
+        """The reduction input, or None. It has storage from ``complete`` to ``finish``."""
+        return None if self._input is None else self._input.flat
+
+    # -- arriving ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has come since the last reduction."""
+        return self._filled is None and not self._waiting
+
+    @property
+    def stays_away(self) -> bool:
+        """Whether gradients stay where autograd puts them (later ones are added there) until all have come."""
+        return self._waiting or True not in self.flat.requires_grad
+
+    def receive(self, index: int) -> None:
+        """Take the gradient from compute parameter ``index``. It may be None: a custom autograd function may return None.
+
+        Raises:
+            RuntimeError: the gradient is sparse, or has a graph of its own.
+        """
+        compute = self.flat.unsharded.computes[index]
+        if self._waiting or compute.grad is None:
+            return
+        if self._filled is None and self._waits_for_all:
+            self._waiting = True
+            return
+        grad, compute.grad = compute.grad, None
+        self._check(index, grad)
+        if self.flat.params[index].requires_grad:  # one that was frozen since its forward is dropped, as autograd would
+            self._put(index, self._local(index, grad))
+
+    def _check(self, index: int, grad: torch.Tensor) -> None:
+        """Raise if ``grad`` cannot be reduced in a flat parameter."""
+        fqn = self.flat.layout.params[index].fqn
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {fqn!r} has a graph of its own (backward(create_graph=True)), which its sharded .grad "
+                "cannot carry. For a gradient penalty take torch.autograd.grad(..., create_graph=True) with respect to "
+                "inputs, and call backward() on the penalty"
+            )
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {fqn!r} is sparse, which cannot be reduced into a flat gradient: build the module with "
+                "sparse=False"
+            )
+
+    def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the plain tensor inside a tensor subclass; of other parameters as it is."""
+        wrapping = self.flat.wrappings[index]
+        return grad if wrapping is None else wrapping.local_gradient(grad)
+
+    def _put(self, index: int, grad: torch.Tensor) -> None:
+        """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
+        filled = self._filled if self._filled is not None else self._make_room(self.reduction.reduce_dtype)
+        if self._input is None:
+            self._hand_over(self.flat.params[index], grad)
+        elif filled[index]:
+            self._input.slots[index].add_(grad)
+        else:
+            torch.add(grad, 0.0, out=self._input.slots[index])  # [Note: Negative zero marks an unused parameter]
+        filled[index] = True
+
+    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        dtype, divisor = self.reduction.dtype, self.reduction.averaging.divide_factor
+        if grad.dtype is not dtype or grad.device != self.flat.kind.device:
+            grad = grad.to(self.flat.kind.device, dtype)
+        if divisor is not None:
+            grad = grad / divisor
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.add_(grad)
+
+    def _make_room(self, dtype: torch.dtype) -> list[bool]:
+        """Allocate the input, with ``dtype``."""
+        if self._input is not None:
+            self._input.allocate(dtype)
+        self._filled = [False] * len(self.flat.params)
+        return self._filled
+
+    def _copy_to_input(self, dtype: torch.dtype) -> None:
+        """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
+        flat, computes, input = self.flat, self.flat.unsharded.computes, self._input
+        assert input is not None
+        self._waiting = False
+        if not flat.all_require_grad:  # drop gradients of those frozen since their forward, as autograd would
+            for param, compute in zip(flat.params, computes, strict=True):
+                if not param.requires_grad:
+                    compute.grad = None
+        if self._filled is None:
+            self._make_room(dtype)
+        grads = list(map(_grad, computes))
+        set_gradients_as_they_are(computes, _NONE)
+        here = list(map(operator.is_not, grads, _NONE))
+        slots, places = input.slots, list(range(len(grads)))
+        if False in here:
+            grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
+        if torch.is_grad_enabled() or not all([grad.layout is torch.strided for grad in grads]):
+            for index, grad in zip(places, grads, strict=True):
+                self._check(index, grad)
+        if self._any_wrapped:
+            grads = list(map(self._local, places, grads))
+        if self._is_small and grads:
+            torch._foreach_copy_(slots, grads)
+            input.flat.add_(0.0)  # [Note: Negative zero marks an unused parameter]
+            self._filled = here
+            return
+        grads.reverse()
+        for index in places:
+            self._put(index, grads.pop())
+
+    def hold(self) -> None:
+        """End a backward without a reduction: the next backward adds to its gradients."""
+        if self._waiting:
+            self._copy_to_input(self.reduction.reduce_dtype)
+
+    # -- reducing ----------------------------------------------------------------------------------------------------
+
+    @property
     def is_reduced(self) -> bool:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
         return self.flat.is_trainable and self.flat.placement.ranks > 1 and self.flat.layout.padded_numel > 0
+
+    def complete(self, runtime: Runtime, accumulates: bool) -> None:
+        """Prepare the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
+
+        Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
+        """
+        flat, reduction = self.flat, self.reduction
+        if self._input is None:
+            return
+        if self._waiting or (self._filled is None and self._waits_for_all):
+            narrow = getattr(runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
+            self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
+        filled = self._filled if self._filled is not None else self._make_room(reduction.reduce_dtype)
+        no_gradient: list[int] = []
+        if False in filled:
+            if self.shard_param is None:  # otherwise ranks need not agree on the parameters that none of them used
+                no_gradient = [i for i, f in enumerate(filled) if not f and flat.params[i].requires_grad]
+            unused = complex(-0.0, -0.0) if flat.kind.dtype.is_complex else -0.0
+            for slot, was_filled in zip(self._input.slots, filled, strict=True):
+                if not was_filled:
+                    slot.fill_(unused)
+        reduction.unused.begin(no_gradient)
+        reduction.prepare(self._input.flat)
+
+    def reduce(self, runtime: Runtime) -> None:
+        """Start averaging over the ranks, after ``complete``."""
+        if self._input is not None:
+            self.reduction.start(runtime, self._input.flat)
+
+    def free_reduced(self) -> None:
+        """Free the reduction input before ``finish``, because the device has already read it."""
+        if self._input is not None and not self.flat.is_whole:  # otherwise the input is the result
+            self._input.free()
+
+    def leave_memory(self) -> None:
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        if self._input is not None:
+            self._input.leave()
+
+    def discard(self) -> None:
+        """Drop all received gradients and free their memory. ``.grad`` is not changed."""
+        self.reduction.discard()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
+        self._filled = None
+        if self._input is not None:
+            self._input.free()
+
+    # -- the result --------------------------------------------------------------------------------------------------
 
     def local(self) -> list[torch.Tensor | None]:
         """This rank's part of each parameter's gradient, in ``.grad`` or in ``shard_param.grad``; None if there is none."""
@@ -112,32 +309,28 @@ class FlatGradients:
         grad = self.shard_param.grad
         return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
 
-    def discard(self) -> None:
-        """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        self.reduction.discard()
-        self.incoming.drop()
-
     def finish(self, assign: bool = True) -> bool:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
 
         Returns whether there were gradients to assign; ``given`` then lists the parameters that got one.
         """
-        shard, filled = self.incoming.end()
+        shard, filled = self.reduction.take(), self._filled or []
+        self._drop()
         if not assign:
             self.reduction.discard()
             return False
-        if shard is None:
-            self.given = list(itertools.compress(self.flat.params, filled))
-            return bool(self.given)
-        if self.shard_param is None:
+        if shard is None:  # handed over already, or held
+            self.given = list(itertools.compress(self.flat.params, filled)) if self._input is None else ()
+        elif self.shard_param is None:
             self.given = self._assign(shard, filled)
             return True
-        if self.shard_param.grad is None:
-            self.shard_param.grad = shard
         else:
-            self.shard_param.grad.add_(shard)
-        self.given = (self.shard_param,)
-        return True
+            if self.shard_param.grad is None:
+                self.shard_param.grad = shard
+            else:
+                self.shard_param.grad.add_(shard)
+            self.given = (self.shard_param,)
+        return bool(self.given)
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -233,21 +426,3 @@ class _Parts:
         if as_gradients and self._infos:
             mark_all([parts[index] for index in self._marked], self._infos)
         return parts
-
-
-def _info_of_all(flat: FlatParam) -> ShardInfo:
-    """The ``ShardInfo`` of a single parameter that covers the whole shard (``flat_parameters``)."""
-    layout = flat.layout
-    runtime, counted = common_runtime([param._flatshard_info.runtime for param in flat.params])
-    others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]
-    start = flat.placement.rank * layout.shard_numel
-    return ShardInfo(
-        f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
-        (layout.padded_numel,),
-        (1,),
-        start,
-        start + layout.shard_numel,
-        layout.world_size,
-        runtime=runtime,
-        elsewhere=tuple(sorted((s.start, s.stop) for s in others)),
-    )

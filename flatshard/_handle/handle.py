@@ -129,11 +129,12 @@ class FlatParamHandle:
         return Common(self.label, self.placement, self._pool, self.gradients.averaging)
 
     def _index(self) -> None:
-        """Collect from ``flats`` what every step reads, once."""
+        """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
+        self._kinds = [b.kind for b in self.flats]
+        self._began_on_meta = [b for b in self.flats if b.is_on_meta]
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
-        self._began_on_meta = [b for b in self.flats if b.is_on_meta]
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
@@ -359,7 +360,7 @@ class FlatParamHandle:
                 flat.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             sharded.requires_grad_(new.requires_grad)
-            self.slots.restore(module, name, sharded)
+            self.slots.write(module, name, sharded)
         for flat in self.flats:
             if moved := flat.moved():
                 self.reshard()
@@ -367,8 +368,7 @@ class FlatParamHandle:
                     self.gradients.discard()
                 with torch.inference_mode(False), torch.no_grad():
                     flat.readopt(moved)
-                self._index()
-        if self._began_on_meta and self._began_on_meta != self.on_meta:
+        if self._kinds != [b.kind for b in self.flats]:
             self._index()
         self._sync_requires_grad(thawed_only=False)
         self._checked_at = changes.count

@@ -58,16 +58,6 @@ class ParamInfo:
     def stop(self) -> int:
         return self.start + self.numel
 
-    @property
-    def cut(self) -> str:
-        """Where the parameter may be cut, in words."""
-        if self.block == 1:
-            return "elements"
-        if not self.by_rows:
-            return f"blocks of {self.block}"
-        row = math.prod(self.shape[1:])
-        return "whole" if self.block >= self.numel else "rows" if self.block == row else f"{self.block // row} rows"
-
     def shape_of(self, part: ShardSlice) -> tuple[int, ...]:
         """The shape of a rank's part: ``(rows, *rest)`` if cut by rows, else 1-D."""
         return part_shape(self.shape, part.numel, self.by_rows)

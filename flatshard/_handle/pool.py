@@ -1,9 +1,10 @@
-"""Memory with fixed addresses that units share by taking turns.
+"""The memory that collectives read and write: a storage of its own for each flat parameter, or a few that units share.
 
 [Note: Static buffers]
-By default a unit's storage is resized between zero and full, and the device's allocator chooses its address. CUDA graphs,
-NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With ``static_buffers=True``, or
-with collectives that have an ``allocate``, memory comes from a :class:`BufferPool`. Each buffer is created once, and kept.
+By default a unit's storage is resized between zero and full, and the device's allocator chooses its address: an
+:class:`OwnSlot`. CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With
+``static_buffers=True``, or with collectives that have an ``allocate``, slots come from a :class:`BufferPool`. Each is created
+once, and kept.
 
 - *Gathered parameters.* A flat parameter is bound to one slot at its first unshard and keeps it, because autograd has saved
   views of that storage by the time of backward. It gets the free slot that has been free for longest, if another free one
@@ -19,6 +20,7 @@ stream, and reuses it after that stream has waited for the reduction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +30,19 @@ from flatshard._runtime import Runtime
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
+_clock = itertools.count()
+
 
 class Slot:
-    """One buffer of a pool, used by one flat parameter at a time."""
+    """One buffer, used by one flat parameter at a time. It keeps its memory while it is free."""
 
-    __slots__ = ("flat", "stream", "user")
+    __slots__ = ("flat", "freed", "stream", "user")
 
-    def __init__(self, flat: torch.Tensor, stream: Any) -> None:
+    def __init__(self, flat: torch.Tensor, stream: Any = None) -> None:
         self.flat = flat  # 1-D
         self.stream = stream  # that `flat` was allocated on; None on CPU
         self.user: object | None = None
+        self.freed = 0  # the slot that has been free for longest has the lowest number
 
     def take(self, user: object) -> None:
         """Mark the slot as used by ``user``."""
@@ -45,7 +50,27 @@ class Slot:
         self.user = user
 
     def free(self) -> None:
-        """Mark the slot as free."""
+        """Mark the slot as free. If collectives on side streams use it: after ``Runtime.before_free``."""
+        self.user, self.freed = None, next(_clock)
+
+
+class OwnSlot(Slot):
+    """A buffer of a single flat parameter. ``free`` frees its memory."""
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        super().__init__(flat)
+        self._storage = flat.untyped_storage()
+
+    # An interrupt in between must not leave memory without a user: it would not be freed.
+
+    def take(self, user: object) -> None:
+        self.user = user
+        self._storage.resize_(self.flat.nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
         self.user = None
 
 
@@ -54,7 +79,7 @@ class BufferPool:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._gathered: list[Slot] = []  # the slot that has been free for longest comes first
+        self._gathered: list[Slot] = []
         self._inputs: list[Slot] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,40 +103,29 @@ class BufferPool:
             )
         return made
 
-    def bind(self, numel: int, dtype: torch.dtype) -> Slot:
-        """A slot for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
+    def slot_for_parameters(self, numel: int, dtype: torch.dtype) -> Slot:
+        """A free slot for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
         fit = [s for s in self._gathered if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
         free = [s for s in fit if s.user is None]
-        if len(free) > 1:
-            return free[0]
-        self._gathered.append(self._new(numel, dtype))
-        return self._gathered[-1]
+        return min(free, key=lambda slot: slot.freed) if len(free) > 1 else self._add(self._gathered, numel, dtype)
 
-    def _new(self, numel: int, dtype: torch.dtype) -> Slot:
-        return Slot(self.allocate(numel, dtype), self._runtime.current_stream)
+    def slot_for_input(self, numel: int, dtype: torch.dtype) -> Slot:
+        """A free slot for the input of one reduction."""
+        stream = self._runtime.current_stream
+        for slot in self._inputs:
+            if slot.flat.dtype is dtype and slot.flat.numel() >= numel and slot.stream == stream and slot.user is None:
+                return slot
+        return self._add(self._inputs, numel, dtype)
 
-    def free(self, slot: Slot) -> None:
-        """Free a slot from ``bind``, after ``Runtime.before_free``."""
-        slot.free()
-        self._gathered.remove(slot)
-        self._gathered.append(slot)
+    def _add(self, slots: list[Slot], numel: int, dtype: torch.dtype) -> Slot:
+        slots.append(Slot(self.allocate(numel, dtype), self._runtime.current_stream))
+        return slots[-1]
 
     def leave(self, slot: Slot) -> None:
         """Remove a slot from the pool: collectives may use its memory as long as their group exists."""
         for slots in (self._gathered, self._inputs):
             if slot in slots:
                 slots.remove(slot)
-
-    def take_input(self, numel: int, dtype: torch.dtype, user: object) -> Slot:
-        """A slot for the input of one reduction."""
-        stream = self._runtime.current_stream
-        fit = [s for s in self._inputs if s.flat.dtype is dtype and s.flat.numel() >= numel and s.stream == stream]
-        slot = next((s for s in fit if s.user is None), None)
-        if slot is None:
-            slot = self._new(numel, dtype)
-            self._inputs.append(slot)
-        slot.take(user)
-        return slot
 
     @property
     def nbytes(self) -> int:

@@ -3,14 +3,6 @@
 The gradients are averaged over the ranks that the parameters are sharded over, and then over the replicas, in the reduce
 dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
 
-[Note: Sent as it was computed]
-A gradient that is computed in bfloat16 and reduced in float32 is a bfloat16 number in a float32. If the collectives can add
-in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in bfloat16. The sums are the same bit for bit,
-with half of the bytes, and half of the memory for the input. Gradients that have been held (``no_sync``) are sums in the
-reduce dtype already, and are sent in that dtype. All ranks must choose the same dtype, including a rank that holds no
-gradient. So the choice depends on whether the unit was told to hold gradients, not on whether it holds any
-(``UnitGradients.accumulates``).
-
 [Note: Accumulating within the shard group]
 With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next (``_partial``),
 so that only the last microbatch averages over the replicas.
@@ -19,7 +11,7 @@ so that only the last microbatch averages over the replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -29,13 +21,6 @@ from flatshard._runtime import Holding, Runtime, Then, wait_on_host
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
-
-
-def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-    """The narrowest dtype that holds gradients exactly if they are computed in ``compute`` and reduced in ``reduce``."""
-    wide = reduce in (torch.float32, torch.float64)
-    narrow = compute in (torch.bfloat16, torch.float16, torch.float32) and compute.itemsize < reduce.itemsize
-    return compute if wide and narrow else reduce
 
 
 @dataclass(slots=True)
@@ -52,11 +37,11 @@ class Reduction:
     def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
         self.flat = flat
         self.averaging = averaging
-        self._partial: torch.Tensor | None = None
-        self._pending: Pending | None = None
-        self._output: torch.Tensor | None = None
-        self._copied: Pending | None = None  # the copy of the output to the host; `take` waits for it
         self.unused = Unused(flat.layout)
+        # The output of earlier backwards, not averaged over the replicas yet; and the parameters that they did not use.
+        self._partial: tuple[torch.Tensor, set[int]] | None = None
+        self._output: torch.Tensor | None = None
+        self._pending: Pending | None = None  # from `start` to `take`
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -75,12 +60,12 @@ class Reduction:
 
     def prepare(self, input: torch.Tensor) -> None:
         """Allocate the output, on the stream that will use it. If nothing is sharded, the input is the output."""
-        if self.flat.placement.shards is None:
+        if self.flat.is_whole:
             self._output = input
         else:
-            numel, dtype, pool = self.flat.layout.shard_numel, self.reduce_dtype, self.flat.unsharded.pool
+            pool = self.flat.unsharded.pool
             make = input.new_empty if pool is None else pool.allocate
-            self._output = make(numel, dtype=dtype)
+            self._output = make(self.flat.layout.shard_numel, dtype=self.reduce_dtype)
 
     def start(self, runtime: Runtime, input: torch.Tensor) -> None:
         """Start averaging ``input`` (``padded_numel`` elements). If nothing is sharded, this happens in place.
@@ -88,26 +73,22 @@ class Reduction:
         Raises:
             CollectiveError: a collective could not be started.
         """
-        try:
-            self._start(runtime, input)
-        except Exception as e:
-            runtime.fail(self._phase, self.flat.label.unit, e)
-
-    def _start(self, runtime: Runtime, input: torch.Tensor) -> None:
         assert self._output is not None
-        if self.flat.placement.shards is None:
-            self._pending = self._reduce_replicas(runtime)
-        else:
-            self.unused.tell(runtime, self.flat.label)
-            self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
-            if self.flat.placement.replicas is not None:
-                self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
-        if self.flat.kind.is_offloaded:
-            self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
+        try:
+            if self.flat.is_whole:
+                self._pending = self._reduce_replicas(runtime)
+            else:
+                self.unused.tell(runtime, self.flat.label)
+                self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
+                if self.flat.placement.replicas is not None:
+                    self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
+            if self.flat.kind.is_offloaded:
+                self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
+        except Exception as e:
+            self._fail(runtime, e)
 
-    @property
-    def _phase(self) -> str:
-        return "all-reduce" if self.flat.placement.shards is None else "reduce-scatter"
+    def _fail(self, runtime: Runtime, error: Exception) -> NoReturn:
+        runtime.fail("all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.label.unit, error)
 
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
@@ -116,28 +97,20 @@ class Reduction:
         if replicas is None:
             return runtime.issued(Done())
         if self._pending is not None:
-            self._find_unused(self._pending)
+            self.unused.ask(self._pending)
         earlier, self._partial = self._partial, None
         if earlier is not None:
-            output.add_(earlier)
-            self.unused.add_held()
+            output.add_(earlier[0])
+            self.unused.found &= earlier[1]
         if self.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
             self.unused.tell(replicas, self.flat.label)
             pending = replicas.all_reduce(output, self.flat.label)
-            return pending if earlier is None else Holding(pending, [earlier])
-        self._partial, self._output = output, None
-        self.unused.hold()
-        pending = runtime.issued(Done())
-        return pending if earlier is None else Holding(pending, [earlier])
-
-    def _find_unused(self, pending: Pending) -> None:
-        """After the reduction: find out which parameters no rank used. On an accelerator the host waits, if needed."""
-        if self.unused.is_open:
-            if not isinstance(pending, Then):
-                wait_on_host(pending)
-            self.unused.ask()
+        else:
+            self._partial, self._output = (output, self.unused.found), None
+            pending = runtime.issued(Done())
+        return pending if earlier is None else Holding(pending, earlier)
 
     def _copy_to_host(self, runtime: Runtime) -> Pending:
         output = self._output
@@ -158,26 +131,22 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                runtime.fail(self._phase, self.flat.label.unit, e)
+                self._fail(runtime, e)
 
     def wait(self, runtime: Runtime) -> None:
-        """Wait for the reduction, if one is in flight. On an accelerator only the current stream waits.
+        """Wait for the reduction, if one is in flight. On an accelerator only the current stream waits. Idempotent.
 
         Raises:
             CollectiveError: the reduction failed.
         """
-        pending = self._pending
-        if pending is None:
+        if self._pending is None:
             return
         try:
-            pending.wait()
-            self._find_unused(pending)
+            self._pending.wait()
+            self.unused.ask(self._pending)
         except Exception as e:
             self._pending = None
-            runtime.fail(self._phase, self.flat.label.unit, e)
-        self._pending = None  # not earlier: after an interrupt the reduction is still in flight
-        if self.flat.kind.is_offloaded:
-            self._copied = pending
+            self._fail(runtime, e)
 
     def settle(self) -> bool:
         """Wait for the reduction and ignore its error. Returns whether it has ended, so that its memory can be freed."""
@@ -188,9 +157,9 @@ class Reduction:
     def take(self) -> torch.Tensor | None:
         """After ``wait``: take the gradient shard, or None if it is held or missing. Under offload the host waits for it."""
         output, self._output = self._output, None
-        copied, self._copied = self._copied, None
-        if copied is not None:
-            wait_on_host(copied)
+        pending, self._pending = self._pending, None
+        if pending is not None and self.flat.kind.is_offloaded:
+            wait_on_host(pending)
         if output is None:
             return None
         if (divisor := self.averaging.divide_factor) is not None:
@@ -201,4 +170,4 @@ class Reduction:
     def discard(self) -> None:
         """Reset, and drop held results, too."""
         self.unused.discard()
-        self._pending = self._output = self._partial = self._copied = None
+        self._pending = self._output = self._partial = None

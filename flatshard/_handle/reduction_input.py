@@ -1,7 +1,7 @@
-"""The input of one flat parameter's reduction, with a view for each parameter's gradient.
+"""The input of one flat parameter's reductions, with a view for each parameter's gradient.
 
 It is a tensor of ``padded_numel`` elements, laid out as the unsharded buffer. It has memory from the time when a backward's
-gradients are complete to the end of their reduction. :func:`make_input` chooses where this memory comes from.
+gradients are complete to the end of their reduction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import BufferPool, Slot
+from flatshard._handle.pool import OwnSlot, Slot
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -26,99 +26,68 @@ def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor]
 
 
 class ReductionInput:
-    """The input. This class resizes the storage of one permanent tensor per dtype; subclasses get memory elsewhere."""
+    """The input. Its memory is a slot of the pool, or slots of its own: one for each dtype.
 
-    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
-        self._layout = layout
-        self._device = device
-        self._known: dict[object, _Views] = {}  # by dtype (and address): the tensors used so far, with their views
-        self._nothing: _Views = torch.empty(0, device=device), [], []
+    If nothing is sharded, the memory is new each time: it is all-reduced in place and becomes the gradients.
+    """
+
+    def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
+        """``dtype``: the usual one."""
+        self._layout = flat.layout
+        self._device = flat.kind.compute_device
+        self._pool = flat.unsharded.pool
+        self._is_result = flat.is_whole
+        self._slot: Slot | None = None  # in use
+        self._known: dict[Slot, _Views] = {}  # the slots used so far, with their views
+        self._nothing: _Views = torch.empty(0, device=self._device), [], []
         self.flat, self.slots, self.gaps = self._nothing
+        if self._pool is None and flat.is_trainable and not flat.is_whole:
+            own = self._find_slot(dtype)
+            self._views(own)  # here, to save the time in the first step
+            own.free()
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the memory, and zero the padding."""
-        self._take(dtype)
+        if self._is_result:
+            self.flat = self._new(dtype)
+            self.slots, self.gaps = views_of(self.flat, self._layout)
+        else:
+            self._slot = slot = self._find_slot(dtype)
+            slot.take(self)
+            self.flat, self.slots, self.gaps = self._known.get(slot) or self._views(slot)
         if self.gaps:
             torch._foreach_zero_(self.gaps)
 
-    def _take(self, dtype: torch.dtype) -> None:
-        if dtype not in self._known:
-            self._know(dtype, torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device))
-        self.flat, self.slots, self.gaps = self._known[dtype]
-        self.flat.untyped_storage().resize_(self.flat.nbytes)
+    def _find_slot(self, dtype: torch.dtype) -> Slot:
+        if self._pool is not None:
+            return self._pool.slot_for_input(self._layout.padded_numel, dtype)
+        for slot in self._known:
+            if slot.flat.dtype is dtype:
+                return slot
+        return OwnSlot(self._new(dtype))
 
-    def _know(self, key: object, flat: torch.Tensor) -> None:
-        self._known[key] = flat, *views_of(flat, self._layout)
+    def _new(self, dtype: torch.dtype) -> torch.Tensor:
+        numel = self._layout.padded_numel
+        if self._pool is not None:
+            return self._pool.allocate(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _views(self, slot: Slot) -> _Views:
+        flat = slot.flat[: self._layout.padded_numel]
+        self._known[slot] = views = flat, *views_of(flat, self._layout)
+        return views
 
     def free(self) -> None:
         """Free the memory. Idempotent."""
-        self.flat.untyped_storage().resize_(0)
-
-    def leave(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
-        self._known.clear()
         self.flat, self.slots, self.gaps = self._nothing
-
-
-class NewInput(ReductionInput):
-    """A new tensor each time, for parameters that are not sharded: it is all-reduced in place and becomes the gradients."""
-
-    def __init__(self, layout: FlatLayout, device: torch.device, pool: BufferPool | None) -> None:
-        super().__init__(layout, device)
-        self._pool = pool
-
-    def _take(self, dtype: torch.dtype) -> None:
-        numel = self._layout.padded_numel
-        if self._pool is None:
-            self.flat = torch.empty(numel, dtype=dtype, device=self._device)
-        else:
-            self.flat = self._pool.allocate(numel, dtype)
-        self.slots, self.gaps = views_of(self.flat, self._layout)
-
-    def free(self) -> None:
-        self.flat, self.slots, self.gaps = self._nothing
-
-    leave = free
-
-
-class PooledInput(ReductionInput):
-    """Memory from the pool, a slot that units share by taking turns. pool.py, [Note: Static buffers]"""
-
-    def __init__(self, layout: FlatLayout, device: torch.device, pool: BufferPool) -> None:
-        super().__init__(layout, device)
-        self._pool = pool
-        self._slot: Slot | None = None  # the slot in use
-
-    def _take(self, dtype: torch.dtype) -> None:
-        numel = self._layout.padded_numel
-        self._slot = slot = self._pool.take_input(numel, dtype, self)
-        key = dtype, slot.flat.data_ptr()
-        if key not in self._known:
-            self._know(key, slot.flat[:numel])
-        self.flat, self.slots, self.gaps = self._known[key]
-
-    def free(self) -> None:
         if self._slot is not None:
             self._slot.free()
             self._slot = None
-        self.flat, self.slots, self.gaps = self._nothing
 
     def leave(self) -> None:
-        if self._slot is not None:
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        self.flat, self.slots, self.gaps = self._nothing
+        self._known.clear()
+        if self._slot is not None and self._pool is not None:
             self._pool.leave(self._slot)
-            self._slot = None
-        super().leave()
-
-
-def make_input(flat: FlatParam, dtype: torch.dtype) -> ReductionInput:
-    """Create the input of a flat parameter. ``dtype``: its usual dtype."""
-    layout, device, pool = flat.layout, flat.kind.compute_device, flat.unsharded.pool
-    if flat.is_whole:
-        return NewInput(layout, device, pool)
-    if pool is not None:
-        return PooledInput(layout, device, pool)
-    result = ReductionInput(layout, device)
-    if flat.is_trainable:
-        result.allocate(dtype)  # creates the views here, to save the time in the first step
-        result.free()
-    return result
+        self._slot = None

@@ -65,7 +65,7 @@ class Slots:
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
         """Add the slot ``module.name``, and show the right parameter in it."""
         self._record(module, module._parameters, name, sharded, compute)
-        self._write(module, name, compute if self.shows is UNSHARDED else sharded)
+        self.write(module, name, compute if self.shows is UNSHARDED else sharded)
 
     def add_copied(
         self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, memo: dict[int, Any]
@@ -104,7 +104,8 @@ class Slots:
             self.unguarded.append((module, name, sharded, compute))
 
     @staticmethod
-    def _write(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    def write(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """Register ``param`` as ``module.name``."""
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[name] = param
         else:
@@ -112,7 +113,7 @@ class Slots:
 
     @staticmethod
     def _show(module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Like ``_write``, but not counted as a change by the user: the slot shows one of the unit's own parameters."""
+        """Like ``write``, but not counted as a change by the user: the slot shows one of the unit's own parameters."""
         if type(module).__setattr__ is nn.Module.__setattr__:
             dict.__setitem__(module._parameters, name, param)
         else:
@@ -131,10 +132,6 @@ class Slots:
             # TorchScript creates new parameters each time, so its modules are not checked.
             if isinstance(m._parameters, dict) and (now := m._parameters.get(name)) is not p
         ]
-
-    def restore(self, module: nn.Module, name: str, sharded: nn.Parameter) -> None:
-        """Register the sharded parameter again, in a slot from ``replaced``."""
-        self._write(module, name, sharded)
 
     def fqns(self, names: Mapping[nn.Module, str]) -> dict[int, str]:
         """The FQN of each parameter's first slot in one of the modules that ``names`` has, by the parameter's id."""
@@ -157,7 +154,7 @@ class Slots:
                 self._show(module, name, sharded)
         elif before is not SHARDED:
             for module, name, sharded, _ in self.entries:
-                self._write(module, name, sharded)
+                self.write(module, name, sharded)
         self.shows = SHARDED
         if what is UNSHARDED:
             _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
@@ -166,5 +163,5 @@ class Slots:
             self._shown_at = changes.count
         elif isinstance(what, dict):
             for module, name, sharded, _ in self.entries:
-                self._write(module, name, what[id(sharded)])
+                self.write(module, name, what[id(sharded)])
         self.shows = what

@@ -24,7 +24,6 @@ from torch.autograd.graph import increment_version
 from flatshard._errors import name_list
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of, in_memory_order
-from flatshard._runtime import Runtime
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -118,25 +117,6 @@ class Filling:
         increment_version(param)
         changes.count += 1
 
-    def left(self) -> list[tuple[str, bool]]:
-        """The FQN of each parameter, and whether nothing has filled this rank's part. An empty part counts as filled."""
-        flat = self._flat
-        return [
-            (info.fqn, bool(part.numel) and shows_pattern(flat.shard[part.start : part.stop]))
-            for info, part in zip(flat.layout.params, flat.slices, strict=True)
-        ]
-
-    def copies(self) -> list[tuple[str, float, list[Runtime]]]:
-        """Of each DTensor with copies: the FQN, the checksum of this rank's part, and the groups of ranks with copies."""
-        flat = self._flat
-        found = []
-        for info, part, wrapping in zip(flat.layout.params, flat.slices, flat.wrappings, strict=True):
-            if wrapping is not None and (runtimes := wrapping.replicas(flat.kind.device)):
-                mine = flat.shard[part.start : part.stop].view(torch.uint8)
-                counted = flat.placement.shards is not None or flat.placement.is_first_replica
-                found.append((info.fqn, float(mine.sum(dtype=torch.int64)) * counted, runtimes))
-        return found
-
 
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
 _shown: list[Filling] = []  # with parameters that are shown whole: of one unit
@@ -148,51 +128,7 @@ def cut_all() -> None:
         _shown.pop().cut()
 
 
-# -- what code outside does --------------------------------------------------------------------------------------------
-
-
 def show_whole(param: ShardedParameter) -> nn.Parameter:
     """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole."""
     home = home_of(param)
     return param if home is None or home.filling is None else home.filling.show(param)
-
-
-# -- the end -----------------------------------------------------------------------------------------------------------
-
-
-def left_on_any_rank(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
-    """The FQNs of the parameters that some rank has found unfilled. One all-reduce."""
-    left = [each for filled in filling for each in filled.left()]
-    told = torch.tensor([float(flag) for _, flag in left], device=runtime.device)
-    if left and runtime.world_size > 1:
-        runtime.all_reduce_now(told, "max", "whether all parameters have been filled")
-    return [fqn for (fqn, _), flag in zip(left, told.tolist(), strict=True) if flag]
-
-
-def unequal_copies(filling: Iterable[Filling], runtime: Runtime) -> list[str]:
-    """The FQNs of DTensors that ranks should hold copies of, and have filled with different values.
-
-    Their random generators differed. The copies may be cut differently, so checksums of whole tensors are compared.
-    """
-    found = [copied for filled in filling for copied in filled.copies()]
-    if not found:
-        return []
-    sums = torch.tensor([checksum for _, checksum, _ in found], dtype=torch.float64, device=runtime.device)
-    if runtime.world_size > 1:
-        runtime.all_reduce_now(sums, "sum", "checksums of parameters")
-    most = torch.stack([sums, -sums])
-    for replicas in dict.fromkeys(each for _, _, runtimes in found for each in runtimes):
-        of_these = torch.tensor([replicas in runtimes for _, _, runtimes in found], device=runtime.device)
-        told = torch.where(of_these, most, -torch.inf)
-        replicas.all_reduce_now(told, "max", "checksums of parameters")
-        most = torch.where(of_these, told, most)
-    differ = (most[0] != -most[1]).tolist()
-    return [fqn for (fqn, _, _), differs in zip(found, differ, strict=True) if differs]
-
-
-def end_filling(handle: FlatParamHandle) -> None:
-    """All parameters have values. Replicas get those of the first one, as their random generators may have differed."""
-    for flat in handle.flats:
-        if flat.filling is not None and handle.placement.replicas is not None:
-            handle.placement.replicas.broadcast_now(flat.shard)
-        flat.filling = None

@@ -32,12 +32,7 @@ class Arrivals:
     def expect(self, count: int, waits_early: bool) -> None:
         """Expect ``count`` more gradients. ``waits_early``: see ``Backward``, [Note: Reductions in flight]."""
         self.pending += count
-        self.finish_at = finish_at(self.pending, waits_early)
-
-
-def finish_at(pending: int, waits_early: bool) -> int:
-    """The value of ``Arrivals.finish_at`` if ``pending`` gradients are still to come."""
-    return pending - max(0, pending // 6 - 1) if waits_early else 1
+        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
 
 
 class Accumulators(NamedTuple):
@@ -66,13 +61,13 @@ class UnitGradients:
         self.accumulators: Accumulators
 
     def receive(self, group: int, index: int, task: int) -> None:
-        """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``Incoming.receive``."""
+        """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``FlatGradients.receive``."""
         if self._lifetime.grads is not GradState.FILLING:
             if self._lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
-        self._flats[group].gradients.incoming.receive(index)
-        self.arrivals.task = task if all([flat.gradients.incoming.leaves_them for flat in self._flats]) else -1
+        self._flats[group].gradients.receive(index)
+        self.arrivals.task = task if all([flat.gradients.stays_away for flat in self._flats]) else -1
 
     def follow_stream(self) -> None:
         """Make autograd accumulate gradients on the stream of the forward that starts now.
@@ -106,7 +101,7 @@ class UnitGradients:
         try:
             for flat in self._flats:
                 if True in flat.requires_grad:
-                    flat.gradients.incoming.complete(self.runtime, self.accumulates)
+                    flat.gradients.complete(self.runtime, self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
                     flat.gradients.reduction.discard()
                 flat.forget_cast()
@@ -122,13 +117,12 @@ class UnitGradients:
     def _start(self) -> None:
         for flat in self._flats:
             if True in flat.requires_grad:
-                flat.gradients.incoming.reduce(self.runtime)
+                flat.gradients.reduce(self.runtime)
 
     def advance(self) -> None:
-        """Start the second part of the reduction, over the replicas, while later units compute. Without replicas: nothing."""
-        if self._placement.replicas is not None:
-            for flat in self._flats:
-                flat.gradients.reduction.advance(self.runtime)
+        """Start the second part of the reduction, over the replicas, while later units compute."""
+        for flat in self._flats:
+            flat.gradients.reduction.advance(self.runtime)
 
     def hold(self) -> None:
         """End a backward without a reduction: keep its gradients, to which the next backward adds.
@@ -140,7 +134,7 @@ class UnitGradients:
         if self._lifetime.grads is GradState.FILLING:
             self.arrivals.task = -1
             for flat in self._flats:
-                flat.gradients.incoming.hold()
+                flat.gradients.hold()
             self._lifetime.move_grads("hold")
 
     @property
@@ -178,7 +172,7 @@ class UnitGradients:
         """
         self._wait()
         for flat in self._flats:
-            flat.gradients.incoming.free_reduced()
+            flat.gradients.free_reduced()
 
     def _wait(self) -> None:
         try:
@@ -198,7 +192,7 @@ class UnitGradients:
     def _finish(self, assign: bool) -> None:
         given = False
         for flat in self._flats:
-            if not flat.gradients.incoming.is_empty:
+            if not flat.gradients.is_empty:
                 given |= flat.gradients.finish(assign)
         self._lifetime.move_grads("finish")
         if given:
@@ -220,6 +214,6 @@ class UnitGradients:
         ended = all([flat.gradients.reduction.settle() for flat in self._flats])
         for flat in self._flats:
             if not ended or out_of_step:  # some may never end, so their memory must not be freed
-                flat.gradients.incoming.leave_memory()
+                flat.gradients.leave_memory()
             flat.gradients.discard()
         self._lifetime.move_grads("finish")

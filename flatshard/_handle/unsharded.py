@@ -22,7 +22,7 @@ from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.pool import BufferPool, Slot
+from flatshard._handle.pool import BufferPool, OwnSlot, Slot
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -33,12 +33,17 @@ _version = operator.attrgetter("_version")  # read for every parameter in every 
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
 
 
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` in a dtype that every backend can send."""
+    return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
+
+
 class UnshardedBuffer:
     """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
     def __init__(self, flat_param: FlatParam, originals: Sequence[nn.Parameter], pool: BufferPool | None) -> None:
         """``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
-        None: the buffer has its own storage, which is resized. pool.py, [Note: Static buffers]
+        None: the buffer has memory of its own. pool.py, [Note: Static buffers]
         """
         self._of = flat_param
         self.pool = pool
@@ -60,11 +65,15 @@ class UnshardedBuffer:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         kind, numel = self._of.kind, self._of.layout.padded_numel
         self.is_alias = self._of.is_whole and kind.is_one  # the buffer is the shard
-        self._slot: Slot | None = None  # the pool's slot, from the first ``allocate`` on
-        alias = self._of.shard if self.is_alias else None
-        new = torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device) if alias is None else alias
-        self._point_at(new)
-        self.free()
+        self._slot: Slot | None = None  # in a pool: from the first ``allocate`` on
+        if self.is_alias:
+            self._point_at(self._of.shard)
+            return
+        own = OwnSlot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        self._point_at(own.flat)
+        own.free()
+        if self.pool is None:
+            self._slot = own
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
@@ -81,10 +90,7 @@ class UnshardedBuffer:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
             compute.data = view
         self.own = self.flat[rank * layout.shard_numel :][: layout.shard_numel]
-        as_wire = dtype not in _WIRE_DTYPES
-        self.wire, self.own_wire = (
-            (self.flat.view(torch.uint8), self.own.view(torch.uint8)) if as_wire else (self.flat, self.own)
-        )
+        self.wire = as_sent(self.flat)
         self._storage = self.flat.untyped_storage()
         self._plain = [
             c
@@ -95,14 +101,20 @@ class UnshardedBuffer:
             self.flat.storage_offset() * self.flat.itemsize
         )
 
-    def _take_memory(self) -> None:
-        if self.pool is None or self.is_alias:
-            self._storage.resize_(self.flat.nbytes)
-            return
+    def allocate(self, shard: torch.Tensor | None) -> None:
+        """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
         if self._slot is None:
-            self._slot = self.pool.bind(self.flat.numel(), self.flat.dtype)
+            assert self.pool is not None
+            self._slot = self.pool.slot_for_parameters(self.flat.numel(), self.flat.dtype)
             self._point_at(self._slot.flat[: self.flat.numel()])
         self._slot.take(self)
+        if shard is not None:
+            self.own.copy_(shard)
+
+    def free(self) -> None:
+        """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
+        if self._slot is not None and self._slot.user is self:
+            self._slot.free()
 
     def unbind(self) -> None:
         """Bind to another slot of the pool next time. No graph may have views of the current slot."""
@@ -110,8 +122,7 @@ class UnshardedBuffer:
 
     def leave_memory(self) -> None:
         """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
-        if self._slot is not None and self._slot.user is self:
-            assert self.pool is not None
+        if self.pool is not None and self._slot is not None and self._slot.user is self:
             self.pool.leave(self._slot)
         self.place()
 
@@ -119,21 +130,6 @@ class UnshardedBuffer:
     def is_taken(self) -> bool:
         """Whether another flat parameter is using the pool's slot of this one. pool.py, [Note: Static buffers]"""
         return self._slot is not None and self._slot.user not in (None, self)
-
-    def allocate(self, shard: torch.Tensor | None) -> None:
-        """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
-        if self.pool is None:
-            self._storage.resize_(self.flat.nbytes)
-        else:
-            self._take_memory()
-        if shard is not None:
-            self.own.copy_(shard)
-
-    def as_sent(self, shard: torch.Tensor) -> torch.Tensor | None:
-        """``shard`` in the dtype of ``own_wire``, without a copy. None if it would have to be cast or moved."""
-        if shard.dtype is not self.flat.dtype or shard.device != self.flat.device:
-            return None
-        return shard if self.own_wire is self.own else shard.view(torch.uint8)
 
     def changed(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
@@ -150,7 +146,7 @@ class UnshardedBuffer:
 
         Returns whether there were such parameters. Tensor subclasses are not checked.
         """
-        if not self.holds_memory:
+        if not (self.is_alias or self.nbytes):
             return False
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
@@ -168,15 +164,6 @@ class UnshardedBuffer:
                 moved = True
         return moved
 
-    def free(self) -> None:
-        """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
-        if self._slot is not None:
-            if self._slot.user is self:
-                assert self.pool is not None
-                self.pool.free(self._slot)
-        elif not self.is_alias:
-            self._storage.resize_(0)
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (plain) is a view of the storage."""
         if self._slot is not None and self._slot.user is not self:
@@ -184,13 +171,6 @@ class UnshardedBuffer:
         return tensor.layout is torch.strided and tensor.untyped_storage() is self._storage
 
     @property
-    def holds_memory(self) -> bool:
-        """Whether the buffer has storage now."""
-        return self._slot.user is self if self._slot is not None else self._storage.nbytes() > 0
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of storage that the buffer has now, not counting the local shard."""
-        if self._slot is not None:
-            return self.flat.nbytes if self._slot.user is self else 0
-        return 0 if self.is_alias else self._storage.nbytes()
+        """Bytes of memory that the buffer has now, not counting the local shard."""
+        return self.flat.nbytes if self._slot is not None and self._slot.user is self else 0

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import REDUCE, Label
 from flatshard._handle.layout import FlatLayout
-from flatshard._runtime import Runtime
+from flatshard._runtime import Runtime, Then, wait_on_host
 
 _BITS = 62  # usable bits of an integer in the store
 
@@ -27,21 +28,20 @@ _BITS = 62  # usable bits of an integer in the store
 class Unused:
     """Which parameters no rank used, among those of one flat parameter of which some rank holds no element."""
 
-    __slots__ = ("_held", "_is_reduced", "_positions", "_read", "_unread", "found")
+    __slots__ = ("_is_reduced", "_positions", "_read", "_unread", "found")
 
     def __init__(self, layout: FlatLayout) -> None:
         spread = [i for i in range(len(layout.params)) if len(layout.holders(i)) < layout.world_size]
         self._positions = {index: place for place, index in enumerate(spread)}  # the position of its counter
         self._is_reduced = layout.padded_numel > 0
         self.found: set[int] = set()
-        self._held: set[int] | None = None  # `found` of earlier backwards, not averaged over the replicas yet
         self._unread: tuple[Runtime, str] | None = None  # the runtime and key of counters that have not been read yet
         self._read: dict[int, tuple[str, set[int]]] = {}  # by runtime: the counters read last, to be deleted
 
     def begin(self, unused: Iterable[int]) -> None:
         """Before a reduction: this rank has no gradient for the parameters ``unused``."""
         self._unread = None
-        self.found = {index for index in unused if index in self._positions}
+        self.found = self._positions.keys() & unused
 
     def tell(self, runtime: Runtime, label: Label) -> None:
         """Count this rank for each parameter in ``found``. The next collective of ``runtime`` must be the reduction."""
@@ -53,15 +53,14 @@ class Unused:
             runtime.store().add(f"{name}/{number}", sum(1 << shift for shift, _ in places))
         self._unread = runtime, name
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there are counters to read after the reduction has ended on the host."""
-        return self._unread is not None
-
-    def ask(self) -> None:
-        """After the reduction: keep in ``found`` only the parameters that no rank used."""
+    def ask(self, pending: Pending) -> None:
+        """After the reduction: keep in ``found`` only the parameters that no rank used. If there are counters to read, the
+        host waits for ``pending``, the reduction.
+        """
         if self._unread is None:
             return
+        if not isinstance(pending, Then):  # which has ended
+            wait_on_host(pending)
         runtime, name = self._unread
         counters, store, size = self._counters(runtime), runtime.store(), runtime.world_size
         mask = (1 << size.bit_length()) - 1
@@ -86,16 +85,6 @@ class Unused:
             counters.setdefault(number, []).append((place * width, index))
         return counters
 
-    def hold(self) -> None:
-        """The reduction's result is kept, for a later one to be added to."""
-        self._held = self.found
-
-    def add_held(self) -> None:
-        """The kept result has been added."""
-        if self._held is not None:
-            self.found &= self._held
-            self._held = None
-
     def discard(self) -> None:
         """Reset."""
-        self.found, self._held, self._unread = set(), None, None
+        self.found, self._unread = set(), None

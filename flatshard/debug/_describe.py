@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.state import Unit, units_below
+from flatshard._handle.layout import ParamInfo
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,16 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
     return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)
 
 
+def _cut(info: ParamInfo) -> str:
+    """Where the parameter may be cut, in words."""
+    if info.block == 1:
+        return "elements"
+    if not info.by_rows:
+        return f"blocks of {info.block}"
+    row = math.prod(info.shape[1:])
+    return "whole" if info.block >= info.numel else "rows" if info.block == row else f"{info.block // row} rows"
+
+
 def _describe(unit: Unit) -> UnitDescription:
     flats = tuple(
         FlatDescription(
@@ -152,7 +164,7 @@ def _describe(unit: Unit) -> UnitDescription:
             f.layout.numel,
             f.layout.padded_numel,
             f.layout.shard_numel,
-            tuple(info.cut for info in f.layout.params),
+            tuple(map(_cut, f.layout.params)),
         )
         for f in unit.handle.flats
     )

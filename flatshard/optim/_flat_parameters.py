@@ -5,6 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from flatshard._composable.state import units_below
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_parallel import common_runtime
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.tensors.sharded_parameter import ShardInfo
 from flatshard._handle.unfilled import check_has_memory
 
 
@@ -38,7 +42,25 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     result = []
     for flat in flats:
         if flat.params[0].requires_grad:
-            param = flat.gradients.use_shard_param()
+            param = flat.gradients.use_shard_param(_info_of(flat))
             param.fqns = tuple(info.fqn for info in flat.layout.params)  # type: ignore[attr-defined]
             result.append(param)
     return result
+
+
+def _info_of(flat: FlatParam) -> ShardInfo:
+    """The ``ShardInfo`` of a single parameter that covers the whole shard (``flat_parameters``)."""
+    layout = flat.layout
+    runtime, counted = common_runtime([param._flatshard_info.runtime for param in flat.params])
+    others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]
+    start = flat.placement.rank * layout.shard_numel
+    return ShardInfo(
+        f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
+        (layout.padded_numel,),
+        (1,),
+        start,
+        start + layout.shard_numel,
+        layout.world_size,
+        runtime=runtime,
+        elsewhere=tuple(sorted((s.start, s.stop) for s in others)),
+    )

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from flatshard._composable.features import inner_shards
-from flatshard._handle import incoming, pool, reduction, reduction_input
+from flatshard._handle import gradients, pool, reduction, reduction_input
 from flatshard.planning import _clock
 from flatshard.planning._clock import Clock
 
@@ -189,7 +189,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _HANDLE = str(Path(reduction.__file__).parent)
-_OF_REDUCTIONS = (incoming.__file__, reduction.__file__, reduction_input.__file__, _clock.__file__)
+_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, reduction_input.__file__, _clock.__file__)
 
 
 def _category(frame: Any) -> str:

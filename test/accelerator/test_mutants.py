@@ -25,8 +25,8 @@ import flatshard
 from flatshard import CPUOffload
 from flatshard._composable.backward import Backward
 from flatshard._composable.context import Context as UnitContext
+from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.incoming import Collected
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Holding, Runtime, StreamEvent, Streams
 from flatshard.comm import DefaultCollectives
@@ -83,12 +83,12 @@ def do_not_wait_for_the_backend() -> Mutation:
     return within(Runtime, "issued", lambda: without(Work, "wait"))
 
 
-def complete_on_the_reduce_stream(original: Any, self: Collected, runtime: Runtime, *args: Any) -> None:
+def complete_on_the_reduce_stream(original: Any, self: FlatGradients, runtime: Runtime, *args: Any) -> None:
     with runtime.reducing():
         original(self, runtime, *args)
 
 
-def free_the_input_at_once(original: Any, self: Collected, runtime: Runtime) -> None:
+def free_the_input_at_once(original: Any, self: FlatGradients, runtime: Runtime) -> None:
     original(self, runtime)
     self.free_reduced()
 
@@ -254,12 +254,12 @@ MUTANTS = {
     # lifetimes
     "input_copied_on_the_reduce_stream": Mutant(
         "gradients live until they have been copied into the reduction's input",
-        lambda: instead(Collected, "complete", complete_on_the_reduce_stream),
+        lambda: instead(FlatGradients, "complete", complete_on_the_reduce_stream),
         _training("sharded-full"),
     ),
     "input_freed_early": Mutant(
         "a reduction's input lives until the reduction has been waited for",
-        lambda: instead(Collected, "reduce", free_the_input_at_once),
+        lambda: instead(FlatGradients, "reduce", free_the_input_at_once),
         _training("sharded-full"),
     ),
     "inner_shards": Mutant(

@@ -49,7 +49,7 @@ def check_let_go(model: nn.Module) -> None:
         assert unit.handle._gathers == []
         for flat in unit.handle.flats:
             assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0
-            assert storage_nbytes(flat.gradients.incoming.input) == 0
+            assert storage_nbytes(flat.gradients.input) == 0
             assert flat.gradients.reduction._pending is None
 
 

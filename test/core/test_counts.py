@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import Unit, units_below
-from flatshard._handle.incoming import SMALL
+from flatshard._handle.gradients import SMALL
 from flatshard._handle.tensors.changes import changes
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -233,8 +233,8 @@ def parameter_storages(model: nn.Module) -> dict[int, int]:
                 *b.params,
                 *b.unsharded.computes,
                 b.unsharded.wire,
-                b.unsharded.own_wire,
-                *([] if b.gradients.incoming.input is None else [b.gradients.incoming.input]),
+                b.unsharded.own,
+                *([] if b.gradients.input is None else [b.gradients.input]),
             ]
     return storages(tensors)
 
@@ -258,7 +258,7 @@ def test_between_steps_a_rank_holds_its_padded_shard(world, size, strategy):
         for unit in units_below(model):
             for flat in unit.handle.flats:
                 assert flat.unsharded.flat.untyped_storage().nbytes() == 0
-                assert storage_nbytes(flat.gradients.incoming.input) == 0
+                assert storage_nbytes(flat.gradients.input) == 0
                 assert resident_nbytes(flat) == flat.layout.shard_numel * 4
         assert sum(parameter_storages(model).values()) == shard
 
@@ -306,7 +306,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         held = sum(resident_nbytes(b) for u in self.units for b in u.handle.flats)
-        inputs = sum(storage_nbytes(f.gradients.incoming.input) for u in self.units for f in u.handle.flats)
+        inputs = sum(storage_nbytes(f.gradients.input) for u in self.units for f in u.handle.flats)
         self.parameters, self.gradients = max(self.parameters, held), max(self.gradients, inputs)
         return result
 

@@ -87,7 +87,7 @@ def check_settled(model: nn.Module) -> None:
         assert unit.handle.lifetime.grads is GradState.NONE, unit
         assert (unit.claims, unit.record, unit.handle.gradients.arrivals.pending) == ([], None, 0), unit
         assert unit.handle.slots.shows is SHARDED, unit
-        assert all(f.gradients.incoming.is_empty for f in unit.handle.flats), unit
+        assert all(f.gradients.is_empty for f in unit.handle.flats), unit
         backward = unit.context.backward
         assert not unit.context.forwards
         assert unit not in backward._reached

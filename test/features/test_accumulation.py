@@ -90,7 +90,7 @@ def accumulate(ctx, strategy: ShardingStrategy, width: int, cases: list[tuple[bo
                 optimizer.zero_grad()
         for unit in units_below(model):
             assert not unit.handle.gradients.is_held
-            assert all(storage_nbytes(f.gradients.incoming.input) == 0 for f in unit.handle.flats)
+            assert all(storage_nbytes(f.gradients.input) == 0 for f in unit.handle.flats)
 
 
 # Every two choices come together: 24 cases of 96.

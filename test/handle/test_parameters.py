@@ -607,7 +607,7 @@ def cost_of_frozen(ctx) -> None:
 
     def look(*args: Any) -> None:
         for index, grads in enumerate(f.gradients for f in handle.flats):
-            size = storage_nbytes(grads.incoming.input)
+            size = storage_nbytes(grads.input)
             largest[index] = max(largest.get(index, 0), size)
 
     for param in [c for b in handle.flats for c in b.unsharded.computes if c.requires_grad]:
@@ -622,7 +622,7 @@ def cost_of_frozen(ctx) -> None:
     slack = handle.flats[0].layout.world_size * 32 + len(trainable) * 4  # alignment, in elements
     assert needed <= reductions[0] <= needed + slack
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    assert all(storage_nbytes(f.gradients.incoming.input) == 0 for f in handle.flats)
+    assert all(storage_nbytes(f.gradients.input) == 0 for f in handle.flats)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -73,9 +73,7 @@ class Counted(TorchDispatchMode):
         )
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
         unsharded |= storages(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
-        reductions = storages(
-            t for _, g, _ in self.flats for t in (g.incoming.input, g.reduction._output) if t is not None
-        )
+        reductions = storages(t for _, g, _ in self.flats for t in (g.input, g.reduction._output) if t is not None)
         arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.computes if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)
@@ -96,7 +94,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        files = ("gradients.py", "incoming.py", "reduction.py", "unsharded.py", "inner_shards.py")
+        files = ("gradients.py", "reduction.py", "unsharded.py", "inner_shards.py")
         more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
         self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
         return result

@@ -46,8 +46,7 @@ TYPE_CHECKING_IMPORTS = {
     "_composable.state": {"_composable.context", "_composable.extensions"},
     # A flat parameter has its unsharded values and its gradients, and each of their parts reads its layout and memory.
     **{
-        f"_handle.{name}": {"_handle.flat_param"}
-        for name in ("gradients", "incoming", "reduction", "reduction_input", "unsharded")
+        f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction", "reduction_input", "unsharded")
     },
     "_handle.unfilled": {"_handle.flat_param", "_handle.handle"},  # which it fills
     "checkpoint": {
@@ -235,8 +234,8 @@ def only_lifetime_assigns_a_state():
             assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
 
 
-def only_unsharded_and_reduction_input_resize_storages():
-    for name, node in outside("_handle.unsharded", "_handle.reduction_input"):
+def only_pool_resizes_storages():
+    for name, node in outside("_handle.pool"):
         assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
 
 
@@ -322,6 +321,8 @@ def only_handles_start_collectives_and_construction_broadcasts():
     above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}
     assert above == {
         ("_composable.construct.materialize", "broadcast_now"),
+        ("_composable.features.filled_later", "broadcast_now"),  # as materialize, later
+        ("_composable.features.filled_later", "all_reduce_now"),
         ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
         ("_composable.features.gathering", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),
@@ -354,7 +355,7 @@ def only_config_reads_the_environment():
 def test_each_fact_has_one_writer():
     """Each rule names the only modules that may do a thing."""
     only_lifetime_assigns_a_state()
-    only_unsharded_and_reduction_input_resize_storages()
+    only_pool_resizes_storages()
     only_slots_registers_parameters()
     only_backends_communicates()
     only_handles_start_collectives_and_construction_broadcasts()
