@@ -45,7 +45,7 @@ from flatshard._comm.backends import (
     FakeCollectives,
     builtin_collectives,
 )
-from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, make_collectives, settle
+from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
@@ -282,7 +282,7 @@ class Runtime:
         self._builtin = builtin
         self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
-        self._made: dict[CollectivesFactory, Collectives] = {}  # each custom factory is called once
+        self._made: dict[CollectivesFactory, Collectives] = {}  # see `made_by`
         self._exact: Runtime | None = None  # with the built-in collectives, if `self.collectives` are not exact
         self.streams = streams
         self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
@@ -310,17 +310,14 @@ class Runtime:
             self.monitor = None if make is None else make(self._builtin, self.device, self.progress)
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """A runtime with the same group, device and streams, and the collectives that ``factory`` makes. None: this one.
+        """A runtime with the same group, device and streams, and the collectives that ``factory`` makes. None: this one."""
+        return self if factory is None else self.replacing(self.made_by(factory))
 
-        Raises:
-            TypeError: ``factory`` returned an object that is not usable as collectives.
-        """
-        if factory is None:
-            return self
-        made = self._made.get(factory)
-        if made is None:
-            made = self._made[factory] = make_collectives(factory, self.group, self.device)
-        return self.replacing(made)
+    def made_by(self, factory: CollectivesFactory) -> Collectives:
+        """What ``factory`` makes for this group and device. It is called once."""
+        if factory not in self._made:
+            self._made[factory] = factory(self.group, self.device)
+        return self._made[factory]
 
     def replacing(self, collectives: Collectives) -> Runtime:
         """A runtime with the same group, device and streams, and other ``collectives``."""
@@ -378,61 +375,47 @@ class Runtime:
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
         """``label``: the unit. ``again``: the backward gathers parameters that the forward has already gathered."""
-        if self.progress is None:
-            here.label = label
-            pending = self.collectives.all_gather(output, shard)
-            return pending if self.streams is None else self.issued(pending)
-        return self._issue(
-            self.progress, "all-gather", GATHER, label, again, self.collectives.all_gather, output, shard
-        )
+        return self._issue("all-gather", GATHER, label, self.collectives.all_gather, output, shard, again=again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
-        if self.progress is None:
-            here.label = label
-            pending = self.collectives.reduce_scatter(output, input)
-            return pending if self.streams is None else self.issued(pending)
-        start = self.collectives.reduce_scatter
-        return self._issue(self.progress, "reduce-scatter", REDUCE, label, False, start, output, input)
+        return self._issue("reduce-scatter", REDUCE, label, self.collectives.reduce_scatter, output, input)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label) -> Pending:
-        if self.progress is None:
-            here.label = label
-            return self.issued(self.collectives.all_reduce(tensor))
-        return self._issue(self.progress, "all-reduce", REDUCE, label, False, self.collectives.all_reduce, tensor)
+        return self._issue("all-reduce", REDUCE, label, self.collectives.all_reduce, tensor)
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
-        if self.progress is None:
-            return self.issued(self._builtin.exchange(sent, received))
-        start = functools.partial(self._builtin.exchange, sent, received)
-        return self._issue(self.progress, "exchange", EXCHANGE, label, False, start)
+        return self._issue("exchange", EXCHANGE, label, functools.partial(self._builtin.exchange, sent, received))
 
     def _issue(
         self,
-        progress: Progress,
         verb: str,
         kind: int,
         label: Label,
-        again: bool,
         start: Callable[..., Pending],
         *tensors: torch.Tensor,
+        again: bool = False,
     ) -> Pending:
         """Announce a collective to the monitor, then issue it by ``start(*tensors)``."""
+        progress, monitor = self.progress, self.monitor
+        if progress is None:
+            here.label = label
+            return self.issued(start(*tensors))
         if progress.unended:
             raise self._out_of_step(progress.unended[0].issued, verb, label)
         if progress.abandoned:
             settle(progress.abandoned)
-        issued, monitor = progress.issue(verb, kind, label, again), self.monitor
+        issued = progress.issue(verb, kind, label, again)
         check = None if monitor is None else monitor.announce(issued, self.collectives)
         if check is not None and self.streams is None and len(tensors) == 1:  # an all-reduce: it carries no tag
             return Awaited(Then(check, lambda: start(*tensors)), issued, monitor, None)
         before, here.label = here.label, label
         try:
-            if self.streams is not None:
-                if check is not None:
-                    check.wait()
-                return self.issued(start(*tensors))
-            return Awaited(start(*tensors), issued, monitor, check)
+            if self.streams is None:
+                return Awaited(start(*tensors), issued, monitor, check)
+            if check is not None:
+                check.wait()
+            return self.issued(start(*tensors))
         except BaseException:
             if check is not None and self.streams is None:  # the check's messages are in flight
                 with contextlib.suppress(Exception):
@@ -471,11 +454,9 @@ class Runtime:
             op: how they are combined.
             question: what is computed, in words, for the error if a rank waits in vain.
         """
-        start = functools.partial(self._builtin.combine, op=op)
-        if self.progress is None:
-            start(tensor).wait()
-        else:
-            self._issue(self.progress, "all-reduce", NUMBERS, Label(question), False, start, tensor).wait()
+        self._issue(
+            "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
+        ).wait()
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""

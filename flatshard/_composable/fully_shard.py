@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._composable.construct import materialize, validate
+from flatshard._composable.construct.custom_collectives import check_made
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.context import Context
@@ -178,8 +179,9 @@ def fully_shard(
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
     if replicas is not None:
         context.follow(replicas)
-    for unit in planned:  # raises if a factory's result is not usable
-        context.runtime.using(choice.config_of(unit).collectives)
+    for factory in dict.fromkeys(choice.config_of(unit).collectives for unit in planned):
+        if factory is not None:
+            check_made(context.runtime.made_by(factory), factory)
     for extension in extensions():
         extension.prepare(root, choice.all_configs, context.runtime)
     is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
