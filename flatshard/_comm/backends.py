@@ -289,8 +289,7 @@ class DefaultCollectives(BuiltinCollectives):
                     f"{'the same group' if reduce_group is group else f'one of the ranks {others}'}: make it by "
                     "torch.distributed.new_group(ranks) on every rank of the world"
                 )
-        if reduce_group is not None:  # a reduction may come before a gather on one rank and after it on another
-            self.compared = (GATHER,)
+            self.compared = (GATHER,)  # a reduction may come before a gather on one rank and after it on another
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
         # torch 2.13 renamed these; 2.11 has the old names only.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -25,7 +25,7 @@ import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._handle.unused import Unused
-from flatshard._runtime import Holding, Runtime, Then, wait_on_host
+from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -125,12 +125,10 @@ class Reduction:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
             self.unused.tell(replicas, self.flat.label)
-            pending = replicas.all_reduce(output, self.flat.label)
-            return pending if earlier is None else Holding(pending, [earlier])
+            return holding(replicas.all_reduce(output, self.flat.label), earlier)
         self._partial, self._output = output, None
         self.unused.hold()
-        pending = runtime.issued(Done())
-        return pending if earlier is None else Holding(pending, [earlier])
+        return holding(runtime.issued(Done()), earlier)
 
     def _find_unused(self, pending: Pending) -> None:
         """After the reduction: find out which parameters no rank used. On an accelerator the host waits, if needed."""
@@ -146,7 +144,7 @@ class Reduction:
         pin = self.flat.options.pin_memory
         host = torch.empty(output.shape, dtype=self.dtype, device=self.flat.kind.device, pin_memory=pin)
         self._output = host.copy_(output.to(self.dtype), non_blocking=pin)
-        return Holding(runtime.issued(Done()), [output])
+        return holding(runtime.issued(Done()), output)
 
     def advance(self, runtime: Runtime) -> None:
         """Start the second part of a reduction that has two parts, while later units compute.
