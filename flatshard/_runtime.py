@@ -11,8 +11,8 @@ allocated on. Work on another stream is ordered before the next use of that memo
 gather stream. The gather stream waits for the current stream twice: before each all-gather (for whatever wrote the shards:
 an optimizer step, ``p.data = ...``), and when a unit is freed. The input of a reduction is complete before the reduce
 stream is entered. Input and output (which becomes ``.grad``) belong to the stream that runs the backward; they are freed
-after that stream has waited for the reduction. Any other tensor that a side stream reads is held by a :class:`Pending`
-until the wait (``Holding``).
+after that stream has waited for the reduction. Any other tensor that a side stream reads is held by the
+:class:`StreamEvent` until the wait (``holding``).
 
 [Note: Memory of the host]
 Under CPU offload, copies between host and device are asynchronous too, and streams do not order code on the CPU. So the
@@ -32,9 +32,9 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from flatshard._comm.backends import (
     FakeCollectives,
     builtin_collectives,
 )
-from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, make_collectives, settle
+from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
@@ -78,18 +78,11 @@ class Then:
 class Monitor(Protocol):
     """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
 
-    def announce(self, issued: Issued, collectives: Collectives) -> Pending | None:
-        """Called before ``issued`` starts. Returns a check to wait for before the data; it raises if ranks differ."""
+    def start(self, issued: Issued, collectives: Collectives, start: Callable[[], Pending]) -> Pending:
+        """Start ``issued``, a collective of ``collectives``, by calling ``start``. Waiting for it raises if ranks differ."""
 
     def explain(self, issued: Issued) -> Exception | None:
         """Called when the wait for ``issued`` has failed. Returns an error that gives the reason, if it is known."""
-
-
-class Unended(NamedTuple):
-    """A collective that may never end, because other ranks have issued a different one. It is never waited for."""
-
-    issued: Issued
-    pending: Pending | None
 
 
 class Awaited:
@@ -107,13 +100,12 @@ class Awaited:
     one of those works.
     """
 
-    __slots__ = ("_check", "_issued", "_monitor", "_pending")
+    __slots__ = ("_issued", "_monitor", "_pending")
 
-    def __init__(self, pending: Pending, issued: Issued, monitor: Monitor | None, check: Pending | None) -> None:
+    def __init__(self, pending: Pending, issued: Issued, monitor: Monitor | None) -> None:
         self._pending: Pending | None = pending  # None after it has ended
         self._issued = issued
         self._monitor = monitor
-        self._check = check  # waited for first: if ranks issued different collectives, the data never arrive
 
     def __del__(self) -> None:
         if self._pending is not None:
@@ -125,8 +117,6 @@ class Awaited:
         issued = self._issued
         before, here.waiting, here.label = (here.waiting, here.label), issued, issued.label
         try:
-            if self._check is not None:
-                self._compare(self._check)
             self._pending.wait()
             self._pending = None
         except Exception as e:
@@ -138,54 +128,42 @@ class Awaited:
         finally:
             here.waiting, here.label = before
 
-    def _compare(self, check: Pending) -> None:
-        try:
-            check.wait()
-        except OutOfStepError:
-            self._issued.progress.unended.append(Unended(self._issued, self._pending))
-            raise
-
 
 class StreamEvent:
     """A collective on a side stream of an accelerator. ``wait`` makes the current stream wait for it."""
 
-    __slots__ = ("_event", "_streams")
+    __slots__ = ("_event", "_held", "_streams")
 
     def __init__(self, streams: Streams, event: Any) -> None:
         self._streams = streams
         self._event = event
+        self._held: tuple[object, ...] = ()
+
+    def hold(self, what: object) -> None:
+        """Keep ``what`` (a tensor, or an object that holds tensors) alive until the wait."""
+        self._held += (what,)
 
     def wait(self) -> None:
         self._streams.current.wait_event(self._event)
+        self._held = ()
 
     def wait_on_host(self) -> None:
         """Block the host until the event has completed, so that code on the CPU can read the result."""
         if not self._event.query():
             self._event.synchronize()
+        self._held = ()
 
 
-class Holding:
-    """A collective that keeps its inputs alive: ``what`` (tensors, or objects that hold tensors) is dropped at the wait."""
-
-    __slots__ = ("_pending", "_what")
-
-    def __init__(self, pending: Pending, what: Sequence[object]) -> None:
-        self._pending = pending
-        self._what = what
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._what = ()
-
-    def wait_on_host(self) -> None:
-        """See :class:`StreamEvent`."""
-        wait_on_host(self._pending)
-        self._what = ()
+def holding(pending: Pending, what: object) -> Pending:
+    """``pending``, which keeps ``what`` alive if a side stream reads it. [Note: Memory follows the streams]"""
+    if isinstance(pending, StreamEvent):
+        pending.hold(what)
+    return pending
 
 
 def wait_on_host(pending: Pending) -> None:
     """Wait until code on the CPU can read the result of ``pending``."""
-    if isinstance(pending, StreamEvent | Holding):
+    if isinstance(pending, StreamEvent):
         pending.wait_on_host()
     else:
         pending.wait()
@@ -254,8 +232,9 @@ class Runtime:
     One per group and device (see ``of``), and one more for each factory of custom collectives (see ``using``).
     """
 
-    # Keyed by the group's id, which Python may reuse for another group after the first has been freed.
-    _instances: ClassVar[weakref.WeakValueDictionary[tuple[int, torch.device], Runtime]] = weakref.WeakValueDictionary()
+    _instances: ClassVar[
+        weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[torch.device, Runtime]]
+    ] = weakref.WeakKeyDictionary()
 
     # Lives as long as the group: the numbering must be the same on all ranks, whenever each collects garbage.
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
@@ -282,7 +261,7 @@ class Runtime:
         self._builtin = builtin
         self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
-        self._made: dict[CollectivesFactory, Collectives] = {}  # each custom factory is called once
+        self._made: dict[CollectivesFactory, Collectives] = {}  # see `made_by`
         self._exact: Runtime | None = None  # with the built-in collectives, if `self.collectives` are not exact
         self.streams = streams
         self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
@@ -291,17 +270,17 @@ class Runtime:
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
         """The runtime of ``group`` on ``device``. All units share it, and so share its streams."""
-        found = cls._instances.get((id(group), device))
-        if found is None or found._group() is not group:
+        instances = cls._instances.setdefault(group, weakref.WeakValueDictionary())
+        found = instances.get(device)
+        if found is None:
             host = None if device.type == "cpu" else torch.device("cpu")
             found = cls(builtin_collectives(group, device), device, Streams.of(device), host)
             found._join(group)
-            cls._instances[id(group), device] = found
+            instances[device] = found
         return found
 
     def _join(self, group: dist.ProcessGroup) -> None:
         """Attach to ``group``, on which the collectives run."""
-        self._group = weakref.ref(group)
         if self.device.type == "cpu" and self.world_size > 1:
             keep_freed_memory()
         if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
@@ -310,17 +289,14 @@ class Runtime:
             self.monitor = None if make is None else make(self._builtin, self.device, self.progress)
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """A runtime with the same group, device and streams, and the collectives that ``factory`` makes. None: this one.
+        """A runtime with the same group, device and streams, and the collectives that ``factory`` makes. None: this one."""
+        return self if factory is None else self.replacing(self.made_by(factory))
 
-        Raises:
-            TypeError: ``factory`` returned an object that is not usable as collectives.
-        """
-        if factory is None:
-            return self
-        made = self._made.get(factory)
-        if made is None:
-            made = self._made[factory] = make_collectives(factory, self.group, self.device)
-        return self.replacing(made)
+    def made_by(self, factory: CollectivesFactory) -> Collectives:
+        """What ``factory`` makes for this group and device. It is called once."""
+        if factory not in self._made:
+            self._made[factory] = factory(self.group, self.device)
+        return self._made[factory]
 
     def replacing(self, collectives: Collectives) -> Runtime:
         """A runtime with the same group, device and streams, and other ``collectives``."""
@@ -378,77 +354,42 @@ class Runtime:
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
         """``label``: the unit. ``again``: the backward gathers parameters that the forward has already gathered."""
-        if self.progress is None:
-            here.label = label
-            pending = self.collectives.all_gather(output, shard)
-            return pending if self.streams is None else self.issued(pending)
-        return self._issue(
-            self.progress, "all-gather", GATHER, label, again, self.collectives.all_gather, output, shard
-        )
+        return self._issue("all-gather", GATHER, label, self.collectives.all_gather, output, shard, again=again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
-        if self.progress is None:
-            here.label = label
-            pending = self.collectives.reduce_scatter(output, input)
-            return pending if self.streams is None else self.issued(pending)
-        start = self.collectives.reduce_scatter
-        return self._issue(self.progress, "reduce-scatter", REDUCE, label, False, start, output, input)
+        return self._issue("reduce-scatter", REDUCE, label, self.collectives.reduce_scatter, output, input)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label) -> Pending:
-        if self.progress is None:
-            here.label = label
-            return self.issued(self.collectives.all_reduce(tensor))
-        return self._issue(self.progress, "all-reduce", REDUCE, label, False, self.collectives.all_reduce, tensor)
+        return self._issue("all-reduce", REDUCE, label, self.collectives.all_reduce, tensor)
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
-        if self.progress is None:
-            return self.issued(self._builtin.exchange(sent, received))
-        start = functools.partial(self._builtin.exchange, sent, received)
-        return self._issue(self.progress, "exchange", EXCHANGE, label, False, start)
+        return self._issue("exchange", EXCHANGE, label, functools.partial(self._builtin.exchange, sent, received))
 
     def _issue(
         self,
-        progress: Progress,
         verb: str,
         kind: int,
         label: Label,
-        again: bool,
         start: Callable[..., Pending],
         *tensors: torch.Tensor,
+        again: bool = False,
     ) -> Pending:
-        """Announce a collective to the monitor, then issue it by ``start(*tensors)``."""
-        if progress.unended:
-            raise self._out_of_step(progress.unended[0].issued, verb, label)
-        if progress.abandoned:
-            settle(progress.abandoned)
-        issued, monitor = progress.issue(verb, kind, label, again), self.monitor
-        check = None if monitor is None else monitor.announce(issued, self.collectives)
-        if check is not None and self.streams is None and len(tensors) == 1:  # an all-reduce: it carries no tag
-            return Awaited(Then(check, lambda: start(*tensors)), issued, monitor, None)
+        """Issue a collective by ``start(*tensors)``."""
+        progress, monitor = self.progress, self.monitor
+        if progress is None:
+            here.label = label
+            pending = start(*tensors)
+            return pending if self.streams is None else self.issued(pending)
+        progress.prepare(verb, label)
+        issued = progress.issue(verb, kind, label, again)
         before, here.label = here.label, label
         try:
-            if self.streams is not None:
-                if check is not None:
-                    check.wait()
-                return self.issued(start(*tensors))
-            return Awaited(start(*tensors), issued, monitor, check)
-        except BaseException:
-            if check is not None and self.streams is None:  # the check's messages are in flight
-                with contextlib.suppress(Exception):
-                    Awaited(check, issued, monitor, None).wait()
-            raise
+            call = functools.partial(start, *tensors)
+            pending = call() if monitor is None else monitor.start(issued, self.collectives, call)
+            return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:
             here.label = before
-
-    def _out_of_step(self, first: Issued, verb: str, label: Label) -> OutOfStepError:
-        """The error for a new collective on a group whose ranks are out of step: old messages may still arrive."""
-        text = (
-            f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, "
-            f"at the {first}{first.when}, and messages of that collective may still arrive. Save what you need without "
-            "collectives, fix the cause that the first error names, and restart all ranks"
-        )
-        return OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
         """The process group's store. None after the group has been destroyed."""
@@ -471,17 +412,15 @@ class Runtime:
             op: how they are combined.
             question: what is computed, in words, for the error if a rank waits in vain.
         """
-        start = functools.partial(self._builtin.combine, op=op)
-        if self.progress is None:
-            start(tensor).wait()
-        else:
-            self._issue(self.progress, "all-reduce", NUMBERS, Label(question), False, start, tensor).wait()
+        self._issue(
+            "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
+        ).wait()
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""
         if self.streams is None:
             return Then(pending, next_one)
-        return Holding(next_one(), [pending])
+        return holding(next_one(), pending)
 
     def issued(self, pending: Pending) -> Pending:
         """Turn ``pending`` into a :class:`Pending` that any stream can wait for."""

@@ -18,24 +18,22 @@ tag for each unit, and nothing more is needed. Over NCCL both kinds share the gr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.collectives import Done, Pending, Works, as_real
-from flatshard._comm.progress import EXCHANGE, GATHER, INTERRUPT_TAG, REDUCE, here, mixed_all_reduce
+from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, here, mixed_all_reduce
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with its destination or source: a rank of the group."""
 
 
-class BuiltinCollectives:
+class BuiltinCollectives(Collectives):
     """The collectives that flatshard uses by default, with more operations: broadcast, all-to-all, point-to-point.
 
     The process group is held weakly, so that ``destroy_process_group`` really ends it. A sharded model is part of reference
@@ -63,18 +61,6 @@ class BuiltinCollectives:
         """The process group's store; None when the group has been destroyed."""
         group = self._group()
         return None if group is None else group.get_group_store()
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
-        raise NotImplementedError
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
-        raise NotImplementedError
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
-        raise NotImplementedError
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive its part for this rank as the ``k``-th
@@ -135,7 +121,6 @@ class GlooCollectives(BuiltinCollectives):
     out_of_place = widens = True
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
@@ -152,7 +137,6 @@ class GlooCollectives(BuiltinCollectives):
         return self._exchange(received, rows, REDUCE, lambda: _average(output, received))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
         received[self.rank].copy_(sent[self.rank])
         return self._exchange(received, sent, REDUCE)
@@ -171,7 +155,6 @@ class GlooCollectives(BuiltinCollectives):
         )
 
     def exchange(self, sent: Addressed, received: Addressed) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
         return self._messages(as_bytes[0], as_bytes[1], EXCHANGE)
 
@@ -190,7 +173,6 @@ class GlooCollectives(BuiltinCollectives):
         return Works(works, then, describe)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         tensor, tag = as_real(tensor), here.label.tag
         tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
 
@@ -205,24 +187,11 @@ class GlooCollectives(BuiltinCollectives):
         return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return Works([self.group.allreduce([numbers], options)])
 
-    def interrupt(self) -> None:
-        """End every wait on the group, on all ranks. [Note: Interrupting gloo]"""
-        for step in range(1, self.size):
-            try:
-                never = self.group.recv([torch.empty(1)], (self.rank + step) % self.size, INTERRUPT_TAG)
-            except RuntimeError:  # that rank has closed its connection; connections to other ranks may still be open
-                continue
-            with contextlib.suppress(RuntimeError):  # the timeout
-                never.wait(timedelta(milliseconds=1))
-            return
-
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         return Works([self.group.broadcast(as_real(tensor), 0)])
 
 
@@ -240,7 +209,6 @@ class FakeCollectives(BuiltinCollectives):
         self.widens = widens
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1
         if output.data_ptr() + before * shard.nbytes != shard.data_ptr():
             output.as_strided((self.size, numel), (numel, 1), 0).copy_(shard)
@@ -252,17 +220,14 @@ class FakeCollectives(BuiltinCollectives):
         return self.group.broadcast(output, 0)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         numel = output.numel()
         output.copy_(input[self.rank * numel : (self.rank + 1) * numel])
         return self.group.broadcast(output, 0)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         return self.group.broadcast(tensor, 0)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         output.view(self.size, -1).copy_(input.view(self.size, -1)[self.rank])
         return self.group.broadcast(output, 0)
 
@@ -273,11 +238,9 @@ class FakeCollectives(BuiltinCollectives):
         return self.group.broadcast(received[0][0], 0) if received else Done()
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         return self.group.broadcast(tensor, 0)
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         pending = super().combine(numbers, op)
         if op == "sum":
             numbers.mul_(self.size)
@@ -326,8 +289,7 @@ class DefaultCollectives(BuiltinCollectives):
                     f"{'the same group' if reduce_group is group else f'one of the ranks {others}'}: make it by "
                     "torch.distributed.new_group(ranks) on every rank of the world"
                 )
-        if reduce_group is not None:  # a reduction may come before a gather on one rank and after it on another
-            self.compared = (GATHER,)
+            self.compared = (GATHER,)  # a reduction may come before a gather on one rank and after it on another
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
         # torch 2.13 renamed these; 2.11 has the old names only.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -338,12 +300,10 @@ class DefaultCollectives(BuiltinCollectives):
         return alive(self._reduce_group)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         self._all_gather(output, shard, group=self.group)
         return Done()
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         output, input = as_real(output), as_real(input)
         if input.dtype is not output.dtype:
             received = torch.empty_like(input)
@@ -354,7 +314,6 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
         tensor = as_real(tensor)
         self._averaging(tensor, functools.partial(dist.all_reduce, tensor))
         return Done()
@@ -367,12 +326,10 @@ class DefaultCollectives(BuiltinCollectives):
             result.div_(self.size)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         dist.all_to_all_single(output, input, group=self.reduce_group)
         return Done()
 
     def exchange(self, sent: Addressed, received: Addressed) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         group, ranks = self.group, dist.get_process_group_ranks(self.group)
         both = ((dist.irecv, received), (dist.isend, sent))
         messages = [dist.P2POp(op, t.view(torch.uint8), ranks[r], group) for op, tensors in both for t, r in tensors]
@@ -381,7 +338,6 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """See :class:`BuiltinCollectives`."""
         dist.broadcast(tensor, group_src=0, group=self.group)
         return Done()
 
@@ -396,16 +352,10 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
     backend = dist.get_backend(group)
     if backend == "fake":
         return FakeCollectives(group, widens=device.type == "cpu")  # like gloo
-    if device.type == "cpu" and _has_gloo(group):
+    if device.type == "cpu" and has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)
 
 
-def message_collectives(group: dist.ProcessGroup, device: torch.device) -> tuple[BuiltinCollectives, torch.device]:
-    """Collectives for messages among ranks that compute on ``device``, and the device for the messages: CPU if possible."""
-    where = torch.device("cpu") if _has_gloo(group) else device
-    return builtin_collectives(group, where), where
-
-
-def _has_gloo(group: dist.ProcessGroup) -> bool:
+def has_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in str(dist.get_backend_config(group))

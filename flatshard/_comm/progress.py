@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
+from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import OutOfStepError
 
 GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
@@ -126,6 +127,15 @@ def describe_place(place: Place | None) -> str:
     return f" (in {number} of this process)" if inside else f" (after {number} of this process)"
 
 
+class Unended(NamedTuple):
+    """A collective that may never end, because other ranks have issued a different one. It is never waited for."""
+
+    issued: Issued
+    pending: Pending
+    rank: int
+    world_size: int
+
+
 class Progress:
     """What this rank has issued on one process group."""
 
@@ -133,8 +143,8 @@ class Progress:
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         # Collectives in flight that were dropped before a wait. _runtime.py, [Note: Memory lives as long as its works]
-        self.abandoned: list[Any] = []
-        self.unended: list[Any] = []  # `Unended`: may never end, because another rank issued a different collective
+        self.abandoned: list[Pending] = []
+        self.unended: list[Unended] = []
         self.place: Callable[[], Place | None] = lambda: None
         self._last_place: Place | None = None  # when the last collective was issued
         self.first = (0, 0)  # key and count of the first collective that was issued in `_last_place`
@@ -155,6 +165,23 @@ class Progress:
         """FQNs by tag, of the units made for this group or with collectives on it. The watch's thread calls this, too."""
         found = (_labels.get(tag) for tag in {*self._tags, *(key >> 2 << 2 for key in list(self.counts))})
         return {label.tag: label.unit for label in found if label is not None and label.identity}
+
+    def prepare(self, verb: str, label: Label) -> None:
+        """Called before a collective is issued: wait for what has been abandoned.
+
+        Raises:
+            OutOfStepError: it must not be issued, because messages of an unended collective may still arrive.
+        """
+        if self.unended:
+            first, _, rank, world_size = self.unended[0]
+            text = (
+                f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process "
+                f"group, at the {first}{first.when}, and messages of that collective may still arrive. Save what you need "
+                "without collectives, fix the cause that the first error names, and restart all ranks"
+            )
+            raise OutOfStepError(verb, label.unit, rank, world_size, text)
+        if self.abandoned:
+            settle(self.abandoned)
 
     def issue(self, verb: str, kind: int, label: Label, again: bool) -> Issued:
         """Record that a collective for ``label`` is about to be issued."""

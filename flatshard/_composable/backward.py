@@ -120,24 +120,25 @@ class Backward:
     def begin(self, unit: Unit) -> BackwardRecord:
         """Called when backward reaches ``unit``: count the gradients that the running graph task has for it."""
         record, task = self.touch(unit), current_graph_task()
+        if task in record.counted_tasks:
+            return record
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._kept and _keeps_graph())
         if record.task is None:
             record.task = task
             if (ref := weakref.ref(unit)) not in self._open:
                 self._open[ref] = None
                 self._open.move_to_end(ref, last=False)
-        if task not in record.counted_tasks:
-            record.counted_tasks.add(task)
-            expected = self._expected(unit)
-            others = sum(map(_will_run, unit.stand_ins))
-            if expected > others or not others:
-                unit.partial |= expected - others < len(unit.handle.gradients.accumulators.nodes)
-            unit.handle.gradients.arrivals.expect(expected, self.waits_early)
-            if expected:
-                record.reduces = self._tasks[-1].brings_gradients = True
-                self._ready.discard(unit)
-            elif record.task == task:
-                self._idle.append(unit)
+        record.counted_tasks.add(task)
+        expected = self._expected(unit)
+        others = sum(map(_will_run, unit.stand_ins))
+        if expected > others or not others:
+            unit.partial |= expected - others < len(unit.handle.gradients.accumulators.nodes)
+        unit.handle.gradients.arrivals.expect(expected, self.waits_early)
+        if expected:
+            record.reduces = self._tasks[-1].brings_gradients = True
+            self._ready.discard(unit)
+        elif record.task == task:
+            self._idle.append(unit)
         return record
 
     def come_to(self, step: Step) -> None:
@@ -145,7 +146,8 @@ class Backward:
         task, record = current_graph_task(), step.unit.record
         if record is None or record.finished_in != task:
             record = self.begin(step.unit)
-        record.come_to(step)
+        record.steps = max(0, record.steps) + 1
+        record.last_step = step
         if not self._idle:
             return
         around = (step.unit, *step.outer)
@@ -395,12 +397,20 @@ def is_finished(unit: Unit) -> bool:
 
 
 def gather(unit: Unit) -> None:
+    """Gather a unit for the current backward, and the units that it needs."""
+    context = unit.context
+    for needed in unit.needs:
+        if needed.record is None:
+            context.backward.touch(needed)
+        if needed.context.pools:
+            context.make_room(needed)
+        needed.handle.unshard(context.pass_id, again=True)
+
+
+def gather_ahead(unit: Unit) -> None:
     """Gather a unit that backward has reached or will reach, unless the unit is finished."""
     if unit.handle.is_sharded and not is_finished(unit):
-        for needed in unit.needs:
-            unit.context.backward.touch(needed)
-            unit.context.make_room(needed)
-            needed.handle.unshard(unit.context.pass_id, again=True)
+        gather(unit)
 
 
 def gather_last_inside(step: Step) -> None:
@@ -408,19 +418,25 @@ def gather_last_inside(step: Step) -> None:
     last = step
     while last.previous is not None and last.unit in last.previous.outer:
         last = last.previous
-        gather(last.unit)
-    if last is not step and prefetches(last.unit):
+        gather_ahead(last.unit)
+    if last is not step and prefetches_before(last.unit):
         for unit in _next(last):
-            gather(unit)
+            gather_ahead(unit)
 
 
-def prefetches(unit: Unit) -> bool:
+def prefetches_before(unit: Unit) -> bool:
     """Whether the next unit is gathered before this unit's backward computes."""
     when = unit.config.backward_prefetch
     return when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_prefetch is not None)
 
 
-def prefetch_before(step: Step) -> None:
+def prefetch_after(unit: Unit) -> None:
+    """Called when this unit's backward has computed."""
+    if unit.record is not None and unit.record.last_step is not None:
+        prefetch(unit.record.last_step)
+
+
+def prefetch(step: Step) -> None:
     """Gather the unit that comes after this step in backward, or the units that the user chose instead."""
     for unit in _next(step):
         if not is_finished(unit):

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -31,14 +31,14 @@ _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 class Forward:
     """One running forward of a unit."""
 
-    __slots__ = ("claims", "frame", "gathers", "in_backward", "is_hooked", "module", "step", "unit")
+    __slots__ = ("claims", "frame", "gathers", "in_backward", "instead", "module", "step", "unit")
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
         self.module = module  # the unit's, or the one of its group that runs
         self.frame = frame  # alive as long as the forward is
         self.in_backward = in_backward  # recomputed by activation checkpointing
-        self.is_hooked = True  # False: a feature asked the hooks to do nothing
+        self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.step: Step | None = None  # set at its end, if backward may reach it
         self.claims: list[tuple[Unit, Claim]] = []
@@ -191,7 +191,7 @@ class Context:
 
     def make_room(self, unit: Unit) -> None:
         """Free the memory that ``unit`` needs, if another unit is using it. pool.py, [Note: Static buffers]"""
-        if unit.context.pools and unit.handle.is_blocked:
+        if unit.handle.is_blocked:
             self.free_unused()
             if not unit.steps:
                 unit.handle.unblock()
@@ -223,12 +223,10 @@ class Context:
         """
         if self.forwards:
             frame = sys._getframe(1) if frame is None else frame
-            if not _is_inside(frame, self.forwards[-1].frame):
-                self._check_thread(frame)
-                self._drop_forwards(frame)
-                if not self.forwards:
-                    self.backward.recover()
-                    self.free_unused()
+            self._check_thread(frame)
+            self._drop_forwards(frame)
+            if not self.forwards:
+                self.recover()
         if not self.backward.is_idle and current_graph_task() == -1:
             self._settle_backward()
 

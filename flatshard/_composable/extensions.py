@@ -8,7 +8,7 @@ costs it nothing. ``flatshard/_extensions.py`` lists the extensions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -25,12 +25,8 @@ class ForwardFeature:
     A deep copy of the module copies the feature, too: see ``UnitHooks.__deepcopy__``.
     """
 
-    def passes(self) -> bool:
-        """Called before a forward. Returns whether the unit's hooks should do nothing in this forward."""
-        return False
-
-    def passed(self, output: Any) -> None:
-        """Called after a forward in which the hooks did nothing. ``output``: what the module returned."""
+    def instead(self) -> Callable[[Any], object] | None:
+        """Called before a forward. If the unit's hooks should do nothing in it, returns what to call with its output."""
 
     def enter(self, forward: Forward) -> None:
         """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False."""

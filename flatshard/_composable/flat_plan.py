@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from flatshard._composable.partition import PlannedUnit
-from flatshard._composable.state import UnitConfig
 from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
@@ -18,15 +15,8 @@ from flatshard._handle.layout import Cut, balanced, plan_layout
 from flatshard._handle.planned import FlatOptions, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
 
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The shape of one parameter's tensor that is sharded. For a tensor subclass this is the plain tensor inside."""
-
-    owned: PlannedParam
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    layout: Layout
+_Member = tuple[PlannedParam, torch.Tensor, Layout]
+"""A parameter, its tensor that is sharded (for a tensor subclass the plain tensor inside), and its layout."""
 
 
 def _options(
@@ -46,7 +36,7 @@ def _options(
     return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, keeps_cast, *placed)
 
 
-def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: list[int]) -> list[PlannedFlat]:
+def plan_flats(unit: PlannedUnit, world_size: int, loads: list[int]) -> list[PlannedFlat]:
     """The flat parameters of ``unit`` over ``world_size`` ranks, in the order of their first parameters.
 
     ``loads``: the work on whole parameters of each rank so far. The work of these flat parameters is added.
@@ -55,8 +45,9 @@ def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: li
         TypeError: a callable layout did not return a layout.
         ValueError: a strict layout would exceed its limit on padding.
     """
+    config = unit.config
     world_size = 1 if config.strategy is ShardingStrategy.NO_SHARD else world_size
-    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[_Sizes]] = {}
+    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[_Member]] = {}
     for owned in unit.owned:
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
@@ -64,8 +55,7 @@ def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: li
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes
-        sizes = _Sizes(owned, tuple(plain.shape), tuple(plain.stride()), layout)
-        groups.setdefault((plain.dtype, param.requires_grad, options), []).append(sizes)
+        groups.setdefault((plain.dtype, param.requires_grad, options), []).append((owned, plain, layout))
     return [
         _lay_out(unit, members, dtype, options, world_size, loads) for (dtype, _, options), members in groups.items()
     ]
@@ -73,32 +63,29 @@ def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: li
 
 def _lay_out(
     unit: PlannedUnit,
-    members: list[_Sizes],
+    members: list[_Member],
     dtype: torch.dtype,
     options: FlatOptions,
     world_size: int,
     loads: list[int],
 ) -> PlannedFlat:
-    sizes = [(m.owned.fqn, m.shape, m.stride) for m in members]
+    owned, layouts = tuple(m[0] for m in members), [m[2] for m in members]
+    sizes = [(o.fqn, tuple(plain.shape), tuple(plain.stride())) for o, plain, _ in members]
     itemsize = min((options.compute_dtype or dtype).itemsize, dtype.itemsize)
     layout, warning = plan_layout(sizes, itemsize, world_size), None
-    layouts = [m.layout for m in members]
     if world_size > 1 and not all(isinstance(each, Elements) for each in layouts):
         densest = layout
-        layout = plan_layout(sizes, itemsize, world_size, [_cut(m) for m in members])
+        layout = plan_layout(sizes, itemsize, world_size, [_cut(plain, each) for _, plain, each in members])
         padding = layout.padded_numel / max(1, densest.padded_numel) - 1
-        warning = excess_padding(unit.fqn, [m.owned.fqn for m in members], layouts, padding)
+        warning = excess_padding(unit.fqn, [o.fqn for o in owned], layouts, padding)
         if warning is not None:
             layout = densest
         elif any(isinstance(each, Whole) for each in layouts):
-            works = [work_of(m.shape) if isinstance(m.layout, Whole) else 0 for m in members]
+            works = [work_of(tuple(plain.shape)) if isinstance(each, Whole) else 0 for _, plain, each in members]
             layout = balanced(layout, works, loads)
-    return PlannedFlat(tuple(m.owned for m in members), options, layout, warning)
+    return PlannedFlat(owned, options, layout, warning)
 
 
-def _cut(member: _Sizes) -> Cut:
-    block = member.layout.block(member.shape)
-    whole = isinstance(member.layout, Whole)
-    return Cut(
-        max(1, min(block, math.prod(member.shape))), bool(member.shape) and (whole or isinstance(member.layout, Rows))
-    )
+def _cut(plain: torch.Tensor, layout: Layout) -> Cut:
+    block = layout.block(tuple(plain.shape))
+    return Cut(max(1, min(block, plain.numel())), plain.ndim > 0 and isinstance(layout, Whole | Rows))

@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._composable.construct import materialize, validate
+from flatshard._composable.construct import validate
+from flatshard._composable.construct.custom_collectives import check_made
+from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.context import Context
@@ -30,14 +32,13 @@ from flatshard._config import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    as_enum,
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement
 from flatshard._names import plain_name
-from flatshard._runtime import Runtime, on_any_rank
+from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -138,7 +139,6 @@ def fully_shard(
     if fsdp_names:
         ours = {name: value for name, value in locals().items() if name not in ("module", "fsdp_names")}
         return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
-    strategy = as_enum(ShardingStrategy, strategy, "strategy")
     config = unit_config(
         strategy=strategy,
         backward_prefetch=backward_prefetch,
@@ -158,19 +158,16 @@ def fully_shard(
     else:
         validate.check_module(module)
         root = module
-    group, replica_group = validate.resolve_groups(process_group, device_mesh, strategy)
+    group, replica_group = validate.resolve_groups(process_group, device_mesh, config.strategy)
     world_size = dist.get_world_size(group)
     choice = choose(root, policy, config, ignored_states, world_size)
-    planned, ignored_params = choice.planned, choice.ignored_params
+    planned = choice.planned
     groups = [group] if replica_group is None else [group, replica_group]
     device = validate.check_parameters(planned, as_device(device_id), groups)
     names = {m: plain_name(n) for n, m in root.named_modules()}
-    # [Note: Filled later]
-    at_once = param_init_fn is not None or device_id is not None or sync_module_states
-    stays_on_meta = not at_once and materialize.can_stay_on_meta(planned)
-    left = materialize.without_initialiser(planned, names, param_init_fn, ignored_params)
-    if left and not (stays_on_meta or sync_module_states):
-        materialize.refuse(left)
+    values = Materialization(
+        planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
+    )
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
 
@@ -178,29 +175,14 @@ def fully_shard(
     replicas = Runtime.of(replica_group, device) if replica_group is not None else None
     if replicas is not None:
         context.follow(replicas)
-    for unit in planned:  # raises if a factory's result is not usable
-        context.runtime.using(choice.config_of(unit).collectives)
+    for factory in dict.fromkeys(config.collectives for config in choice.configs):
+        if factory is not None:
+            check_made(context.runtime.made_by(factory), factory)
     for extension in extensions():
-        extension.prepare(root, choice.all_configs, context.runtime)
-    is_rank0 = context.runtime.rank == 0 and (replicas is None or replicas.rank == 0)
-    if sync_module_states and on_any_rank([r for r in (context.runtime, replicas) if r], is_rank0 and bool(left)):
-        materialize.refuse(left)
-    # Checked here, because the owner of a shared parameter initialises modules of other units that it is registered in.
-    was_meta = {unit.module for unit in planned if materialize.is_on_meta(unit, ignored_params)}
-
-    def prepare(unit: PlannedUnit) -> None:
-        if stays_on_meta:
-            return
-        overwritten = sync_module_states and not is_rank0
-        materialize.materialize(unit, names, device, param_init_fn, ignored_params, overwritten)
-        materialize.move(unit, device, ignored_params)
-        if sync_module_states or unit.module in was_meta:
-            materialize.broadcast(unit, context.runtime, ignored_params)
-            if replicas is not None:
-                materialize.broadcast(unit, replicas, ignored_params)
-
+        extension.prepare(root, choice.configs, context.runtime)
+    values.agree([context.runtime] if replicas is None else [context.runtime, replicas])
     with _changing(root):
-        made = build(choice, context, replicas, prepare)
+        made = build(choice, context, replicas, values.prepare)
         install(root, choice, made, extensions())
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
@@ -220,17 +202,14 @@ class Choice:
     """The units of one call with their options: known before anything is changed, and without a process group."""
 
     planned: list[PlannedUnit]
-    config: UnitConfig  # from the arguments of the call
-    configs: dict[nn.Module, UnitConfig]  # where a CustomPolicy overrides it
+    strategy: ShardingStrategy  # from the arguments of the call; a CustomPolicy may override it for a unit
     ignored: set[nn.Module]
     ignored_params: set[nn.Parameter]
 
-    def config_of(self, unit: PlannedUnit) -> UnitConfig:
-        return self.configs.get(unit.module, self.config)
-
     @property
-    def all_configs(self) -> list[UnitConfig]:
-        return [self.config, *self.configs.values()]
+    def configs(self) -> list[UnitConfig]:
+        """The options of all units."""
+        return [unit.config for unit in self.planned]
 
     def check_layouts(self, world_size: int) -> list[str]:
         """Plan layouts other than the default. Returns a warning for each that cannot be used.
@@ -239,8 +218,8 @@ class Choice:
             TypeError, ValueError: see ``plan_flats``.
         """
         loads = [0] * world_size
-        planned = [(unit, self.config_of(unit)) for unit in self.planned]
-        flats = [f for unit, own in planned if own.layout is not None for f in plan_flats(unit, own, world_size, loads)]
+        laid_out = [unit for unit in self.planned if unit.config.layout is not None]
+        flats = [flat for unit in laid_out for flat in plan_flats(unit, world_size, loads)]
         return [f.warning for f in flats if f.warning is not None]
 
 
@@ -261,10 +240,10 @@ def choose(
     overrides = choose_units(module, policy, ignored, ignored_params)
     validate.check_chosen(module, overrides, ignored)
     configs = {m: over(world_size, override(config, given, m)) for m, given in overrides.items()}
-    planned = plan_units(module, set(overrides), ignored, ignored_params)
-    choice = Choice(planned, over(world_size, config), configs, ignored, ignored_params)
+    configs.setdefault(module, over(world_size, config))
+    planned = plan_units(module, configs, ignored, ignored_params)
     validate.check_order(module, planned)
-    return choice
+    return Choice(planned, config.strategy, ignored, ignored_params)
 
 
 def build(
@@ -275,7 +254,7 @@ def build(
     loads = [0] * context.runtime.world_size
     for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
         prepare(unit)
-        made[unit.module] = _make_unit(unit, context, replicas, choice.config_of(unit), loads)
+        made[unit.module] = _make_unit(unit, context, replicas, loads)
     for unit in choice.planned:
         _link(made[unit.module], unit, made)
     return made
@@ -301,13 +280,12 @@ def _changing(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _make_unit(
-    planned: PlannedUnit, context: Context, replicas: Runtime | None, config: UnitConfig, loads: list[int]
-) -> Unit:
+def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None, loads: list[int]) -> Unit:
+    config = planned.config
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
             owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
-    flats = plan_flats(planned, config, context.runtime.world_size, loads)
+    flats = plan_flats(planned, context.runtime.world_size, loads)
     runtime = context.runtime.using(config.collectives)
     if config.strategy is ShardingStrategy.NO_SHARD:
         placement = Placement.of(None, runtime)

@@ -40,9 +40,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flatshard._composable.backward import (
     current_graph_task,
     gather,
+    gather_ahead,
     gather_last_inside,
-    prefetch_before,
-    prefetches,
+    is_finished,
+    prefetch,
+    prefetch_after,
+    prefetches_before,
 )
 from flatshard._composable.claims import Claim
 from flatshard._composable.context import Forward
@@ -60,8 +63,7 @@ class UnitHooks:
         self.unit = unit
         unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
-        self._passes = _overridden(features, ForwardFeature.passes)
-        self._passed = _overridden(features, ForwardFeature.passed)
+        self._instead = _overridden(features, ForwardFeature.instead)
         self._enter = _overridden(features, ForwardFeature.enter)
         self._before = _overridden(features, ForwardFeature.before)
         self._after = _overridden(features, ForwardFeature.after)
@@ -118,12 +120,12 @@ class UnitHooks:
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
-        is_hooked = True
-        for passes in self._passes:
-            is_hooked &= not passes()
+        do_instead = None
+        for instead in self._instead:
+            do_instead = instead() or do_instead
         forward = context.enter_forward(unit, module, in_backward, frame)
-        if not is_hooked:
-            forward.is_hooked = False
+        if do_instead is not None:
+            forward.instead = do_instead
             return None
         grad = torch.is_grad_enabled()
         if len(unit.claims) > 1:
@@ -139,15 +141,13 @@ class UnitHooks:
             gather_last_inside(unit.record.last_step)
         if not in_backward:
             following = context.order.advance(module)
-            if not forward.gathers:
-                pass
-            elif unit.forward_prefetch is not None:
-                for chosen in unit.forward_prefetch:
-                    context.prefetch(chosen, unit.config.prefetch_limit_bytes)
-            elif (
-                unit.config.forward_prefetch and following is not None and (next_unit := unit_of(following)) is not None
-            ):
-                context.prefetch(next_unit, unit.config.prefetch_limit_bytes)
+            ahead: Iterable[Unit] = ()
+            if unit.forward_prefetch is not None:
+                ahead = unit.forward_prefetch
+            elif unit.config.forward_prefetch and following is not None:
+                ahead = filter(None, (unit_of(following),))
+            for each in ahead if forward.gathers else ():
+                context.prefetch(each, unit.config.prefetch_limit_bytes)
         changed: tuple[Any, Any] | None = None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
@@ -198,21 +198,23 @@ class UnitHooks:
         comes_back = leaks = False
         changed = None
         try:
-            if not forward.is_hooked:
-                for passed in self._passed:
-                    passed(output)
+            if forward.instead is not None:
+                forward.instead(output)
                 return None
             for after in self._after:
                 if (new := after(forward, output)) is not None:
                     output = changed = new
+            outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
             if torch.is_grad_enabled():
-                # The module may have stored tensors in a list or dict that it was given.
-                filled = []
+                found = [*outputs]
                 for given in (*args, *kwargs.values()):
-                    if isinstance(given, list | dict):
-                        filled.append(given)
-                comes_back = self._hook_outputs((output, filled) if filled else output, forward)
-            leaks = self._shows_parameters(output)
+                    if isinstance(given, list | dict):  # the module may have stored tensors in it
+                        found += tensors_in(given)
+                for leaving in self._leaving:
+                    found += leaving(found)
+                comes_back = self.come_back(found, forward) or self._may_hide_tensors(output)
+            # The unsharded parameters, or views of them, must stay in memory.
+            leaks = any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.step is not None and not forward.in_backward:
                 unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
                 unit.leaks.add(forward.step)
@@ -246,13 +248,6 @@ class UnitHooks:
         if outermost and not in_backward:
             context.end_pass()
 
-    def _hook_outputs(self, output: Any, forward: Forward) -> bool:
-        """Look for the tensors through which backward may come back to this forward. Returns whether there may be some."""
-        outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
-        for leaving in self._leaving:
-            outputs += leaving(outputs)
-        return self.come_back(outputs, forward) or self._may_hide_tensors(output)
-
     def come_back(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Returns whether it may."""
         nodes = set()
@@ -282,13 +277,6 @@ class UnitHooks:
         )
         return True
 
-    def _shows_parameters(self, output: Any) -> bool:
-        """Whether the output contains the unsharded parameters or views of them, which must then stay in memory."""
-        if self.unit.handle.is_alias:
-            return False
-        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        return any(map(self.unit.handle.holds_memory_of, outputs))
-
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def watch_inputs(
@@ -315,19 +303,16 @@ class UnitHooks:
         context = unit.context
         context.backward.come_to(step)
         for outer in step.outer:
-            gather(outer)
+            gather_ahead(outer)
         for claim in unit.claims:
             claim.check_backward()
         for needed in unit.needs:
             context.used(needed)
-            # It has all its gradients, and only its values are needed once more.
-            if needed.record and needed.record.finished_in == task:
-                context.backward.touch(needed)
-            elif needed is not unit:
+            # If it is finished, only its values are needed once more.
+            if needed is not unit and not is_finished(needed):
                 context.backward.begin(needed)
-            if needed.context.pools:
-                context.make_room(needed)
-            needed.handle.unshard(context.pass_id, again=True)
+        gather(unit)
+        for needed in unit.needs:
             needed.handle.wait()
             needed.handle.slots.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
         if step.version != unit.handle.version():
@@ -336,8 +321,8 @@ class UnitHooks:
                 "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
                 "run forward again after it"
             )
-        if prefetches(unit):
-            prefetch_before(step)
+        if prefetches_before(unit):
+            prefetch(step)
 
     def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
         # This function runs for every parameter in every step, so it does little. It refers to the hooks weakly: a tensor's
@@ -385,7 +370,7 @@ class UnitHooks:
             unit.free_if_unused()
         backward.complete(unit)
         if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch_after()
+            prefetch_after(unit)
 
     def leave(self) -> None:
         """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
@@ -396,12 +381,7 @@ class UnitHooks:
             if not unit.context.backward.keeps_unsharded:
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-                self._prefetch_after()
-
-    def _prefetch_after(self) -> None:
-        record = self.unit.record
-        if record is not None and record.last_step is not None:
-            prefetch_before(record.last_step)
+                prefetch_after(unit)
 
 
 def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:

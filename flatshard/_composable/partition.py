@@ -9,12 +9,12 @@ that each of them works standalone. A parameter that an earlier call sharded kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from flatshard._composable.state import called_modules, unit_of
+from flatshard._composable.state import UnitConfig, called_modules, unit_of
 from flatshard._handle.planned import PlannedParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard._names import plain_name
@@ -26,6 +26,7 @@ class PlannedUnit:
 
     module: nn.Module  # or a `ModuleGroup`
     fqn: str
+    config: UnitConfig
     modules: list[nn.Module] = field(default_factory=list)  # its module and all submodules that belong to no unit below
     owned: list[PlannedParam] = field(default_factory=list)
     uses: list[nn.Module] = field(default_factory=list)  # modules of planned units whose parameters are registered here
@@ -57,14 +58,14 @@ def walk(
 
 
 def plan_units(
-    root: nn.Module, chosen: set[nn.Module], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+    root: nn.Module, chosen: Mapping[nn.Module, UnitConfig], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> list[PlannedUnit]:
-    """Plan ``root`` and the ``chosen`` submodules (or groups of them) as units, in module order.
+    """Plan the ``chosen`` submodules (or groups of them), and ``root``, as units with these options, in module order.
 
     Units without registered parameters are dropped, except ``root``, where a pass begins. Their modules (which may have
     buffers) go to the enclosing unit.
     """
-    of_module = {m: unit for unit in chosen for m in called_modules(unit)} | {root: root}
+    of_module = {m: unit for unit in chosen if unit is not root for m in called_modules(unit)} | {root: root}
     units: dict[nn.Module, PlannedUnit] = {}
     around: dict[nn.Module, tuple[nn.Module, ...]] = {}  # for each unit, the chain of units down to it, outermost first
     owned: dict[nn.Parameter, PlannedParam] = {}
@@ -74,7 +75,7 @@ def plan_units(
     for fqn, module, path in walk(root, ignored):
         chain = tuple(of_module[m] for m in path if m in of_module)
         nearest = chain[-1]
-        unit = units.setdefault(nearest, PlannedUnit(nearest, fqn))
+        unit = units.setdefault(nearest, PlannedUnit(nearest, fqn, chosen[nearest]))
         around.setdefault(nearest, chain)
         if module not in unit.modules:
             if unit.modules and of_module.get(module) is nearest:  # another module of a group

@@ -78,7 +78,7 @@ def choose_units(
     if policy is None:
         sought = None
     elif (classes := _classes_of(policy)) is not None:
-        chosen = _by_class(root, classes, ignored)
+        chosen = _by_function(root, lambda module: isinstance(module, classes), ignored)
         sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
     elif (function := _function_of(policy)) is not None:
         chosen = _by_function(root, function, ignored)
@@ -179,30 +179,19 @@ def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
     return classes
 
 
-def _modules(root: nn.Module, ignored: set[nn.Module]) -> Iterable[nn.Module]:
-    return (m for m in root.modules() if m not in ignored)
-
-
-def _by_class(
-    root: nn.Module, classes: tuple[type[nn.Module], ...], ignored: set[nn.Module]
-) -> dict[nn.Module, Overrides]:
-    return {m: {} for m in _modules(root, ignored) if isinstance(m, classes)}
-
-
 def _by_function(
     root: nn.Module, function: Callable[[nn.Module], bool | Overrides], ignored: set[nn.Module]
 ) -> dict[nn.Module, Overrides]:
     chosen: dict[nn.Module, Overrides] = {}
-    for module in _modules(root, ignored):
-        answer = function(module)
-        if isinstance(answer, dict | bool):
-            if answer:
-                chosen[module] = answer if isinstance(answer, dict) else {}
-        else:
+    for module in root.modules():
+        answer = module not in ignored and function(module)
+        if not isinstance(answer, dict | bool):
             raise ValueError(
                 f"the CustomPolicy function returned {answer!r} for a {type(module).__name__}; it must return True, "
                 "False, or a dict of keyword arguments"
             )
+        if answer:
+            chosen[module] = answer if isinstance(answer, dict) else {}
     return chosen
 
 

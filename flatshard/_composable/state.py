@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.progress import Flats
 from flatshard._composable.claims import Claim
-from flatshard._composable.exec_order import ChosenUnits, ForwardOrder
+from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
@@ -95,11 +95,6 @@ class BackwardRecord:
         self.counted_tasks.clear()
         return reduces
 
-    def come_to(self, step: Step) -> None:
-        """Backward reaches ``step``."""
-        self.steps = max(0, self.steps) + 1
-        self.last_step = step
-
     def leave(self) -> None:
         """Backward leaves a step, through the unit's inputs."""
         self.steps = max(0, self.steps - 1)
@@ -135,9 +130,9 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
-        # Units to gather while this unit computes. None: according to the recorded order.
-        self.forward_prefetch: ChosenUnits[Unit] | None = None
-        self.backward_prefetch: ChosenUnits[Unit] | None = None
+        # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
+        self.forward_prefetch: Iterable[Unit] | None = None
+        self.backward_prefetch: Iterable[Unit] | None = None
         self._reset()
         self._own_parameters()
 
@@ -164,11 +159,6 @@ class Unit:
     def feature(self, kind: type[T]) -> T | None:
         """Its feature of this class, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
-
-    def set_gradient_sync(self, value: bool) -> None:
-        """Set whether backwards reduce the gradients from now on."""
-        self.requires_gradient_sync = value
-        self.handle.gradients.accumulates |= not value
 
     @property
     def is_pinned(self) -> bool:
@@ -256,7 +246,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         result = object.__new__(Unit)
         memo[id(self)] = result
-        ChosenUnits.note_copy(self, result, memo)
+        copies_in(memo)[weakref.ref(self)] = result
         result.__dict__.update(self.__dict__)
         result._reset()
         result.order = ForwardOrder()
@@ -285,6 +275,12 @@ def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
     ]
 
 
+def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:
+    """The units that have been copied so far in the deep copy of ``memo``."""
+    copies: dict[weakref.ref[Unit], Unit] = memo.setdefault(id(Unit), {})
+    return copies
+
+
 def called_modules(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules whose forwards are those of the unit of ``module``: itself, or those in the group."""
     return tuple(module) if isinstance(module, ModuleGroup) else (module,)
@@ -311,18 +307,7 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
         each.__dict__[_KEY] = unit
 
 
-def unit_modules_below(module: nn.Module) -> list[nn.Module]:
-    """``module`` and its submodules, those that are units, in module order."""
-    return [m for m in module.modules() if unit_of(m) is not None]
-
-
 def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
     """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
     modules = module.modules() if recurse else iter([module])
     return list(dict.fromkeys([unit for m in modules if (unit := unit_of(m)) is not None]))
-
-
-def settle(units: Iterable[Unit]) -> None:
-    """Drop what an exception has left of an earlier forward or backward, so that a verb finds the same on all ranks."""
-    for context in {unit.context for unit in units}:
-        context.settle()

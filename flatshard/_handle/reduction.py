@@ -17,7 +17,7 @@ import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._handle.unused import Unused
-from flatshard._runtime import Holding, Runtime, Then, wait_on_host
+from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -110,7 +110,7 @@ class Reduction:
         else:
             self._partial, self._output = (output, self.unused.found), None
             pending = runtime.issued(Done())
-        return pending if earlier is None else Holding(pending, earlier)
+        return holding(pending, earlier)
 
     def _copy_to_host(self, runtime: Runtime) -> Pending:
         output = self._output
@@ -119,7 +119,7 @@ class Reduction:
         pin = self.flat.options.pin_memory
         host = torch.empty(output.shape, dtype=self.dtype, device=self.flat.kind.device, pin_memory=pin)
         self._output = host.copy_(output.to(self.dtype), non_blocking=pin)
-        return Holding(runtime.issued(Done()), [output])
+        return holding(runtime.issued(Done()), output)
 
     def advance(self, runtime: Runtime) -> None:
         """Start the second part of a reduction that has two parts, while later units compute.

@@ -187,7 +187,7 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
                 f"plan: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses cannot be "
                 "planned. Plan the model with plain parameters of the sizes that this rank has"
             )
-    if any(config.collectives is not None for config in choice.configs.values()):
+    if any(config.collectives is not None for config in choice.configs):
         raise NotImplementedError(
             "plan: the policy overrides collectives for a unit, but only the built-in ones can be planned"
         )
@@ -198,18 +198,21 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
 
 def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Choice, Ranks]]:
     """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
-    chosen = choice.config.strategy
+    chosen = choice.strategy
     plain = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
     over = dict.fromkeys(plain, Ranks(1, ranks.total))
     if chosen.is_hybrid:
         over[ShardingStrategy.HYBRID_SHARD] = over[ShardingStrategy.HYBRID_SHARD_ZERO2] = ranks
     elif ranks.total > per_node and ranks.total % per_node == 0:
         over[ShardingStrategy.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
-    return [(_with_configs(choice, _for_strategy(s)), its_ranks) for s, its_ranks in over.items() if s is not chosen]
+    return [(_for_strategy(choice, s), its_ranks) for s, its_ranks in over.items() if s is not chosen]
 
 
-def _for_strategy(strategy: ShardingStrategy) -> Callable[[UnitConfig], UnitConfig]:
-    return lambda config: dataclasses.replace(config, strategy=strategy, reshard_after_forward=None)
+def _for_strategy(choice: Choice, strategy: ShardingStrategy) -> Choice:
+    def change(config: UnitConfig) -> UnitConfig:
+        return dataclasses.replace(config, strategy=strategy, reshard_after_forward=None)
+
+    return dataclasses.replace(_with_configs(choice, change), strategy=strategy)
 
 
 def _pinned(config: UnitConfig) -> UnitConfig:
@@ -219,8 +222,8 @@ def _pinned(config: UnitConfig) -> UnitConfig:
 
 def _with_configs(choice: Choice, change: Callable[[UnitConfig], UnitConfig]) -> Choice:
     """``choice`` with the configuration of every unit changed."""
-    configs = {module: change(config) for module, config in choice.configs.items()}
-    return dataclasses.replace(choice, config=change(choice.config), configs=configs)
+    planned = [dataclasses.replace(unit, config=change(unit.config)) for unit in choice.planned]
+    return dataclasses.replace(choice, planned=planned)
 
 
 def _result(program: Program, others: Sequence[Program]) -> Plan:
@@ -230,7 +233,7 @@ def _result(program: Program, others: Sequence[Program]) -> Plan:
     books = program.books
     return Plan(
         module=type(program.root).__name__,
-        strategy=program.choice.config.strategy.name,
+        strategy=program.choice.strategy.name,
         world_size=program.ranks,
         device=program.options.device,
         units=units,
@@ -251,7 +254,7 @@ def _result(program: Program, others: Sequence[Program]) -> Plan:
 
 def _strategy_plan(program: Program) -> StrategyPlan:
     return StrategyPlan(
-        strategy=program.choice.config.strategy.name,
+        strategy=program.choice.strategy.name,
         world_size=program.ranks,
         between_steps_nbytes=program.between.total,
         peak_nbytes=program.books.device.peak.nbytes,
@@ -318,7 +321,7 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
     slow = [u.fqn or "<root>" for u in units if u.gather_seconds and least > 0.5 * u.gather_seconds]
     if slow:
         cure = "make larger units (several layers each)"
-        if shards > bandwidths.gpus_per_node and not program.choice.config.strategy.is_hybrid:
+        if shards > bandwidths.gpus_per_node and not program.choice.strategy.is_hybrid:
             cure += ", or shard over fewer ranks: strategy=HYBRID_SHARD"
         found.append(
             f"{len(slow)} of {len(units)} units are too small for {shards:,} ranks: latency ({in_seconds(least)}) "

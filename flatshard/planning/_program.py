@@ -118,7 +118,7 @@ class Program:
             for tensor in (*each._parameters.values(), *each._buffers.values(), *vars(each).values())
             if isinstance(tensor, Tensor)
         )
-        memo |= {id(config): config for config in choice.all_configs}
+        memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
         self.clock = Clock(options.bandwidths, ranks.total)
         self.books = Books(self.clock)
@@ -133,9 +133,9 @@ class Program:
             return Runtime(collectives, META, Streams(self.clock, META), host=META)
 
         context = Context.of(runtime("shards", rank, ranks.shards))
-        for size in inner_shards.sizes(self.choice.all_configs):
+        for size in inner_shards.sizes(self.choice.configs):
             inner_shards.add_subgroup(context.runtime, runtime("inner", rank % size, size))
-        replicas = runtime("replicas", 0, ranks.replicas) if choice.config.strategy.is_hybrid else None
+        replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
         with self.books:
             made = build(self.choice, context, replicas, prepare=lambda unit: None)
             install(self.root, self.choice, made, (*extensions(), _Observer(self.books)))
@@ -330,7 +330,7 @@ def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], list[str]]:
     """The elements that each rank has, without padding; and warnings about layouts that are not as requested."""
     loads, padding, numel, warnings = [0] * shards, [0] * shards, 0, []
     for unit in choice.planned:
-        for flat in plan_flats(unit, choice.config_of(unit), shards, loads):
+        for flat in plan_flats(unit, shards, loads):
             if flat.warning is not None:
                 warnings.append(flat.warning)
             layout = flat.layout

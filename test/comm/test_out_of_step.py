@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, optim, skip
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.monitor import watch
+from flatshard._comm.monitor.messages import interrupt
 from flatshard._comm.progress import NOBODY, Progress, here
 
 SECONDS = 20
@@ -170,14 +171,13 @@ def interrupt_after_another(ctx) -> None:
     """Rank 0 has ended its own waits and left; rank 2 waits for rank 1, which does nothing."""
     group = dist.new_group(list(range(3)), timeout=datetime.timedelta(seconds=60))
     dist.barrier(group)  # all are connected
-    collectives = GlooCollectives(group)
     if ctx.rank == 0:
-        collectives.interrupt()
+        interrupt(group)
     if ctx.rank == 2:
         with pytest.raises(RuntimeError):  # until the connection to rank 0 is closed
             group.recv([torch.empty(1)], 0, 1).wait()
         waited = group.recv([torch.empty(1)], 1, 1)
-        collectives.interrupt()
+        interrupt(group)
         with pytest.raises(RuntimeError):
             waited.wait()
 

@@ -1,11 +1,16 @@
-"""How ranks find each other without collectives: by their process group's store."""
+"""What is done with a process group besides collectives: ranks find each other by its store; its waits are ended."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from flatshard._comm.progress import INTERRUPT_TAG
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -32,3 +37,15 @@ def all_set(store: Any, keys: list[str], seconds: float) -> bool:
         time.sleep(min(pause, left))
         pause = min(2 * pause, 0.1)
     return True
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """End every wait on a gloo group, on all ranks. [Note: Interrupting gloo]"""
+    for step in range(1, group.size()):
+        try:
+            never = group.recv([torch.empty(1)], (group.rank() + step) % group.size(), INTERRUPT_TAG)
+        except RuntimeError:  # that rank has closed its connection; connections to other ranks may still be open
+            continue
+        with contextlib.suppress(RuntimeError):  # the timeout
+            never.wait(timedelta(milliseconds=1))
+        return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -13,8 +15,9 @@ from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.collectives import Collectives, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
-from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
+from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress, Unended
 from flatshard._errors import OutOfStepError
+from flatshard._runtime import Awaited, Then
 
 
 class GroupMonitor:
@@ -24,19 +27,52 @@ class GroupMonitor:
     _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
 
     def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:
-        self._builtin = builtin
+        self._builtin, self._on_cpu = builtin, device.type == "cpu"
         self._checked = _config.checked_collectives()  # how many collectives of each unit and kind are compared
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
         if isinstance(builtin, GlooCollectives):
             watch.start(builtin, progress)
 
-    def announce(self, issued: Issued, collectives: Collectives) -> Pending | None:
-        compared = getattr(collectives, "compared", (GATHER, REDUCE))
-        return self._order.announce(issued) if issued.count <= self._checked and issued.kind in compared else None
+    def start(self, issued: Issued, collectives: Collectives, start: Callable[[], Pending]) -> Pending:
+        if issued.count > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
+            return start()
+        check = self._order.announce(issued)
+        if not self._on_cpu:
+            check.wait()
+            return start()
+        if issued.verb == "all-reduce":  # it carries no tag
+            return Then(check, start)
+        try:
+            return _Compared(check, start(), issued, self._builtin)
+        except BaseException:  # the check's messages are in flight
+            with contextlib.suppress(Exception):
+                Awaited(check, issued, self).wait()
+            raise
 
     def explain(self, issued: Issued) -> OutOfStepError | None:
         text = watch.verdict(self._builtin)
         if text is None:
             return None
         return OutOfStepError(issued.verb, issued.unit, self._builtin.rank, self._builtin.size, text)
+
+
+class _Compared:
+    """A collective in flight on CPU. Its check is waited for first: if ranks issued different ones, the data never arrive."""
+
+    __slots__ = ("_builtin", "_check", "_issued", "_pending")
+
+    def __init__(self, check: Pending, pending: Pending, issued: Issued, builtin: BuiltinCollectives) -> None:
+        self._check = check
+        self._pending = pending
+        self._issued = issued
+        self._builtin = builtin
+
+    def wait(self) -> None:
+        try:
+            self._check.wait()
+        except OutOfStepError:
+            unended = Unended(self._issued, self._pending, self._builtin.rank, self._builtin.size)
+            self._issued.progress.unended.append(unended)
+            raise
+        self._pending.wait()

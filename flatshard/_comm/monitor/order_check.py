@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard import _trace
-from flatshard._comm.backends import message_collectives
+from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
 from flatshard._comm.monitor.differences import CURE, Described, described, difference
 from flatshard._comm.monitor.messages import all_set
@@ -40,7 +40,8 @@ class OrderCheck:
     """Compares the collectives of one process group between its ranks, by hashes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._collectives, self._device = message_collectives(group, device)
+        self._device = torch.device("cpu") if has_gloo(group) else device  # of the messages: CPU if possible
+        self._collectives = builtin_collectives(group, self._device)
         self._one_order = device.type != "cpu"
         self._recent: list[str] = []
         self._hashes = [b"", b""]

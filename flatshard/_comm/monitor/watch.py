@@ -30,6 +30,7 @@ from typing import Any
 from flatshard import _config, _trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import CURE, described, difference
+from flatshard._comm.monitor.messages import interrupt
 from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
 
 _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
@@ -185,7 +186,7 @@ class _Watched:
     def _judge(self, collectives: GlooCollectives, store: Any) -> bool:
         """Whether this rank is stuck. If so, the group has been interrupted."""
         if store.check([_VERDICT]):  # another rank closed its connections, but this one may wait for a third rank
-            collectives.interrupt()
+            interrupt(collectives.group)
             return True
         settled = {}
         for rank in range(self.world_size):
@@ -203,7 +204,7 @@ class _Watched:
             self._log_slow_rank(collectives.rank, settled)
             return False
         store.compare_set(_VERDICT, "", describe(settled, found))
-        collectives.interrupt()
+        interrupt(collectives.group)
         return True
 
     def _log_slow_rank(self, rank: int, settled: Mapping[int, Position]) -> None:

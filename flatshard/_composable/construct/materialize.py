@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,36 +25,139 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
 from flatshard._handle.unfilled import fill_with_pattern, shows_pattern
-from flatshard._runtime import Runtime
+from flatshard._runtime import Runtime, on_any_rank
 
 
-def without_initialiser(
-    units: list[PlannedUnit],
-    names: dict[nn.Module, str],
-    param_init_fn: Callable[[nn.Module], None] | None,
-    ignored: set[nn.Parameter],
-) -> list[str]:
-    """The FQNs of what nothing can initialise. What an initialiser leaves out shows later.
+class Materialization:
+    """Gives the parameters and buffers of all units of one call memory, values and their device, before they are sharded.
+
+    Args:
+        units: all of them.
+        names: each module's FQN.
+        ignored: parameters to leave alone.
+        device: where to allocate, and to move to.
+        param_init_fn: the argument of ``fully_shard``.
+        at_once: a module that is on meta does not stay there.
+        syncs: rank 0 broadcasts its values.
 
     Raises:
         TypeError: ``param_init_fn`` cannot be called with a module.
+        RuntimeError: nothing can initialise a parameter or buffer on meta.
     """
-    if param_init_fn is not None:
-        _check_callable(param_init_fn)
-    return [
-        _fqn(names[m], name)
-        for unit in units
-        for m in unit.modules
-        if param_init_fn is None and _own_initialiser(m) is None
-        for name, t in _tensors(m, ignored)
-        if t.is_meta
-    ]
 
+    def __init__(
+        self,
+        units: list[PlannedUnit],
+        names: Mapping[nn.Module, str],
+        ignored: Collection[nn.Parameter],
+        device: torch.device,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        at_once: bool,
+        syncs: bool,
+    ) -> None:
+        self._names, self._ignored, self._device = names, ignored, device
+        self._init, self._syncs = param_init_fn, syncs
+        if param_init_fn is not None:
+            _check_callable(param_init_fn)
+        owned = [o.param for unit in units for o in unit.owned]
+        on_meta = bool(owned) and all(p.is_meta and not is_wrapper(p) for p in owned)
+        self._stays = on_meta and not (at_once or syncs or param_init_fn is not None)  # [Note: Filled later]
+        # What nothing can initialise. What an initialiser leaves out shows later.
+        self._left = [
+            _fqn(names[m], name)
+            for unit in units
+            for m in unit.modules
+            if param_init_fn is None and _own_initialiser(m) is None
+            for name, t in self._tensors(m)
+            if t.is_meta
+        ]
+        if self._left and not (self._stays or syncs):
+            self._refuse()
+        # Found here, because the owner of a shared parameter initialises modules of other units that it is registered in.
+        self._was_meta = {u.module for u in units if any(t.is_meta for m in u.holders for _, t in self._tensors(m))}
 
-def refuse(left: list[str]) -> NoReturn:
-    """Raise for what nothing can initialise, before anything is changed."""
-    what = f"{name_list(left)} are" if left else "some parameters or buffers of rank 0 are"
-    raise RuntimeError(f"{what} on the meta device and their modules cannot initialise them. {_CURE}")
+    def agree(self, runtimes: Sequence[Runtime]) -> None:
+        """Find out whether rank 0 of all ``runtimes`` has values to broadcast.
+
+        Raises:
+            RuntimeError: it has not: on all ranks.
+        """
+        self._runtimes = runtimes
+        self._is_rank0 = all(runtime.rank == 0 for runtime in runtimes)
+        if self._syncs and on_any_rank(runtimes, self._is_rank0 and bool(self._left)):
+            self._refuse()
+
+    def prepare(self, unit: PlannedUnit) -> None:
+        """Initialise, move and broadcast what ``unit`` has.
+
+        Raises:
+            RuntimeError: a parameter or buffer was not initialised.
+        """
+        if self._stays:
+            return
+        self._initialise(unit)
+        self._move(unit)
+        if self._syncs or unit.module in self._was_meta:
+            for runtime in self._runtimes:
+                _broadcast(unit, runtime)
+
+    def _refuse(self) -> NoReturn:
+        """Raise for what nothing can initialise, before anything is changed."""
+        what = f"{name_list(self._left)} are" if self._left else "some parameters or buffers of rank 0 are"
+        raise RuntimeError(f"{what} on the meta device and their modules cannot initialise them. {_CURE}")
+
+    def _tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters and buffers registered on ``module`` itself."""
+        for name, param in module._parameters.items():
+            if param is not None and param not in self._ignored:
+                yield name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield name, buffer
+
+    def _initialise(self, unit: PlannedUnit) -> None:
+        """Initialise what is on meta, in place. Parameters stay the same objects, and tied."""
+        todo = [m for m in unit.holders if any(t.is_meta for _, t in self._tensors(m))]
+        for module in todo:
+            for _, tensor in list(self._tensors(module)):
+                if tensor.is_meta:
+                    _allocate(tensor, self._device)
+            if self._init is not None:
+                _call_init(self._init, module)
+            elif (reset := _own_initialiser(module)) is not None:
+                reset()
+        overwritten = self._syncs and not self._is_rank0  # then it is enough to allocate memory
+        left = [
+            _fqn(self._names[m], name)
+            for m in todo
+            for name, t in self._tensors(m)
+            if t.is_meta or (_untouched(t) and not overwritten)
+        ]
+        if left:
+            raise RuntimeError(
+                f"{name_list(left)} were on the meta device and have not been initialised"
+                + (" (param_init_fn was called for their modules)" if self._init is not None else "")
+                + f". {_CURE}"
+            )
+
+    def _move(self, unit: PlannedUnit) -> None:
+        """Move parameters (keeping their identity) and buffers to the device."""
+        device = self._device
+        for module in unit.holders:
+            for name, tensor in list(self._tensors(module)):
+                if tensor.device == device or tensor.is_meta or is_wrapper(tensor):
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data = tensor.data.to(device)
+                    if tensor.grad is not None:
+                        tensor.grad = tensor.grad.to(device)
+                else:
+                    module._buffers[name] = tensor.to(device)
+        for owned in unit.owned:  # another object will be registered for a tensor subclass in any case
+            if is_wrapper(owned.param) and owned.param.device != device:
+                moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
+                moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
+                owned.param = moved
 
 
 def _check_callable(param_init_fn: Any) -> None:
@@ -75,60 +178,6 @@ _CURE = (
     "Give their modules a reset_parameters() that sets every parameter and buffer (non-persistent ones too), or pass "
     "param_init_fn=... to fully_shard"
 )
-
-
-def is_on_meta(unit: PlannedUnit, ignored: set[nn.Parameter]) -> bool:
-    """Whether anything in ``unit`` is on the meta device."""
-    return any(t.is_meta for m in unit.holders for _, t in _tensors(m, ignored))
-
-
-def can_stay_on_meta(units: list[PlannedUnit]) -> bool:
-    """Whether the parameters of ``units`` can be sharded without values. [Note: Filled later]"""
-    owned = [o.param for unit in units for o in unit.owned]
-    return bool(owned) and all(p.is_meta and not is_wrapper(p) for p in owned)
-
-
-def materialize(
-    unit: PlannedUnit,
-    names: dict[nn.Module, str],
-    device: torch.device,
-    param_init_fn: Callable[[nn.Module], None] | None,
-    ignored: set[nn.Parameter],
-    overwritten: bool,
-) -> None:
-    """Initialise the parameters and buffers of ``unit`` that are on meta, in place. Parameters stay the same objects, and
-    tied.
-
-    Args:
-        unit: the unit.
-        names: each module's FQN.
-        device: where to allocate.
-        param_init_fn: the argument of ``fully_shard``.
-        ignored: parameters to leave alone.
-        overwritten: another rank will broadcast the values, so it is enough to allocate memory.
-
-    Raises:
-        RuntimeError: a parameter or buffer was not initialised.
-    """
-    todo = [m for m in unit.holders if any(t.is_meta for _, t in _tensors(m, ignored))]
-    for module in todo:
-        _allocate(module, device, ignored)
-        if param_init_fn is not None:
-            _call_init(param_init_fn, module)
-        elif (reset := _own_initialiser(module)) is not None:
-            reset()
-    left = [
-        _fqn(names[m], name)
-        for m in todo
-        for name, t in _tensors(m, ignored)
-        if t.is_meta or (_untouched(t) and not overwritten)
-    ]
-    if left:
-        raise RuntimeError(
-            f"{name_list(left)} were on the meta device and have not been initialised"
-            + (" (param_init_fn was called for their modules)" if param_init_fn is not None else "")
-            + f". {_CURE}"
-        )
 
 
 def _own_initialiser(module: nn.Module) -> Callable[[], object] | None:
@@ -158,31 +207,17 @@ def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) ->
         param.__dict__.update(kept)  # swapping moved the attributes to another object
 
 
-def _tensors(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers registered on ``module`` itself."""
-    for name, param in module._parameters.items():
-        if param is not None and param not in ignored:
-            yield name, param
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield name, buffer
-
-
-def _allocate(module: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    for _, tensor in list(_tensors(module, ignored)):
-        if not tensor.is_meta:
-            continue
-        local, parallel = local_tensor(tensor), TensorParallel.of(tensor)
-        empty = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
-        fill_with_pattern(empty)
-        if parallel is not None:
-            empty = parallel.wrap(empty)
-        if isinstance(tensor, nn.Parameter):
-            fresh = nn.Parameter(empty, tensor.requires_grad)
-            fresh.__dict__.update(tensor.__dict__)
-            torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
-        else:
-            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """Give ``tensor`` memory on ``device``, filled with the pattern. It stays the same object."""
+    local, parallel = local_tensor(tensor), TensorParallel.of(tensor)
+    empty = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
+    fill_with_pattern(empty)
+    if parallel is not None:
+        empty = parallel.wrap(empty)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, tensor.requires_grad)
+        empty.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 
 
 def _untouched(tensor: torch.Tensor) -> bool:
@@ -197,31 +232,7 @@ def _untouched(tensor: torch.Tensor) -> bool:
     return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move the parameters (keeping their identity) and buffers of ``unit`` to ``device``."""
-    for module in unit.holders:
-        for name, tensor in list(_tensors(module, ignored)):
-            if tensor.device == device or tensor.is_meta:
-                continue
-            if is_wrapper(tensor):
-                continue
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = tensor.data.to(device)
-                if tensor.grad is not None:
-                    tensor.grad = tensor.grad.to(device)
-            else:
-                module._buffers[name] = tensor.to(device)
-
-    for (
-        owned
-    ) in unit.owned:  # for a tensor subclass another object will be registered in any case, so it may be replaced
-        if is_wrapper(owned.param) and owned.param.device != device:
-            moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
-            moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
-            owned.param = moved
-
-
-def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -> None:
+def _broadcast(unit: PlannedUnit, runtime: Runtime) -> None:
     """Broadcast the parameters and buffers of ``unit`` from the group's rank 0."""
     buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None)
     # Parameters shared with units below are broadcast with the unit that owns them.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
 
-from flatshard._composable.exec_order import ChosenUnits
 from flatshard._composable.features import inner_shards
 from flatshard._composable.features.find import unit_for, units_for
-from flatshard._composable.state import Unit, unit_of
+from flatshard._composable.features.grad_sync import set_gradient_sync
+from flatshard._composable.state import Unit, copies_in, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._runtime import Runtime
 
@@ -106,7 +107,7 @@ def configure(
             unit.config = replace(unit.config, reshard_after_forward=to)
             inner_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
-            unit.set_gradient_sync(gradient_sync)
+            set_gradient_sync(unit, gradient_sync)
         if all_reduce is not UNCHANGED:
             unit.handle.gradients.averaging.reduces_replicas = all_reduce
         if divide_factor is not UNCHANGED:
@@ -142,7 +143,7 @@ def _check_all_reduce(units: list[Unit]) -> None:
             )
 
 
-def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple[Unit, ChosenUnits[Unit]]:
+def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple[Unit, ChosenUnits]:
     """``module``'s unit, and the units to gather while it computes."""
     verb = f"configure({name}=...)"
     unit = unit_for(module, verb)
@@ -161,3 +162,29 @@ def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple
                 "prefetched within one group only"
             )
     return unit, ChosenUnits(chosen)
+
+
+class ChosenUnits:
+    """Units to gather ahead while another one computes, chosen by the user instead of the recorded order.
+
+    The references are weak: units of another model may be among them. A deep copy refers to the copies of those units that
+    are copied with it. These copies may not exist yet, and to copy them here would recurse as deep as the chain of units is
+    long. So they are looked up at the first use.
+    """
+
+    __slots__ = ("_copies", "_refs")
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._refs = [weakref.ref(unit) for unit in units]
+        self._copies: dict[weakref.ref[Unit], Unit] | None = None
+
+    def __iter__(self) -> Iterator[Unit]:
+        if self._copies is not None:
+            copies, self._copies = self._copies, None
+            self._refs = [weakref.ref(copies[ref]) if ref in copies else ref for ref in self._refs]
+        return (unit for ref in self._refs if (unit := ref()) is not None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenUnits:
+        result = ChosenUnits(list(self))
+        result._copies = copies_in(memo)
+        return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from flatshard._composable.state import Unit, owner_of, unit_of, units_below
@@ -36,6 +38,12 @@ def unit_for(module: nn.Module, verb: str) -> Unit:
             "or make the module a unit by the policy"
         )
     raise ValueError(f"{verb}: nothing in this {kind} is sharded; call fully_shard first")
+
+
+def settle(units: Iterable[Unit]) -> None:
+    """Drop what an exception has left of an earlier forward or backward, so that a verb finds the same on all ranks."""
+    for context in {unit.context for unit in units}:
+        context.settle()
 
 
 def units_for(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
-from flatshard._composable.features.find import units_registered_in
+from flatshard._composable.features.find import settle, units_registered_in
 from flatshard._composable.features.whole_parameters import WholeParameters
-from flatshard._composable.state import Unit, settle, units_below
+from flatshard._composable.state import Unit, units_below
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED, Slots
 from flatshard._handle.tensors.sharded_parameter import shard_info

@@ -46,14 +46,20 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     units = units_for(module, recurse, "no_sync")
     for unit in units:
         _held_back(unit).append(unit.requires_gradient_sync)
-        unit.set_gradient_sync(False)
+        set_gradient_sync(unit, False)
     held_back_units.append(units)
     try:
         yield
     finally:
         held_back_units.remove(units)
         for unit in units:
-            unit.set_gradient_sync(_held_back(unit).pop())
+            set_gradient_sync(unit, _held_back(unit).pop())
+
+
+def set_gradient_sync(unit: Unit, value: bool) -> None:
+    """Set whether backwards reduce the gradients from now on."""
+    unit.requires_gradient_sync = value
+    unit.handle.gradients.accumulates |= not value
 
 
 class GradSync(Extension):
@@ -74,7 +80,7 @@ class HeldBack(ForwardFeature):
         """For the copied unit, which is in none."""
         result = HeldBack(copy.deepcopy(self.unit, memo))
         if self.outside:
-            result.unit.set_gradient_sync(self.outside[0])
+            set_gradient_sync(result.unit, self.outside[0])
         return result
 
 

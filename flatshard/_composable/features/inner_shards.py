@@ -27,7 +27,7 @@ from flatshard._composable.extensions import Extension
 from flatshard._composable.features.subgroups import subgroup
 from flatshard._composable.state import Unit, UnitConfig
 from flatshard._handle.flat_param import FlatParam
-from flatshard._runtime import Holding, Runtime
+from flatshard._runtime import Runtime, holding
 
 # For each runtime of all ranks that a unit is sharded over: those of its subgroups, by size.
 _subgroups: weakref.WeakKeyDictionary[Runtime, dict[int, Runtime]] = weakref.WeakKeyDictionary()
@@ -117,7 +117,7 @@ class FromInnerShards:
     def _gather(self, flat: FlatParam, shard: torch.Tensor) -> Pending:
         flat.unsharded.allocate(None)
         own = self._own(flat).copy_(shard)
-        return Holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.label, again=True), [shard])
+        return holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.label, again=True), shard)
 
     def _own(self, flat: FlatParam) -> torch.Tensor:
         """This rank's part of the unsharded buffer, in the dtype that is sent."""

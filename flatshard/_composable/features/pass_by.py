@@ -53,8 +53,16 @@ class RanInside(ForwardFeature):
 
     def after(self, forward: Forward, output: Any) -> None:
         if not forward.in_backward and (output is not None or sys.exc_info()[1] is None):
-            order = forward.unit.context.order
-            self.modules[forward.module] = [] if order.current[-1] is forward.module else order.since(forward.module)
+            order = forward.unit.context.order.current
+            self.modules[forward.module] = [] if order[-1] is forward.module else _since(forward.module, order)
+
+
+def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
+    """The modules in ``order`` after the last occurrence of ``module``: if it has just run, those that ran inside it."""
+    at = len(order)
+    while at and order[at - 1] is not module:
+        at -= 1
+    return order[at:] if at else []
 
 
 def pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
@@ -81,7 +89,7 @@ def pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[T
         else:
             tensors = inside(tensors)
         if (ran := unit.feature(RanInside)) is not None and current_graph_task() == -1:
-            ran.modules[module] = unit.context.order.since(module)
+            ran.modules[module] = _since(module, unit.context.order.current)
     finally:
         if (forward := unit.context.exit_forward(module)) is not None:
             hooks.end_forward(forward, hooks.come_back(marked, forward), False)
@@ -113,12 +121,10 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         anchor.grad = None
         hooks = to_hooks()
         assert hooks is not None
-        unit, task = hooks.unit, current_graph_task()
-        record = unit.record
-        if record is None or task not in record.counted_tasks:
-            record = unit.context.backward.begin(unit)
+        unit = hooks.unit
+        record = unit.context.backward.begin(unit)
         unit.handle.gradients.arrivals.pending -= 1
-        if not unit.handle.gradients.arrivals.pending and record.task == task:
+        if not unit.handle.gradients.arrivals.pending and record.task == current_graph_task():
             hooks.complete()
 
     return on_gradient

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.features.pass_by import RanInside, Tensors, pass_by
-from flatshard._composable.state import unit_modules_below, unit_of, units_below
+from flatshard._composable.state import unit_of, units_below
 
 
 def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
@@ -60,7 +60,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     for value in tensors:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"skip takes tensors after the module, got a {type(value).__name__}")
-    modules = unit_modules_below(module)
+    modules = [m for m in module.modules() if unit_of(m) is not None]
     units = units_below(module)
     if not units:
         raise ValueError(f"skip: nothing in this {type(module).__name__} is sharded; call fully_shard first")

@@ -40,22 +40,22 @@ class Transformed(ForwardFeature):
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
-    def passes(self) -> bool:
-        """Whether the forward runs inside a transform, and so without hooks.
+    def instead(self) -> Callable[[Any], object] | None:
+        """Inside a transform the forward runs without hooks.
 
         Raises:
             RuntimeError: it does, and the unit would have to gather its parameters.
         """
         if _innermost() is None:
-            return False
+            return None
         if sharded := [u.fqn or "<root>" for u in self.unit.needs if not (u.is_used or u.handle.is_alias)]:
             raise RuntimeError(
                 f"unit {sharded[0]!r} cannot gather its parameters inside a transform of torch.func (grad, vmap, jvp, ...). "
                 f"Gather them around it: {_CURE}. For derivatives with respect to inputs, torch.autograd.grad works as well"
             )
-        return True
+        return self._check_graph
 
-    def passed(self, output: Any) -> None:
+    def _check_graph(self, output: Any) -> None:
         """Raise if a forward without hooks recorded a graph for a backward outside of the transform."""
         for tensor in tensors_in(output):
             inside = tensor
