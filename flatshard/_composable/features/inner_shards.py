@@ -117,7 +117,10 @@ class FromInnerShards:
     def _gather(self, flat: FlatParam, shard: torch.Tensor) -> Pending:
         flat.unsharded.allocate(None)
         own = self._own(flat).copy_(shard)
-        return Holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.label, again=True), [shard])
+        pending = self.runtime.all_gather(flat.unsharded.wire, own, flat.label, again=True)
+        if self.runtime.streams is None:
+            return pending
+        return Holding(pending, [shard])  # until the copy out of it has run
 
     def _own(self, flat: FlatParam) -> torch.Tensor:
         """This rank's part of the unsharded buffer, in the dtype that is sent."""
