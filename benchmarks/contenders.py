@@ -34,6 +34,10 @@ class Setting:
     """Parameters kept and gradients reduced in float32, computed with in bfloat16. Plain: all of it in bfloat16."""
     prefetch: bool = True
     """Whether a unit is gathered in backward while the one before it computes: the default of all."""
+    microbatches: int = 1
+    """Of a step: see :func:`passes`."""
+    reduced: bool = True
+    """Whether each microbatch is reduced, or the last alone."""
     group: dist.ProcessGroup | None = None
     """None: the default one."""
     collectives: Any = None
@@ -143,6 +147,14 @@ def unsynchronised(name: str, model: Any) -> Iterator[None]:
     else:
         with model.no_sync():
             yield
+
+
+def passes(name: str, model: nn.Module, setting: Setting, loss: Callable[[], Tensor]) -> None:
+    """A forward, which computes the ``loss``, and a backward of each microbatch."""
+    for number in range(setting.microbatches):
+        held = not setting.reduced and number < setting.microbatches - 1
+        with unsynchronised(name, model) if held else contextlib.nullcontext():
+            loss().backward()  # type: ignore[no-untyped-call]
 
 
 _TENSOR_COLLECTIVES = (

@@ -23,10 +23,10 @@ freed after forward, every parameter is gathered twice, but for the root's, whic
 from __future__ import annotations
 
 import argparse
-import contextlib
+from dataclasses import replace
 
 import torch
-from contenders import SHARDED, Setting, build, drop_gradients, unsynchronised
+from contenders import SHARDED, Setting, build, drop_gradients, passes
 from counting import CopiedBytes, Sent, Wire
 from gpt import GPT, Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
@@ -34,13 +34,12 @@ from torch import nn
 
 RANKS = 8
 CONFIG = GPTConfig(vocabulary=512, context=512, layers=12, width=128, heads=8)
-COLUMNS: dict[str, tuple[bool, int, bool]] = {
-    "fp32": (False, 1, True),
-    "bf16": (True, 1, True),
-    "fp32, 4 x no_sync": (False, 4, False),
-    "fp32, 4 x reduced": (False, 4, True),
+COLUMNS = {
+    "fp32": Setting(Block),
+    "bf16": Setting(Block, bf16=True),
+    "fp32, 4 x no_sync": Setting(Block, microbatches=4, reduced=False),
+    "fp32, 4 x reduced": Setting(Block, microbatches=4),
 }
-"""(bf16, microbatches, whether each is reduced)"""
 TARGETS = {"fp32": 2.3, "bf16": 1.9, "fp32, 4 x no_sync": 8.3}
 PAYLOAD_TARGETS = {"fp32 payload / P": 2.96, "all-gathers": 25, "reduce-scatters": 13}
 
@@ -50,30 +49,32 @@ def parameter_bytes() -> int:
     return 4 * sum(p.numel() for p in GPT(CONFIG).parameters())
 
 
-def step(name: str, model: nn.Module, microbatches: int = 1, reduced: bool = True) -> None:
+def made(name: str, setting: Setting, wire: Wire) -> nn.Module:
+    """A contender's model, whose collectives are noted by ``wire`` if it is flatshard's."""
+    torch.manual_seed(0)
+    return build(name, GPT(CONFIG), replace(setting, collectives=wire.factory))
+
+
+def step(name: str, model: nn.Module, setting: Setting) -> None:
     """Forwards and backwards, and no gradients left."""
     tokens = torch.zeros(1, 16, dtype=torch.int64)
-    for number in range(microbatches):
-        held = not reduced and number < microbatches - 1
-        with unsynchronised(name, model) if held else contextlib.nullcontext():
-            model(tokens).float().mean().backward()
+    passes(name, model, setting, lambda: model(tokens).float().mean())
     drop_gradients(model)
 
 
-def copied(name: str, bf16: bool, microbatches: int, reduced: bool) -> int:
+def copied(name: str, setting: Setting) -> int:
     """Bytes of a step after the first ones, which may build what the later ones use."""
-    torch.manual_seed(0)
-    model = build(name, GPT(CONFIG), Setting(Block, bf16=bf16, collectives=Wire(out_of_place=True).factory))
+    model = made(name, setting, Wire(out_of_place=True))
     for _ in range(2):
-        step(name, model, microbatches, reduced)
+        step(name, model, setting)
     with CopiedBytes() as count:
-        step(name, model, microbatches, reduced)
+        step(name, model, setting)
     return count.total
 
 
 def ratio(name: str, column: str) -> float:
     """A contender's figure, within a fake group."""
-    return (copied(name, *COLUMNS[column]) - copied("plain", *COLUMNS[column])) / parameter_bytes()
+    return (copied(name, COLUMNS[column]) - copied("plain", COLUMNS[column])) / parameter_bytes()
 
 
 def floor() -> dict[str, Figure]:
@@ -82,21 +83,20 @@ def floor() -> dict[str, Figure]:
     return {column: Figure(value) for column, value in zip(COLUMNS, values, strict=True)}
 
 
-def sent(name: str, bf16: bool) -> list[tuple[str, int]]:
+def sent(name: str, setting: Setting) -> list[tuple[str, int]]:
     """(kind, bytes of the whole) of each collective of a step, within a fake group."""
-    torch.manual_seed(0)
     wire = Wire(out_of_place=True)
-    model = build(name, GPT(CONFIG), Setting(Block, bf16=bf16, collectives=wire.factory))
-    step(name, model)
+    model = made(name, setting, wire)
+    step(name, model, setting)
     del wire.sent[:]
     with Sent() as count:
-        step(name, model)
+        step(name, model, setting)
     return wire.sent + count.sent
 
 
 def payload(name: str) -> dict[str, Figure]:
     """One contender's row of the second table, within a fake group."""
-    fp32, bf16 = sent(name, False), sent(name, True)
+    fp32, bf16 = sent(name, COLUMNS["fp32"]), sent(name, COLUMNS["bf16"])
     kinds = [kind for kind, _ in fp32]
     gathers, reductions = kinds.count("all-gather"), kinds.count("reduce-scatter")
     return payload_row(

@@ -21,13 +21,12 @@ the same fake group.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, build, unsynchronised
+from contenders import SHARDED, Setting, build, passes
 from copied_bytes import CONFIG, RANKS, parameter_bytes
 from counting import LiveBytes
 from gpt import GPT, Block
@@ -36,24 +35,13 @@ from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progres
 from flatshard._composable.state import units_below
 from flatshard.comm import Collectives, builtin_collectives
 
-
-@dataclass(frozen=True)
-class Case:
-    """A column of the table of peaks."""
-
-    bf16: bool = False
-    prefetch: bool = True
-    microbatches: int = 1
-    reduced: bool = True
-
-
 CASES = {
-    "fp32": Case(),
-    "bf16": Case(bf16=True),
-    "fp32, no prefetch": Case(prefetch=False),
-    "bf16, no prefetch": Case(bf16=True, prefetch=False),
-    "fp32, 4 x reduced": Case(microbatches=4),
-    "fp32, 4 x no_sync": Case(microbatches=4, reduced=False),
+    "fp32": Setting(Block),
+    "bf16": Setting(Block, bf16=True),
+    "fp32, no prefetch": Setting(Block, prefetch=False),
+    "bf16, no prefetch": Setting(Block, bf16=True, prefetch=False),
+    "fp32, 4 x reduced": Setting(Block, microbatches=4),
+    "fp32, 4 x no_sync": Setting(Block, microbatches=4, reduced=False),
 }
 TARGETS = {"fp32": 1.10, "bf16": 1.06, "fp32, no prefetch": 1.02, "bf16, no prefetch": 1.02, "fp32, 4 x reduced": 1.12}
 LATER = "flatshard, on an accelerator"
@@ -72,15 +60,12 @@ def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     return made
 
 
-def held(name: str, case: Case) -> tuple[int, int]:
+def held(name: str, case: Setting) -> tuple[int, int]:
     """Bytes at the peak of a step, and after it with its gradients. Within a fake group."""
     with LiveBytes() as live:
         torch.manual_seed(0)
         kind = OURS if name == LATER else name
-        collectives = as_nccl if name == LATER else None
-        model = build(
-            kind, GPT(CONFIG), Setting(Block, bf16=case.bf16, prefetch=case.prefetch, collectives=collectives)
-        )
+        model = build(kind, GPT(CONFIG), replace(case, collectives=as_nccl if name == LATER else None))
         if name == LATER:
             for unit in units_below(model):
                 unit.context.backward.waits_early = False
@@ -88,10 +73,7 @@ def held(name: str, case: Case) -> tuple[int, int]:
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
         def step() -> None:
-            for number in range(case.microbatches):
-                waits = not case.reduced and number < case.microbatches - 1
-                with unsynchronised(kind, model) if waits else contextlib.nullcontext():
-                    model(tokens()).float().mean().backward()
+            passes(kind, model, case, lambda: model(tokens()).float().mean())
             optimizer.step()
 
         for _ in range(2):
@@ -141,7 +123,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
             progress(f"memory, {column}")
             counted = {name: held(name, case) for name in NAMES}
             peaks[column] = {name: Figure(peak / floors[case.bf16]) for name, (peak, _) in counted.items()}
-            if case in (Case(), Case(bf16=True)):
+            if column in ("fp32", "bf16"):
                 between[column] = {name: Figure(after / state_bytes()) for name, (_, after) in counted.items()}
     what = f"GPT of 12 blocks, fake group of {RANKS}"
     return [

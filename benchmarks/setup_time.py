@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
+import multiprocessing
 import statistics
-import traceback
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 from contenders import SHARDED, Setting, build, nothing_moves
@@ -51,29 +50,10 @@ def optimizer(name: str) -> float:
     return seconds(adam.step)
 
 
-def forked(name: str) -> list[float]:
-    """:func:`once` in a process of its own.
-
-    Raises:
-        RuntimeError: it failed there, and has said why.
-    """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.write(writing, json.dumps(once(name)).encode())
-            status = 0
-        finally:
-            if status:
-                traceback.print_exc()
-            os._exit(status)  # not the parent's way out
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    if os.waitpid(child, 0)[1] or not text:
-        raise RuntimeError(f"the set-up of {name} failed in its process")
-    return list(json.loads(text))
+def forked(name: str) -> tuple[float, float, float]:
+    """:func:`once` in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(once, name).result()
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
@@ -81,7 +61,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(module)
     once("plain")
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     with fake_world(RANKS):
         for number in range(args.rounds):
             progress(f"set-up, round {number + 1} of {args.rounds}")

@@ -13,19 +13,22 @@ The floor is the plain model's step without any communication, on each rank's ow
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, Unavailable, build, unsynchronised
+from contenders import SHARDED, Setting, Unavailable, build, passes
 from gpt import GPT, Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, interleaved, over, progress, seconds_of_all, spread
 from torch import nn
 
-COLUMNS = {"fp32": (False, 1), "fp32, 4 x": (False, 4), "bf16": (True, 1)}
-"""(bf16, microbatches)"""
+COLUMNS = {
+    "fp32": Setting(Block),
+    "fp32, 4 x": Setting(Block, microbatches=4, reduced=False),
+    "bf16": Setting(Block, bf16=True),
+}
 TARGETS = {"fp32": 0.60, "fp32, 4 x": 0.60, "bf16": 0.70}
 EACH = "flatshard, each reduced"
 
@@ -34,38 +37,40 @@ def config(args: argparse.Namespace) -> GPTConfig:
     return GPTConfig(256, args.context, args.layers, args.width, heads=8)
 
 
-def trainer(name: str, args: argparse.Namespace, bf16: bool, microbatches: int) -> Callable[[], float]:
+def trainer(name: str, args: argparse.Namespace, setting: Setting) -> Callable[[], float]:
     """Seconds of a step, until the slowest rank is done.
 
     Raises:
         Unavailable: the contender has no such setting.
     """
     torch.manual_seed(0)
-    kind = "flatshard" if name == EACH else name
-    model = build(kind, GPT(config(args)), Setting(Block, bf16=bf16))
+    if name == EACH:
+        name, setting = "flatshard", replace(setting, reduced=True)
+    model = build(name, GPT(config(args)), setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 256, (args.batch, args.context + 1))
 
+    def loss() -> torch.Tensor:
+        logits = model(tokens[:, :-1]).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
     def step() -> None:
         optimizer.zero_grad()
-        for number in range(microbatches):
-            held = name != EACH and number < microbatches - 1
-            with unsynchronised(kind, model) if held else contextlib.nullcontext():
-                logits = model(tokens[:, :-1]).float()
-                nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        passes(name, model, setting, loss)
         optimizer.step()
 
     return lambda: seconds_of_all(step)
 
 
-def column(args: argparse.Namespace, bf16: bool, microbatches: int) -> tuple[dict[str, Figure], Figure]:
+def column(args: argparse.Namespace, setting: Setting) -> tuple[dict[str, Figure], Figure]:
     """Every contender's ratio to FSDP2, and FSDP2's milliseconds."""
     steps: dict[str, Callable[[], float]] = {}
     result: dict[str, Figure] = {}
-    names = dict.fromkeys(["FSDP2", *args.only, *([EACH] if microbatches > 1 and "flatshard" in args.only else [])])
+    each = [EACH] if setting.microbatches > 1 and "flatshard" in args.only else []
+    names = dict.fromkeys(["FSDP2", *args.only, *each])
     for name in names:
         try:
-            steps[name] = trainer(name, args, bf16, microbatches)
+            steps[name] = trainer(name, args, setting)
         except Unavailable as e:
             result[name] = Figure(None, note=str(e))
     times = interleaved(steps, args.rounds, warm_up=1)
@@ -77,9 +82,9 @@ def column(args: argparse.Namespace, bf16: bool, microbatches: int) -> tuple[dic
 def measure(args: argparse.Namespace) -> list[Table]:
     columns: dict[str, dict[str, Figure]] = {}
     base = []
-    for name, (bf16, microbatches) in COLUMNS.items():
+    for name, setting in COLUMNS.items():
         progress(f"step time, {name}")
-        columns[name], milliseconds = column(args, bf16, microbatches)
+        columns[name], milliseconds = column(args, setting)
         base.append(f"{name} {milliseconds.text(0)}")
         gc.collect()
     rows = dict(by_column(columns))

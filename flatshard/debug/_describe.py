@@ -86,10 +86,13 @@ class Description:
             if not unit.flats:
                 rows.append((*name, "-", "-", "0", "0", "0", "0"))
         lines = table(rows, left=6)
-        flats = sum(len(u.flats) for u in self.units)
+        units, flats = (
+            counted(len(self.units), "unit"),
+            counted(sum(len(u.flats) for u in self.units), "flat parameter"),
+        )
         lines.append(
-            f"{len(self.units)} units, {flats} flat parameters, {self.numel:,} elements over {self.world_size} ranks on "
-            f"{self.device.type}; {self.shard_nbytes:,} bytes of parameters here between steps"
+            f"{units}, {flats}, {self.numel:,} elements over {counted(self.world_size, 'rank')} on {self.device.type}; "
+            f"{self.shard_nbytes:,} bytes of parameters here between steps"
         )
         if any("/" in row[4] for row in rows):
             lines.append("dtypes: master/compute/gradient/reduce")
@@ -105,6 +108,11 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * w for w in widths))
     return lines
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, or ``8 ranks``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -5,9 +5,9 @@ records the collectives, and ``_memory.py`` the memory. ``_hardware.py`` models 
 """
 
 from flatshard.planning._hardware import Bandwidths, Collective, Span, Timeline
-from flatshard.planning._memory import Memory, Peak
+from flatshard.planning._memory import Memory, Peak, Sample
 from flatshard.planning._plan import plan
-from flatshard.planning._report import Plan, StrategyPlan, UnitPlan
+from flatshard.planning._report import Plan, UnitPlan
 
 __all__ = [
     "Bandwidths",
@@ -15,8 +15,8 @@ __all__ = [
     "Memory",
     "Peak",
     "Plan",
+    "Sample",
     "Span",
-    "StrategyPlan",
     "Timeline",
     "UnitPlan",
     "plan",

@@ -21,11 +21,10 @@ class RecordedStream:
         self._clock = clock
         self.time = 0.0
 
-    def wait_stream(self, other: RecordedStream) -> None:
+    def wait_stream(self, other: RecordedStream | RecordedEvent) -> None:
         self._clock.wait(self, other.time)
 
-    def wait_event(self, event: RecordedEvent) -> None:
-        self._clock.wait(self, event.time)
+    wait_event = wait_stream
 
     def record_event(self) -> RecordedEvent:
         return RecordedEvent(self._clock, self.time)

@@ -61,40 +61,24 @@ class Memory:
 CATEGORIES = tuple(f.name for f in fields(Memory))
 
 
+class Sample(NamedTuple):
+    """What is in memory at one time of a step."""
+
+    seconds: float
+    phase: str  # "forward", "backward" or "optimizer"
+    unit: str  # that runs then
+    device: Memory
+    host: Memory
+
+
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most bytes that are in memory at the same time, and their categories."""
 
-    nbytes: int = 0
-    memory: Memory = Memory()
-    phase: str = "forward"  # "forward", "backward" or "optimizer"
-    unit: str = ""  # that runs then
-
-
-class Ledger:
-    """The memory of one device: bytes by category now, and in the recorded step their peaks and samples over time."""
-
-    def __init__(self) -> None:
-        self.nbytes = dict.fromkeys(CATEGORIES, 0)  # of what keeps its size
-        self.samples: list[tuple[float, Memory]] = []  # (seconds, what is in memory from then on)
-        self.held_peak = self.peak = Peak()
-
-    def note(self, memory: Memory, clock: Clock) -> None:
-        """Record what is in memory now. If several are recorded at the same time, the largest is kept."""
-        self.held_peak = _higher(self.held_peak, Peak(memory.held, memory, clock.phase, clock.unit))
-        self.peak = _higher(self.peak, Peak(memory.total, memory, clock.phase, clock.unit))
-        if self.samples and self.samples[-1][0] == clock.now:
-            if memory.total < self.samples[-1][1].total:
-                return
-            self.samples.pop()
-        if not self.samples or self.samples[-1][1] != memory:
-            self.samples.append((clock.now, memory))
-
-
-def _higher(before: Peak, now: Peak) -> Peak:
-    """The higher peak. If both are equal and in the same unit, ``now``, whose categories are more accurate."""
-    same_place = (now.phase, now.unit) == (before.phase, before.unit)
-    return now if now.nbytes > before.nbytes or (now.nbytes == before.nbytes and same_place) else before
+    nbytes: int
+    memory: Memory
+    phase: str  # "forward", "backward" or "optimizer"
+    unit: str  # that runs then
 
 
 class _LiveStorage(NamedTuple):
@@ -102,8 +86,8 @@ class _LiveStorage(NamedTuple):
 
     ref: weakref.ref[torch.UntypedStorage]
     category: str
-    ledger: Ledger
-    nbytes: int  # that the ledger counts; 0 for a storage that may be resized: its size is read each time
+    on_host: bool
+    nbytes: int  # 0 for a storage that may be resized: its size is read each time
 
 
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,24 +96,17 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
-        self.device, self.host = Ledger(), Ledger()
+        self.samples: list[Sample] = []
+        self._is_open = False
+        # Bytes by category, of what keeps its size: on the device, and on the host.
+        self._nbytes = (dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0))
         self._storages: dict[int, _LiveStorage] = {}  # by id
         self._resized: dict[int, _LiveStorage] = {}  # those that may be resized
-        self._is_open = False
 
-    def open(self) -> tuple[Memory, Memory]:
-        """Begin to record samples and peaks. Returns what is in memory, on the device and on the host."""
+    def open(self) -> None:
+        """Begin to record samples, with one of what is in memory now."""
         self._is_open = True
-        return self.look()
-
-    def close(self) -> None:
-        """End the recording with a sample of what is left after the step."""
-        for ledger, memory in zip((self.device, self.host), self.look(), strict=True):
-            ledger.samples.append((self.clock.now, memory))
-        self._is_open = False
-
-    def ledger(self, on_host: bool) -> Ledger:
-        return self.host if on_host else self.device
+        self.look()
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
         """Count the storages of ``tensors`` in ``category`` from now on. Storages on the host stay there."""
@@ -137,32 +114,36 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             key = id(storage)
             known = self._storages.get(key)
-            ledger = self.ledger(on_host) if known is None or on_host else known.ledger
             self._end(key)
             is_resized = category in ("unsharded", "reductions")
             ref = weakref.ref(storage, functools.partial(self._end, key))
-            entry = _LiveStorage(ref, category, ledger, 0 if is_resized else storage.nbytes())
+            at = on_host if known is None else known.on_host
+            entry = _LiveStorage(ref, category, at, 0 if is_resized else storage.nbytes())
             self._storages[key] = entry
-            ledger.nbytes[category] += entry.nbytes
+            self.add(category, entry.nbytes, entry.on_host)
             if is_resized:
                 self._resized[key] = entry
+
+    def add(self, category: str, nbytes: int, on_host: bool) -> None:
+        """Count that many bytes more."""
+        self._nbytes[on_host][category] += nbytes
 
     def _end(self, key: int, ended: object = None) -> None:
         self._resized.pop(key, None)
         if (entry := self._storages.pop(key, None)) is not None:
-            entry.ledger.nbytes[entry.category] -= entry.nbytes
+            self.add(entry.category, -entry.nbytes, entry.on_host)
 
-    def look(self) -> tuple[Memory, Memory]:
-        """Record and return what is in memory now, on the device and on the host."""
-        device, host = dict(self.device.nbytes), dict(self.host.nbytes)
+    def look(self) -> None:
+        """Record what is in memory now, after ``open``."""
+        if not self._is_open:
+            return
+        now = tuple(dict(nbytes) for nbytes in self._nbytes)
         for entry in list(self._resized.values()):
             if (storage := entry.ref()) is not None:
-                (host if entry.ledger is self.host else device)[entry.category] += storage.nbytes()
-        found = Memory(**device), Memory(**host)
-        if self._is_open:
-            self.device.note(found[0], self.clock)
-            self.host.note(found[1], self.clock)
-        return found
+                now[entry.on_host][entry.category] += storage.nbytes()
+        sample = Sample(self.clock.now, self.clock.phase, self.clock.unit, *(Memory(**nbytes) for nbytes in now))
+        if not self.samples or self.samples[-1] != sample:
+            self.samples.append(sample)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,8 +164,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.clock.compute(formula(*args, **kwargs, out_val=result))
-        if self._is_open:
-            self.look()
+        self.look()
         return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from flatshard._composable.construct.options import unit_config
 from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.policy import Policy
 from flatshard._composable.state import Unit, UnitConfig, units_below
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_enum
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
-from flatshard.planning._hardware import Bandwidths
+from flatshard.planning._hardware import Bandwidths, Timeline
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import Program, Ranks, StepOptions
-from flatshard.planning._report import Plan, StrategyPlan, UnitPlan, in_seconds
+from flatshard.planning._report import Plan, UnitPlan, in_seconds
 
 
 def plan(
@@ -105,31 +105,12 @@ def plan(
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
-    options = StepOptions(
-        optimizer=optimizer,
-        microbatches=microbatches,
-        no_sync=no_sync,
-        tokens=tokens,
-        activations=activations,
-        example_inputs=example_inputs,
-        bandwidths=Bandwidths() if bandwidths is None else bandwidths,
-        device=device,
-        widens=widens,
-    )
-    strategy = as_enum(ShardingStrategy, strategy, "strategy")
-    ranks = _ranks(world_size, strategy, options.bandwidths.gpus_per_node)
-    config = unit_config(
-        strategy=strategy,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-        mixed_precision=mixed_precision,
-        cpu_offload=cpu_offload,
-        collectives=None,
-        prefetch_limit_bytes=prefetch_limit_bytes,
-        reshard_after_forward=reshard_after_forward,
-        layout=layout,
-        static_buffers=static_buffers,
-    )
+    bandwidths = Bandwidths() if bandwidths is None else bandwidths
+    given = locals()
+    options = StepOptions(**{field.name: given[field.name] for field in dataclasses.fields(StepOptions)})
+    of_unit = [field.name for field in dataclasses.fields(UnitConfig) if field.name in given]
+    config = unit_config(collectives=None, **{name: given[name] for name in of_unit})
+    ranks = _ranks(world_size, config.strategy, bandwidths.gpus_per_node)
     if isinstance(module, nn.Module) and (units := units_below(module)):
         raise ValueError(
             f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() shows "
@@ -138,14 +119,11 @@ def plan(
     validate.check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
     _check(choice, activations)
-    alternatives = _alternatives(choice, ranks, options.bandwidths.gpus_per_node) if compare else []
+    others = _alternatives(choice, ranks, bandwidths.gpus_per_node) if compare else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fully_shard itself will warn
-        chosen, *others = (
-            Program(module, _with_configs(each, _pinned), its_ranks, options).run()
-            for each, its_ranks in ((choice, ranks), *alternatives)
-        )
-    return _result(chosen, others)
+        recorded = tuple(_recorded(Program(module, *other, options)) for other in others)
+        return _recorded(Program(module, _changed(choice), ranks, options), recorded)
 
 
 def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
@@ -205,71 +183,46 @@ def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Cho
         over[ShardingStrategy.HYBRID_SHARD] = over[ShardingStrategy.HYBRID_SHARD_ZERO2] = ranks
     elif ranks.total > per_node and ranks.total % per_node == 0:
         over[ShardingStrategy.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
-    return [(_for_strategy(choice, s), its_ranks) for s, its_ranks in over.items() if s is not chosen]
+    over.pop(chosen, None)
+    return [(_changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
 
 
-def _for_strategy(choice: Choice, strategy: ShardingStrategy) -> Choice:
+def _changed(choice: Choice, **options: Any) -> Choice:
+    """``choice`` with other ``options`` for every unit; and with pinned memory, by which ``Books`` recognises the host."""
+
     def change(config: UnitConfig) -> UnitConfig:
-        return dataclasses.replace(config, strategy=strategy, reshard_after_forward=None)
+        pinned = dataclasses.replace(config.cpu_offload, pin_memory=True)
+        return dataclasses.replace(config, cpu_offload=pinned, **options)
 
-    return dataclasses.replace(_with_configs(choice, change), strategy=strategy)
-
-
-def _pinned(config: UnitConfig) -> UnitConfig:
-    """The same with pinned host memory, by which ``Books`` recognises memory on the host."""
-    return dataclasses.replace(config, cpu_offload=dataclasses.replace(config.cpu_offload, pin_memory=True))
-
-
-def _with_configs(choice: Choice, change: Callable[[UnitConfig], UnitConfig]) -> Choice:
-    """``choice`` with the configuration of every unit changed."""
     planned = [dataclasses.replace(unit, config=change(unit.config)) for unit in choice.planned]
-    return dataclasses.replace(choice, planned=planned)
+    return dataclasses.replace(choice, planned=planned, strategy=options.get("strategy", choice.strategy))
 
 
-def _result(program: Program, others: Sequence[Program]) -> Plan:
-    """The result for ``program``, which has run, compared with ``others``."""
+def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
+    """Run ``program``. Returns what it has recorded."""
+    program.run()
+    clock = program.clock
     described = {unit.fqn: unit for unit in describe(program.root).units}
     units = tuple(_unit_plan(program, unit, described[unit.fqn]) for unit in program.units)
-    books = program.books
+    timeline = Timeline(tuple(clock.spans), clock.now)
     return Plan(
         module=type(program.root).__name__,
         strategy=program.choice.strategy.name,
         world_size=program.ranks,
         device=program.options.device,
         units=units,
-        between_steps=program.between,
-        host=program.host_between,
-        peak=books.device.held_peak,
-        total_peak=books.device.peak,
-        host_peak=books.host.peak,
-        collectives=tuple(program.collectives),
-        timeline=program.timeline,
-        memory=tuple(books.device.samples),
-        strategies=tuple(_strategy_plan(each) for each in (program, *others)),
-        rank_numels=(min(program.numels), max(program.numels)),
+        samples=tuple(program.books.samples),
+        collectives=tuple(clock.collectives),
+        timeline=timeline,
+        others=others,
         warnings=tuple(_warnings(program, units)),
-        assumptions=tuple(_assumptions(program)),
-    )
-
-
-def _strategy_plan(program: Program) -> StrategyPlan:
-    return StrategyPlan(
-        strategy=program.choice.strategy.name,
-        world_size=program.ranks,
-        between_steps_nbytes=program.between.total,
-        peak_nbytes=program.books.device.peak.nbytes,
-        collectives=len(program.collectives),
-        sent_nbytes=sum(c.sent_nbytes for c in program.collectives),
-        step_seconds=program.timeline.step_seconds,
-        hidden_share=program.timeline.hidden_share,
+        assumptions=tuple(_assumptions(program.options, timeline.compute_seconds > 0)),
     )
 
 
 def _unit_plan(program: Program, unit: Unit, described: UnitDescription) -> UnitPlan:
-    options, flats = program.options, unit.handle.flats
-    mine = [c for c in program.collectives if c.unit == unit.fqn]
-    gathers = [c for c in mine if c.kind == "all-gather" and c.phase == "forward"]
-    gather_seconds = sum(options.bandwidths.seconds_of(c, program.ranks.total) for c in gathers)
+    flats = unit.handle.flats
+    mine = [c for c in program.clock.collectives if c.unit == unit.fqn]
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [f for f in flats if f.gradients.is_reduced and any(f.requires_grad)]
@@ -284,7 +237,6 @@ def _unit_plan(program: Program, unit: Unit, described: UnitDescription) -> Unit
         reduction_nbytes=sum(inputs[len(inputs) - len(reduced) :]) + sum(outputs),
         collectives=len(mine),
         sent_nbytes=sum(c.sent_nbytes for c in mine),
-        gather_seconds=gather_seconds / options.microbatches,
     )
 
 
@@ -318,7 +270,12 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
     ]
     bandwidths, shards = program.options.bandwidths, program.ranks.shards
     least = bandwidths.seconds("all-gather", 0, shards, min(shards, bandwidths.gpus_per_node))
-    slow = [u.fqn or "<root>" for u in units if u.gather_seconds and least > 0.5 * u.gather_seconds]
+    seconds = dict.fromkeys((u.fqn for u in units), 0.0)  # of the all-gathers of a forward
+    for collective in program.clock.collectives:
+        if (collective.kind, collective.phase) == ("all-gather", "forward"):
+            seconds[collective.unit] += bandwidths.seconds_of(collective, program.ranks.total)
+    most = 2 * least * program.options.microbatches
+    slow = [fqn or "<root>" for fqn, gathering in seconds.items() if 0 < gathering < most]
     if slow:
         cure = "make larger units (several layers each)"
         if shards > bandwidths.gpus_per_node and not program.choice.strategy.is_hybrid:
@@ -335,10 +292,9 @@ def _units(fqns: Iterable[str]) -> str:
     return f"unit {names[0]!r} has" if len(names) == 1 else f"{len(names)} units ({name_list(names, 3)}) have"
 
 
-def _assumptions(program: Program) -> list[str]:
+def _assumptions(options: StepOptions, computes: bool) -> list[str]:
     """What the numbers assume."""
-    options, bandwidths = program.options, program.options.bandwidths
-    recorded, computes = options.example_inputs is not None, program.timeline.compute_seconds > 0
+    bandwidths, recorded = options.bandwidths, options.example_inputs is not None
     given = "as passed to plan" if options.activations else "not known, and not counted"
     reduced = "all but the last under no_sync" if options.no_sync else "each one reduced"
     computed = "recorded" if recorded else f"2 per token ({options.tokens:,}) and matrix element"

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from flatshard._composable.state import Unit, called_modules, unit_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
 from flatshard.planning._clock import Clock, RecordingCollectives
-from flatshard.planning._hardware import Bandwidths, Timeline
+from flatshard.planning._hardware import Bandwidths
 from flatshard.planning._memory import Books
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
 
@@ -73,21 +73,14 @@ class StepOptions:
     def __post_init__(self) -> None:
         inputs, given = self.example_inputs, self.activations
         sizes = given.values() if isinstance(given, Mapping) else [given]
+        are_inputs = isinstance(inputs, Tensor | tuple | list | dict | None)
+        of_inputs = "a tuple of arguments, a dict of keyword arguments, or a tensor"
+        are_sizes, of_sizes = all(_is_int(n, 0) for n in sizes), "bytes for each unit, or a dict of them by FQN"
         for name, error, is_right, what in (
             ("microbatches", ValueError, _is_int(self.microbatches, 1), "an int of at least 1"),
             ("tokens", ValueError, _is_int(self.tokens, 0), "an int of at least 0"),
-            (
-                "activations",
-                ValueError,
-                all(_is_int(n, 0) for n in sizes),
-                "bytes for each unit, or a dict of them by FQN",
-            ),
-            (
-                "example_inputs",
-                TypeError,
-                isinstance(inputs, Tensor | tuple | list | dict | None),
-                "a tuple of arguments, a dict of keyword arguments, or a tensor",
-            ),
+            ("activations", ValueError, are_sizes, of_sizes),
+            ("example_inputs", TypeError, are_inputs, of_inputs),
             ("no_sync", ValueError, isinstance(self.no_sync, bool), "True or False"),
             ("widens", ValueError, isinstance(self.widens, bool | None), "True, False or None"),
             ("bandwidths", TypeError, isinstance(self.bandwidths, Bandwidths), "a flatshard.planning.Bandwidths"),
@@ -142,13 +135,13 @@ class Program:
         self.units = list(made.values())
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
-            self.books.track([flat.shard], "shards", flat.kind.is_offloaded)
+            self.books.track([flat.shard], "shards")
         self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")
         copies = ((param, memo[id(param)]) for param in module.parameters())
         # The trainable sharded parameters, by the parameters of the original module.
         self.params = {p: c for p, c in copies if c.requires_grad and shard_info(c) is not None}
 
-    def run(self) -> Self:
+    def run(self) -> None:
         """Run steps, and record the last one."""
         options = self.options
         run_once = _InOrder(self).run_once if options.example_inputs is None else self._run_once
@@ -163,20 +156,16 @@ class Program:
         step()
         self.states = state_nbytes(options.optimizer, self.params)  # by this rank's part
         for flat in self.flats:
-            nbytes = sum(self.states.get(p, 0) for p in flat.params)
-            self.books.ledger(flat.kind.is_offloaded).nbytes["optimizer"] += nbytes
+            self.books.add("optimizer", sum(self.states.get(p, 0) for p in flat.params), flat.kind.is_offloaded)
         self.root.zero_grad()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             step()
             self.root.zero_grad()
         self.clock.begin()
-        self.between, self.host_between = self.books.open()
+        self.books.open()
         step()
-        self.collectives = self.clock.collectives
-        self.timeline = Timeline(tuple(self.clock.spans), self.clock.now)
         self.clock.phase, self.clock.unit = "optimizer", ""
-        self.books.close()
-        return self
+        self.books.look()
 
     def _run_once(self) -> None:
         """Run a forward with the example inputs, and a backward from the sum of its outputs."""
@@ -243,8 +232,7 @@ class _ObservedUnit(ForwardFeature):
 
     def reduced(self) -> None:
         for flat in self.unit.handle.flats:
-            grads = [p.grad for p in flat.params if p.grad is not None]
-            self.books.track(grads, "gradients", flat.kind.is_offloaded)
+            self.books.track([p.grad for p in flat.params if p.grad is not None], "gradients")
 
 
 class _InOrder:

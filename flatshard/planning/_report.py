@@ -7,14 +7,14 @@ import itertools
 import json
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatshard.debug._describe import UnitDescription, table
+from flatshard.debug._describe import UnitDescription, counted, table
 from flatshard.planning._hardware import Collective, Timeline
-from flatshard.planning._memory import CATEGORIES, Memory, Peak
+from flatshard.planning._memory import CATEGORIES, Memory, Peak, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,6 @@ class UnitPlan(UnitDescription):
     reduction_nbytes: int  # the input and the output of its reduction
     collectives: int  # in a step
     sent_nbytes: int  # in a step: see ``Collective.sent_nbytes``
-    gather_seconds: float  # of one all-gather, modelled
 
     @property
     def numel(self) -> int:
@@ -41,20 +40,6 @@ class UnitPlan(UnitDescription):
 
 
 @dataclass(frozen=True)
-class StrategyPlan:
-    """One line of the table that compares strategies."""
-
-    strategy: str
-    world_size: tuple[int, int]  # (replicas, ranks to shard over)
-    between_steps_nbytes: int
-    peak_nbytes: int
-    collectives: int
-    sent_nbytes: int
-    step_seconds: float
-    hidden_share: float | None
-
-
-@dataclass(frozen=True)
 class Plan:
     """The result of :func:`plan`. ``print`` shows it as tables. Sizes are bytes on the rank that has most elements."""
 
@@ -63,30 +48,62 @@ class Plan:
     world_size: tuple[int, int]  # (replicas, ranks to shard over)
     device: str
     units: tuple[UnitPlan, ...]  # in module order
-    between_steps: Memory
-    """What is in memory between steps, without gradients."""
-    host: Memory
-    """The same in host memory, with ``cpu_offload``."""
-    peak: Peak
-    """The peak of what flatshard and the optimizer allocate: without activations, buffers and ignored parameters."""
-    total_peak: Peak
-    """The peak of everything that is recorded."""
-    host_peak: Peak
+    samples: tuple[Sample, ...]
+    """What is in memory from the beginning of a step to its end: one for each change of memory, time or place."""
     collectives: tuple[Collective, ...]
     """All collectives of a step, in the order in which they are issued."""
     timeline: Timeline
-    memory: tuple[tuple[float, Memory], ...]
-    """Samples: (seconds, what is in memory from then on)."""
-    strategies: tuple[StrategyPlan, ...]
-    """This plan's strategy, and with ``compare`` the others."""
-    rank_numels: tuple[int, int]
-    """The fewest and the most elements of parameters that a rank has, without padding."""
+    others: tuple[Plan, ...]
+    """The same with the other strategies, with ``compare``."""
     warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
 
     @property
+    def strategies(self) -> tuple[Plan, ...]:
+        """This plan, and with ``compare`` those of the other strategies."""
+        return (self, *self.others)
+
+    @property
     def numel(self) -> int:
         return sum(u.numel for u in self.units)
+
+    @property
+    def between_steps(self) -> Memory:
+        """What is in memory between steps, without gradients."""
+        return self.samples[0].device
+
+    @property
+    def host(self) -> Memory:
+        """The same in host memory, with ``cpu_offload``."""
+        return self.samples[0].host
+
+    @property
+    def peak(self) -> Peak:
+        """The peak of what flatshard and the optimizer allocate: without activations, buffers and ignored parameters."""
+        return _highest(Peak(s.device.held, s.device, s.phase, s.unit) for s in self.samples)
+
+    @property
+    def total_peak(self) -> Peak:
+        """The peak of everything that is recorded."""
+        return _highest(Peak(s.device.total, s.device, s.phase, s.unit) for s in self.samples)
+
+    @property
+    def host_peak(self) -> Peak:
+        """The peak in host memory, with ``cpu_offload``."""
+        return _highest(Peak(s.host.total, s.host, s.phase, s.unit) for s in self.samples)
+
+    @property
+    def memory(self) -> tuple[tuple[float, Memory], ...]:
+        """(seconds, what is in memory from then on). Of several samples at the same time, the largest."""
+        found: list[tuple[float, Memory]] = []
+        for sample in self.samples:
+            if found and found[-1][0] == sample.seconds:
+                if sample.device.total < found[-1][1].total:
+                    continue
+                found.pop()
+            if not found or found[-1][1] != sample.device:
+                found.append((sample.seconds, sample.device))
+        return (*found, (self.step_seconds, self.samples[-1].device))
 
     @property
     def sent_nbytes(self) -> int:
@@ -163,6 +180,17 @@ class Plan:
         return [c for c in CATEGORIES if any(getattr(memory, c) for _, memory in self.memory)]
 
 
+def _highest(peaks: Iterable[Peak]) -> Peak:
+    """The first of the highest, with its last categories: a storage changes its category when it is known what it is."""
+    *_, highest = itertools.accumulate(peaks, _higher)
+    return highest
+
+
+def _higher(before: Peak, now: Peak) -> Peak:
+    same_place = (now.phase, now.unit) == (before.phase, before.unit)
+    return now if now.nbytes > before.nbytes or (now.nbytes == before.nbytes and same_place) else before
+
+
 _LANES = {"compute": 0, "wait": 0, "all-gather": 1, "reduce-scatter": 2, "all-reduce": 3}
 _COLOURS = {"compute": "#59a14f", "all-gather": "#e15759", "reduce-scatter": "#edc948", "all-reduce": "#b07aa1"}
 
@@ -192,7 +220,7 @@ def in_percent(share: float | None) -> str:
 
 def world(sizes: tuple[int, int]) -> str:
     """``8 ranks``, or with replicas ``2 x 8 ranks``."""
-    return f"{sizes[1]:,} ranks" if sizes[0] == 1 else f"{sizes[0]:,} x {sizes[1]:,} ranks"
+    return counted(sizes[1], "rank") if sizes[0] == 1 else f"{sizes[0]:,} x {sizes[1]:,} ranks"
 
 
 def as_text(plan: Plan) -> str:
@@ -261,7 +289,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _strategy_rows(strategies: Sequence[StrategyPlan]) -> list[tuple[str, ...]]:
+def _strategy_rows(strategies: Sequence[Plan]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden")
     ]
@@ -270,9 +298,9 @@ def _strategy_rows(strategies: Sequence[StrategyPlan]) -> list[tuple[str, ...]]:
             (
                 each.strategy + (" (this)" if each is strategies[0] else ""),
                 world(each.world_size),
-                in_bytes(each.between_steps_nbytes),
-                in_bytes(each.peak_nbytes),
-                f"{each.collectives:,}",
+                in_bytes(each.between_steps.total),
+                in_bytes(each.total_peak.nbytes),
+                f"{len(each.collectives):,}",
                 in_bytes(each.sent_nbytes),
                 in_seconds(each.step_seconds),
                 in_percent(each.hidden_share),

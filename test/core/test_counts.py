@@ -11,7 +11,9 @@ every number here is the difference to that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,11 +23,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from clean import resident_nbytes, storage_nbytes
-from counting import CopiedBytes, Wire, storages
+from counting import CopiedBytes, LiveBytes, Wire, storages
+from expecttest import assert_expected_inline
 from models import SMALL_WIDTH, WIDTH
 from models import NormBlock as Block
 from models import NormNet as Net
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
@@ -458,3 +464,128 @@ def test_parameters_are_looked_at_only_after_a_change(world, accumulates: bool):
         assert changes.count > before
     per_parameter = (costs[1] - costs[0]) / 16
     assert per_parameter <= 7  # the hook of its gradient, and placing that
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traces
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        composable_checkpoint(block)
+    return model
+
+
+def tied(model: nn.Module) -> nn.Module:
+    """A parameter of the outermost unit is registered in the first block, too."""
+    model.blocks[0].up.weight = model.shared = nn.Parameter(torch.ones(2 * WIDTH, WIDTH))
+    return model
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """A block, and all of the next but its norm."""
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    model.blocks[2].norm.requires_grad_(True)
+    return model
+
+
+def divided(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """By tensor parallelism."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+class Skipping(Net):
+    """Runs every other block, as if other ranks ran all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for i, block in enumerate(self.blocks):
+            x = flatshard.skip(block, x) if i % 2 else block(x)
+        return self.head(x)
+
+
+def accumulate(model: nn.Module, holds: bool) -> None:
+    """Three microbatches. ``holds``: only the last is reduced."""
+    for number in range(3):
+        with flatshard.no_sync(model) if holds and number < 2 else contextlib.nullcontext():
+            model(torch.ones(2, 3)).sum().backward()
+    model.zero_grad()
+
+
+BF16 = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def traced(tp: DeviceMesh) -> dict[str, tuple[nn.Module, dict[str, Any], Callable[[nn.Module], None]]]:
+    """The model, the options of ``fully_shard``, and the step, by name. ``tp``: (4, 2)."""
+    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": tp}
+    return {
+        "full": (Net(), {}, step),
+        "shard-grad-op": (Net(), {"strategy": GRAD_OP}, step),
+        "no-shard": (Net(), {"strategy": NO_SHARD}, step),
+        "hybrid": (Net(), hybrid, step),
+        "checkpointed": (checkpointed(Net()), {}, step),
+        "3 x no_sync": (Net(), {}, functools.partial(accumulate, holds=True)),
+        "3 x reduced": (Net(), {}, functools.partial(accumulate, holds=False)),
+        "skipped": (Skipping(), {}, step),
+        "tensor parallel": (divided(Net(), tp["tp"]), {"device_mesh": tp["dp"]}, step),
+        "bf16": (Net(), {"mixed_precision": BF16}, step),
+        "frozen": (frozen(Net()), {}, step),
+        "shared": (tied(Net()), {}, step),
+        "resharded to 2": (Net(), {"reshard_after_forward": 2}, step),
+    }
+
+
+KINDS = {"all-gather": "G", "reduce-scatter": "R", "all-reduce": "A"}
+
+
+def test_traces_of_models(world):
+    """A change of a line is a change of what a step does, wanted or not: the third step of each model.
+
+    Collectives in order (G: all-gather, R: reduce-scatter, A: all-reduce; 3G: three of them), their bytes, and over what the
+    step of rank 0 begins with, the most live bytes; bytes copied and operations in all, with the model's own.
+    """
+    world(8)
+    tp = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    lines = ["                       sent       peak     copied  ops  collectives"]
+    for name, (model, options, run) in traced(tp).items():
+        wire = Wire(out_of_place=True)
+        with LiveBytes() as live:
+            fully_shard(model, policy=Block, collectives=wire.factory, **options)
+            live.add(model.parameters())
+            for _ in range(2):
+                run(model)
+            del wire.sent[:]
+            before = live.now()
+            with live.watch():
+                run(model)
+        sent = wire.sent.copy()
+        with CopiedBytes() as cost:
+            run(model)
+        order = "".join(
+            (str(n) if (n := len(list(same))) > 1 else "") + KINDS[kind]
+            for kind, same in itertools.groupby(kind for kind, _ in sent)
+        )
+        numbers = f"{sum(n for _, n in sent):10,} {live.peak - before:10,} {cost.total:10,} {cost.operations:4}"
+        lines.append(f"{name:<16} {numbers}  {order}")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+                       sent       peak     copied  ops  collectives
+full              1,799,680    572,492  3,135,088  203  7GRGRG3R
+shard-grad-op     1,201,664    764,524  3,135,088  203  5G5R
+no-shard            600,320    678,204  3,134,576  251  5A
+hybrid            2,100,096    758,348  3,135,088  203  7GRGARGARARARA
+checkpointed      1,799,680    570,172  3,463,856  279  7GRGRG3R
+3 x no_sync       4,197,376  1,007,056 10,593,152  583  25GRGRG3R
+3 x reduced       5,399,040    631,996  9,855,888  619  7GRGRG3R7GRGRG3R7GRGRG3R
+skipped           1,799,680    553,804  2,008,636  175  7GRGRG3R
+tensor parallel     908,672    310,796  3,158,960  227  7GRGRG3R
+bf16              1,200,256    379,686  2,095,608  213  7GRGRG3R
+frozen            1,502,976    483,548  2,228,592  157  9GRGRG2R
+shared            1,726,464    630,876  3,434,864  199  7GRGRG3R
+resharded to 2    1,802,496    631,644  4,336,752  233  8GRGRG3R""",
+    )

@@ -34,3 +34,22 @@ def dropped_models_are_freed(ctx: Any) -> None:
 
 def test_dropped_models_are_freed(pool):
     pool.run(dropped_models_are_freed, world_size=2)
+
+
+def test_a_skipped_unit_keeps_no_tensors(fake_group):
+    """Nor a forward's frame: what passed through is freed with the graph, not by the collector, which may come late."""
+    model = flatshard.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), policy={nn.Linear})
+    gc.collect()
+    gc.disable()
+    try:
+        for is_training in (True, False):
+            x = torch.ones(2, 8)
+            reference = weakref.ref(x)
+            with torch.set_grad_enabled(is_training):
+                result = flatshard.skip(model, x)
+            if is_training:
+                result.sum().backward()
+            del x, result
+            assert reference() is None
+    finally:
+        gc.enable()

@@ -646,7 +646,7 @@ def test_a_single_rank_has_nothing_to_wait_for(tmp_path):
     planned.trace(tmp_path / "step.json")
     assert planned.collectives == ()
     assert planned.step_seconds == 0
-    assert "Net, FULL_SHARD over 1 ranks" in str(planned)
+    assert "Net, FULL_SHARD over 1 rank:" in str(planned)
 
 
 def test_times():

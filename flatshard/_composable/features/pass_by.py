@@ -93,6 +93,7 @@ def pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[T
     finally:
         if (forward := unit.context.exit_forward(module)) is not None:
             hooks.end_forward(forward, hooks.come_back(marked, forward), False)
+        forward = None  # it holds this frame: a cycle, in which the tensors would live until the collector comes
     return tensors
 
 
