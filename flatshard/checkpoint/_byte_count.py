@@ -14,10 +14,6 @@ Report = Callable[[int, int], object]
 _EVERY = 10.0  # seconds between lines
 
 
-def _no_report(done: int, total: int) -> None:
-    """In the place of one that raised."""
-
-
 class ByteCount:
     """Counts bytes, and reports them: to ``report``, or, on rank 0, with a line on stderr every few seconds."""
 
@@ -35,7 +31,7 @@ class ByteCount:
                 self._report(self.done, self.total)
             except Exception:  # what is shown does not decide on a checkpoint
                 logger.exception("%s %r goes on, without progress, which raised", self._verb, str(self._path))
-                self._report = _no_report
+                self._report = lambda done, total: None
         elif self._is_first and time.monotonic() - self._said > _EVERY:
             self._said = time.monotonic()
             seconds = self._said - self._began

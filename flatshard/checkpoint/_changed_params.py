@@ -16,13 +16,12 @@ sent too, which changes nothing. Where most elements differ, all of a shard is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
 from flatshard.checkpoint._boxes import Part, memory_dims
@@ -136,8 +135,7 @@ def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, change
 
     Args:
         weights: whole tensors by name, as ``state_dict()`` of the plain model has them. A tied parameter may be there under
-        any
-            of its names.
+            any of its names.
         plan: the sender's ``SentParams.plan``.
         changed: what it sent. It may be on another device.
 
@@ -187,31 +185,30 @@ class _OwnValues(NamedTuple):
 
     flat: torch.Tensor  # 1-D, in the master dtype
     dtype: torch.dtype  # in which they compute
-    buffers: FlatParam | None  # whose shard it is
-    param: nn.Parameter | None  # that nobody shards
+    params: Sequence[tuple[nn.Parameter, int]]  # that have elements in it, from where on
 
 
 def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
     flats = idle_flats(module, verb)
     for unit, buffers in flats:
         if unit.handle.placement.is_first_replica:
-            yield _OwnValues(buffers.shard, buffers.kind.compute_dtype, buffers, None)
+            params = [(p, at.start) for p, at in zip(buffers.params, buffers.slices, strict=True) if at.numel]
+            yield _OwnValues(buffers.shard, buffers.kind.compute_dtype, params)
     if all(unit.handle.placement.is_rank0 for unit, _ in flats):
         for param in module.parameters():
             if not isinstance(param, ShardedParameter):
-                yield _OwnValues(param.detach().reshape(-1), param.dtype, None, param)
+                yield _OwnValues(param.detach().reshape(-1), param.dtype, [(param, 0)])
 
 
 def _placed(source: _OwnValues, names: Mapping[int, list[str]]) -> Iterator[PlacedPart]:
-    if source.param is not None:
-        shape = tuple(source.param.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        yield PlacedPart(tuple(names[id(source.param)]), 0, Part.of_whole(shape, stride, 0, source.flat.numel()))
-    elif source.buffers is not None:
-        for param, at in zip(source.buffers.params, source.buffers.slices, strict=True):
-            info = shard_info(param)
-            if info is not None and at.numel and id(param) in names and not info.is_copy:
-                yield PlacedPart(tuple(names[id(param)]), at.start, part_of(info))
+    for param, start in source.params:
+        if (info := shard_info(param)) is not None:
+            part = part_of(info)
+        else:
+            shape = tuple(param.shape)
+            part = Part.of_whole(shape, torch.empty(shape, device="meta").stride(), 0, param.numel())
+        if id(param) in names and not part.is_copy:
+            yield PlacedPart(tuple(names[id(param)]), start, part)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.unfilled import check_has_memory
 from flatshard.checkpoint._optim_names import Names, as_list, rekey, steps_only
 from flatshard.checkpoint._optim_options import options_of
-from flatshard.checkpoint._optim_state_dict import own_optim_state
+from flatshard.checkpoint._optim_state_dict import own_optim_state, pieces_of
 from flatshard.checkpoint._optim_state_load import stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
@@ -49,18 +49,18 @@ class Entry:
         return self.value
 
     def template(self, names: Iterable[str]) -> Any:
-        """What is to be read, of what the checkpoint's ``names`` say it has. Tensors on meta are not read yet."""
+        """What is to be read, of what the checkpoint's ``names`` say it has, and where to."""
         return copied(self.saved())
 
+    def is_in_place(self, way: tuple[Any, ...]) -> bool:
+        """Whether a value of the template is memory that training uses: it is read in phase 3."""
+        return False
+
     def check(self, loaded: Any) -> None:
-        """Phase 1 ends: ``loaded`` is the template, filled but for what is on meta. Raises if ``install`` would."""
+        """Phase 1 ends: ``loaded`` is the template, filled but for what is in place. Raises if ``install`` would."""
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         """Phase 2: take over what was read. How to undo it is added to ``undos`` first."""
-
-    def places(self) -> Mapping[str, Any]:
-        """Phase 3: where what is on meta in the template is to be read to."""
-        return {}
 
     def result(self, loaded: Any) -> Any:
         """What the caller gets."""
@@ -97,13 +97,13 @@ class InPlace(Stateful):
         return self._shown
 
     def template(self, names: Iterable[str]) -> Any:
-        return on_meta(self._shown, scalars=True)
+        return self._shown
+
+    def is_in_place(self, way: tuple[Any, ...]) -> bool:
+        return True
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         pass
-
-    def places(self) -> Mapping[str, Any]:
-        return self._shown
 
 
 class Optimized(Stateful):
@@ -112,8 +112,9 @@ class Optimized(Stateful):
     def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
         super().__init__(key, value, strict)
         self._names = names
-        self._params = [p for group in value.param_groups for p in group["params"]]
         self._load: dict[str, Any] = {}
+        self._memory: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # of its state: what it has, or is to get
+        self._in_place: set[tuple[Any, ...]] = set()  # what of the template is in it
         self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(names, value))
 
     def saved(self) -> Any:
@@ -124,26 +125,39 @@ class Optimized(Stateful):
         wanted = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
         if not self.strict:  # what the checkpoint lacks stays
             wanted += [f"state.{n}.{k}" for n, values in self.saved()["state"].items() for k in values]
-        return on_meta(own_optim_state(self._names, self.value, wanted))
+        pieces = pieces_of(self._names, self.value, wanted)
+        state = pieces.values()
+        for named in pieces.named:
+            for key, value in state.get(named.fqn, {}).items():
+                memory = pieces.states[named.stepped][key]
+                if isinstance(memory, torch.Tensor) and memory.dim():
+                    self._memory.setdefault(named.stepped, {})[key] = memory
+                    self._in_place.add(("state", named.fqn, key))
+                else:
+                    state[named.fqn][key] = copied(value)
+        return {"state": state, "param_groups": copied(pieces.groups)}
+
+    def is_in_place(self, way: tuple[Any, ...]) -> bool:
+        return way in self._in_place
 
     def check(self, loaded: Any) -> None:
-        (self._load,) = to_load(self._names, as_list(self.value), loaded, self.strict)
+        small = {
+            fqn: {key: value for key, value in values.items() if ("state", fqn, key) not in self._in_place}
+            for fqn, values in loaded["state"].items()
+        }
+        self._load = self._by_number({**loaded, "state": small})
+
+    def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        (load,) = to_load(self._names, as_list(self.value), loaded, self.strict)
+        return load
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
-        """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are made."""
-        state, groups, params = self.value.state, self.value.param_groups, self._params
+        """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
+        state, groups = self.value.state, self.value.param_groups
         undos.append(lambda: self.value.__dict__.update(state=state, param_groups=groups))
-        given = self._load["state"]
-        small = {i: {k: v for k, v in own.items() if not _is_on_meta(v)} for i, own in given.items()}
-        self.value.load_state_dict({**self._load, "state": small})
-        for i, own in given.items():
-            taken = self.value.state[params[i]]
-            room = {k: _room(params[i], state, k, v) if _is_on_meta(v) else taken.get(k, v) for k, v in own.items()}
-            self.value.state[params[i]] = {**taken, **room}
-
-    def places(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.saved()
-        return found
+        self.value.load_state_dict(self._load)
+        for param, memory in self._memory.items():
+            self.value.state[param] = {**self.value.state[param], **memory}
 
 
 class PlainOptimized(Optimized):
@@ -152,7 +166,7 @@ class PlainOptimized(Optimized):
     def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
         super().__init__(key, value, names, strict)
         self._order = [n.fqn for group in names.groups(value) for n in group]
-        if any(map(is_dtensor, self._params)):
+        if any(is_dtensor(p) for group in value.param_groups for p in group["params"]):
             raise NotImplementedError(
                 f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
                 "torch.distributed.checkpoint, with get_optimizer_state_dict"
@@ -164,22 +178,11 @@ class PlainOptimized(Optimized):
         return {**result, "param_groups": groups}
 
     def template(self, names: Iterable[str]) -> Any:
-        return {**on_meta(self.saved()), **super().template(names)}
+        own = {k: v for k, v in self.value.state_dict().items() if k not in ("state", "param_groups")}
+        return {**copied(own), **super().template(names)}
 
-    def check(self, loaded: Any) -> None:
-        self._load = rekey(loaded, self._order, to="ids")
-
-
-def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _room(param: nn.Parameter, state: Mapping[Any, dict[str, Any]], key: str, value: torch.Tensor) -> torch.Tensor:
-    """Where ``value`` is to be read: memory that is there already, or new."""
-    known = state.get(param, {}).get(key)
-    if isinstance(known, torch.Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
-        return known
-    return torch.empty_like(value, device=param.device)
+    def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        return rekey(loaded, self._order, to="ids")
 
 
 def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
@@ -257,14 +260,3 @@ def copied(value: Any, device: str | None = None) -> Any:
     if isinstance(value, dict):
         return {k: copied(v, device) for k, v in value.items()}
     return type(value)(copied(v, device) for v in value) if type(value) in (list, tuple) else value
-
-
-def on_meta(value: Any, scalars: bool = False) -> Any:
-    """The same with tensors that have no memory; a copy of those of no dimension, unless ``scalars``."""
-    if isinstance(value, ShardedValue):
-        return value.on_meta() if value.dim() or scalars else value.detach().clone()
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("meta") if value.dim() or scalars else value.detach().clone()
-    if isinstance(value, Mapping):
-        return {k: on_meta(v, scalars) for k, v in value.items()}
-    return type(value)(on_meta(v, scalars) for v in value) if type(value) in (list, tuple) else value

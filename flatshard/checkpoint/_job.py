@@ -269,13 +269,13 @@ class _Loading:
     def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
         from flatshard.checkpoint import _reader
 
-        self._path, self._is_first, self._strict = path, is_first, strict
-        self._planner = _reader.LoadPlanner(strict)
+        self._files, self._path, self._is_first, self._strict = _reader, path, is_first, strict
         self._reader = _reader.Reader(path, verify=verify)
         self._reader.progress = ByteCount("loading", path, report, is_first)
-        self._entries: list[Entry] = []
+        self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Any] = {}
-        self._later: Any = None
+        self._planner: Any = None
+        self._later: Any = None  # what is read into its place
         self._undos: list[Undo] = []
 
     def check(self, state: Mapping[str, Any]) -> str:
@@ -284,23 +284,22 @@ class _Loading:
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, self._is_first)
         names = metadata.state_dict_metadata
-        self._entries = entries(state, self._strict)
-        self._loaded = {entry.key: entry.template(names) for entry in self._entries}
-        self._planner.set_up_planner(self._loaded, metadata, self._is_first)
-        elsewhere = tuple(prefix for entry in self._entries for prefix in entry.elsewhere)
-        self._planner.check([n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)])
-        plan = self._planner.finish_plan(self._reader.prepare_local_plan(self._planner.create_local_plan()))
-        self._reader.check(plan)
-        now, self._later = self._planner.split(plan)
+        self._entries = {entry.key: entry for entry in entries(state, self._strict)}
+        self._loaded = {key: entry.template(names) for key, entry in self._entries.items()}
+        self._planner = self._files.LoadPlanner(self._loaded, metadata, self._strict)
+        elsewhere = tuple(prefix for entry in self._entries.values() for prefix in entry.elsewhere)
+        expected = [n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)]
+        now, self._later = self._planner.plan(expected, lambda way: self._entries[way[0]].is_in_place(way[1:]))
+        self._reader.check([*now.items, *self._later.items])
         self._reader.read_data(now, self._planner)
-        for entry in self._entries:
-            entry.check(self._loaded[entry.key])
+        for key, entry in self._entries.items():
+            entry.check(self._loaded[key])
         return self._reader.digest
 
     def install(self) -> None:
         """Phase 2."""
-        for entry in self._entries:
-            entry.install(self._loaded[entry.key], self._undos)
+        for key, entry in self._entries.items():
+            entry.install(self._loaded[key], self._undos)
         self._reader.check_same()
 
     def undo(self) -> None:
@@ -310,7 +309,6 @@ class _Loading:
 
     def read(self) -> None:
         """Phase 3."""
-        self._planner.replace({entry.key: entry.places() for entry in self._entries})
         try:
             self._reader.read_data(self._later, self._planner)
         except Exception as e:
@@ -320,4 +318,4 @@ class _Loading:
 
     def results(self) -> dict[str, Any]:
         """What the caller gets."""
-        return {entry.key: entry.result(self._loaded[entry.key]) for entry in self._entries}
+        return {key: entry.result(self._loaded[key]) for key, entry in self._entries.items()}

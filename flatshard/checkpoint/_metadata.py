@@ -74,15 +74,20 @@ def unpickled(data: bytes) -> Metadata:
     stream = io.BytesIO(data)
     try:
         found = _MetadataUnpickler(stream).load()
-        ours = any(hasattr(info, "flatshard") for info in found.storage_data.values())
-        fits = isinstance(found, Metadata) and all(map(_is_entry, found.state_dict_metadata.items()))
+        fits = isinstance(found, Metadata) and (sealed or _fits(found, len(data) - stream.tell()))
     except pickle.UnpicklingError as e:
         raise ValueError(f"the checkpoint's .metadata cannot be read: {e}") from None
     except Exception as e:
         raise ValueError(f"the checkpoint's .metadata is damaged or cut off: {type(e).__name__}: {e}") from None
-    if not fits or (not sealed and (ours or stream.tell() != len(data))):
+    if not fits:
         raise ValueError("the checkpoint's .metadata is damaged or cut off")
     return found  # type: ignore[no-any-return]
+
+
+def _fits(metadata: Metadata, more: int) -> bool:
+    """Whether metadata without a sum, with so many bytes ``more`` after it, is what torch's writer writes."""
+    ours = any(hasattr(info, "flatshard_body") for info in metadata.storage_data.values())
+    return not ours and not more and all(map(_is_entry, metadata.state_dict_metadata.items()))
 
 
 def _is_entry(entry: tuple[Any, Any]) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,28 +28,25 @@ from flatshard.checkpoint._optim_options import first_state, options_of
 from flatshard.checkpoint._optim_parts import take_loaded
 from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._sharded_value import sharded_value
-from flatshard.checkpoint._state_dict import export, idle_flats, is_first_rank
+from flatshard.checkpoint._state_dict import dtype_named, export, idle_flats, is_first_rank
 
 
-class Like:
+class Like(NamedTuple):
     """A tensor that lies as its parameter does: this rank's part."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
-class Alone:
+class Alone(NamedTuple):
     """A tensor that only this rank has, whole, as the owner of the parameter."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 State = dict[str, dict[str, Any]]
 Kinds = dict[str, dict[str, list[Any]]]
-Told = dict[
-    str, tuple[bool, dict[str, list[Any]]]
-]  # by one rank, of each parameter: whether it has any element; its state
+Told = dict[str, tuple[bool, dict[str, list[Any]]]]
+"""By one rank, of each parameter: whether it has any element; its state."""
 
 
 def optim_state_dict(
@@ -101,47 +98,56 @@ def optim_state_dict(
 
 def own_optim_state(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False) -> dict[str, Any]:
     """``optim_state_dict(full=False)``."""
-    everything, state, groups = _pieces(names, optim, for_load)
-    state = {n.fqn: {k: _value(n, v) for k, v in state[n.fqn].items()} for n in everything if n.fqn in state}
-    return {"state": state, "param_groups": groups}
+    pieces = pieces_of(names, optim, for_load)
+    return {"state": pieces.values(), "param_groups": pieces.groups}
 
 
 def whole_optim_state(
     names: Names, optim: Optimizers, receives: bool, device: torch.device | None
 ) -> tuple[State, list[dict[str, Any]]]:
     """``optim_state_dict(full=True)``: state and groups. Who does not receive gets no state."""
-    everything, state, groups = _pieces(names, optim, False)
-    return _gather(names, everything, state, device, receives), groups
+    pieces = pieces_of(names, optim, False)
+    return _gather(names, pieces.named, pieces.state, device, receives), pieces.groups
 
 
-def _pieces(
-    names: Names, optim: Optimizers, for_load: bool | Iterable[str]
-) -> tuple[list[Named], State, list[dict[str, Any]]]:
-    """All that the optimizers step, its state here (tensors in ``Like`` and ``Alone``), and the groups."""
+class Pieces(NamedTuple):
+    """The state of optimizers, here."""
+
+    named: list[Named]  # all that they step
+    state: State  # of each, tensors in ``Like`` and ``Alone``
+    states: dict[nn.Parameter, dict[str, Any]]  # what the pieces are of, by what is stepped
+    groups: list[dict[str, Any]]
+
+    def values(self) -> State:
+        """As ``torch.distributed.checkpoint`` takes them."""
+        return {
+            n.fqn: {k: _value(n, v) for k, v in self.state[n.fqn].items()} for n in self.named if n.fqn in self.state
+        }
+
+
+def pieces_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str]) -> Pieces:
+    """``for_load``: see ``optim_state_dict``."""
     saved = None if isinstance(for_load, bool) else _Saved(for_load)
-    state: State = {}
-    groups: list[dict[str, Any]] = []
-    everything: list[Named] = []
+    found = Pieces([], {}, {}, [])
     for optimizer in as_list(optim):
         take_loaded(optimizer)
-        made: dict[nn.Parameter, dict[str, Any]] = {}
         is_whole = steps_whole(optimizer)
         for given, named in zip(optimizer.param_groups, names.groups(optimizer), strict=True):
-            groups.append({"params": [n.fqn for n in named], **dict(options_of(given))})
-            everything += named
+            found.groups.append({"params": [n.fqn for n in named], **dict(options_of(given))})
+            found.named.extend(named)
             for each in named:
-                found = optimizer.state.get(each.stepped, {})
-                if not found and (
+                own = optimizer.state.get(each.stepped, {})
+                if not own and (
                     for_load is True and each.param.requires_grad if saved is None else each.fqn in saved.params
                 ):
-                    if each.stepped not in made:
-                        made[each.stepped] = _first_state(optimizer, given, each.stepped)
-                    found = made[each.stepped]
+                    own = found.states.get(each.stepped) or _first_state(optimizer, given, each.stepped)
+                if own:
+                    found.states[each.stepped] = own
                 if saved is not None:
-                    found = {k: v for k, v in found.items() if f"{each.fqn}.{k}" in saved.states}
-                if found:
-                    state[each.fqn] = {key: _piece(each, key, value, is_whole) for key, value in found.items()}
-    return everything, state, groups
+                    own = {k: v for k, v in own.items() if f"{each.fqn}.{k}" in saved.states}
+                if own:
+                    found.state[each.fqn] = {key: _piece(each, key, value, is_whole) for key, value in own.items()}
+    return found
 
 
 class _Saved:
@@ -217,14 +223,14 @@ def _gather(
                     here = own.get(key)
                     tensor = here.tensor if isinstance(here, Alone) else None
                     part = None if tensor is None else tensor.reshape(-1)
-                    value = from_parts(unit.handle.runtime, part, 0, math.prod(kind[2]), _dtype(kind[1]))
+                    value = from_parts(unit.handle.runtime, part, 0, math.prod(kind[2]), dtype_named(kind[1]))
                     whole[each.fqn][key] = export(value.view(kind[2]), device, None) if receives else None
         tensors = dict.fromkeys(
             (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
         )
         for key, dtype in tensors:
-            pieces = [_part_for(n, state, key, _dtype(dtype), flat.slices[i].numel) for i, n in enumerate(entries)]
-            gathered = Gathering(unit.handle, flat, joined(flat, pieces, _dtype(dtype))).wait()
+            pieces = [_part_for(n, state, key, dtype_named(dtype), flat.slices[i].numel) for i, n in enumerate(entries)]
+            gathered = Gathering(unit.handle, flat, joined(flat, pieces, dtype_named(dtype))).wait()
             for named, param, value in zip(entries, flat.params, gathered, strict=True):
                 value = unwrapped_whole(value, shard_info(param))
                 if named is not None and receives and kinds.get(named.fqn, {}).get(key) == ["like", dtype]:
@@ -334,9 +340,4 @@ def _kinds(state: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _from_text(kind: list[Any]) -> Any:
-    return torch.tensor(kind[2], dtype=_dtype(kind[1])) if kind[0] == "scalar" else kind[1]
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
+    return torch.tensor(kind[2], dtype=dtype_named(kind[1])) if kind[0] == "scalar" else kind[1]

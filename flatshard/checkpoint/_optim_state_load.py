@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from flatshard._composable.state import owner_of
 from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, rekey, steps_whole
+from flatshard.checkpoint._optim_options import options_of
 from flatshard.checkpoint._optim_state_dict import Like, State
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source
 from flatshard.checkpoint._state_dict import idle_flats
@@ -63,7 +64,7 @@ def to_load(names: Names, optimizers: list[Optimizer], state: dict[str, Any], st
         state = rekey(state, _order(names, own, state))
     values: State = {names.aliases.get(fqn, fqn): value for fqn, value in state["state"].items()}
     options = {
-        names.aliases.get(fqn, fqn): {k: v for k, v in given.items() if k not in ("params", "param_names")}
+        names.aliases.get(fqn, fqn): dict(options_of(given))
         for given in state["param_groups"]
         for fqn in given["params"]
     }

@@ -12,8 +12,7 @@ import math
 import os
 import pickle
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from flatshard._errors import name_list
@@ -33,7 +32,10 @@ from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import BLOCK, checksum, memory_of
 from flatshard.checkpoint._metadata import Body, unpickled
 
-_SHARE = 4 * BLOCK  # bytes for one thread at a time
+Way = tuple[Any, ...]
+"""The keys that lead to a value in nested dicts and lists."""
+
+_SHARE = 16 * BLOCK  # bytes for one thread at a time
 
 
 class Reader(FileSystemReader):
@@ -64,14 +66,14 @@ class Reader(FileSystemReader):
         self._metadata, self.digest = unpickled(data), hashlib.blake2b(data, digest_size=16).hexdigest()
         return self._metadata
 
-    def _by_file(self, plan: LoadPlan) -> dict[Path, list[_Wanted]]:
-        """What ``plan`` reads of each file.
+    def _by_file(self, items: Iterable[ReadItem]) -> dict[Path, list[_Wanted]]:
+        """What is read of each file.
 
         Raises:
             ValueError: the metadata does not say where something is, or names a file outside of the directory.
         """
         found: dict[str, list[_Wanted]] = {}
-        for item in plan.items:
+        for item in items:
             info = self.storage_data.get(item.storage_index)
             if info is None:
                 raise ValueError(f"the checkpoint does not say where {_describe(item.storage_index)} is")
@@ -85,7 +87,7 @@ class Reader(FileSystemReader):
 
     def _wanted(self, item: ReadItem, info: Any) -> _Wanted:
         end = info.offset + info.length
-        body = Body(*info.flatshard) if hasattr(info, "flatshard") else None
+        body = Body(*info.flatshard_body) if hasattr(info, "flatshard_body") else None
         if body is None or body.stride is None:
             return _Wanted(item, info.offset, info.length, end, None, body)
         assert self._metadata is not None
@@ -101,13 +103,13 @@ class Reader(FileSystemReader):
         start, nbytes = body.start + first * dtype.itemsize, (last + 1 - first) * dtype.itemsize
         return _Wanted(item, start, nbytes, end, dtype, body)
 
-    def check(self, plan: LoadPlan) -> None:
-        """What ``plan`` reads is there, and as it was saved.
+    def check(self, items: Iterable[ReadItem]) -> None:
+        """What is to be read is there, and as it was saved.
 
         Raises:
             ValueError: with the names of files that are missing or cut off, and of what is damaged.
         """
-        files = self._by_file(plan)
+        files = self._by_file(items)
         wrong = []
         for file, wanted in files.items():
             end = max(each.end for each in wanted)
@@ -162,10 +164,10 @@ class Reader(FileSystemReader):
             ValueError: see :meth:`check`; nothing has been read.
         """
         if len(self._versions) < 2:  # only the metadata's
-            self.check(plan)
+            self.check(plan.items)
         self.check_same()
         with _threads() as pool:
-            for file, wanted in self._by_file(plan).items():
+            for file, wanted in self._by_file(plan.items).items():
                 with file.open("rb", buffering=0) as stream:
                     self._read_file(pool, stream.fileno(), wanted, planner)
         future: Future[None] = Future()
@@ -200,15 +202,12 @@ class Reader(FileSystemReader):
     def _fill(self, pool: ThreadPoolExecutor, file: int, places: list[tuple[_Wanted, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
         memories = [(memory_of(tensor), each.start) for each, tensor in places]
-        self._read_in_threads(
-            pool,
-            file,
-            [
-                _Piece(at + i, min(BLOCK, memory.nbytes - i), memory[i : i + BLOCK], b"")
-                for memory, at in memories
-                for i in range(0, memory.nbytes, BLOCK)
-            ],
-        )
+        pieces = [
+            _Piece(at + i, min(_SHARE, memory.nbytes - i), memory[i : i + _SHARE], b"")
+            for memory, at in memories
+            for i in range(0, memory.nbytes, _SHARE)
+        ]
+        self._read_in_threads(pool, file, pieces)
 
     def _read_in_threads(self, pool: ThreadPoolExecutor, file: int, pieces: list[_Piece]) -> list[_Piece]:
         """Read all of ``pieces``, in threads. Returns those that are not as they were saved."""
@@ -319,8 +318,13 @@ def _threads() -> ThreadPoolExecutor:
 def _load(file: int, wanted: _Wanted) -> torch.Tensor:
     """What torch.save wrote."""
     tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, wanted)), map_location="cpu", weights_only=True)
-    for dim, (start, length) in enumerate(zip(wanted.item.storage_offsets, wanted.item.lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
+    return _region(tensor, wanted.item.storage_offsets, wanted.item.lengths)
+
+
+def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    if tensor.shape != lengths:
+        for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
@@ -342,84 +346,47 @@ def _describe(index: MetadataIndex) -> str:
     return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """torch's, which executes nothing, and takes tensors on meta for such as come later."""
+class LoadPlanner:
+    """What a job's load reads, and to where: for ``Reader`` a planner of torch's. It executes nothing."""
 
-    def __init__(self, strict: bool) -> None:
-        super().__init__(allow_partial_load=not strict)
-        self._strict = strict
+    def __init__(self, state: dict[str, Any], metadata: Metadata, strict: bool) -> None:
+        """``state``: what is filled. ``strict``: it has all names that the checkpoint has, and no others."""
+        self._state, self._saved, self._strict = state, metadata.state_dict_metadata, strict
+        self._values, self._ways = flatten_state_dict(state)
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """See torch, which would put others in the place of tensors on meta."""
-        self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-        self.state_dict, self.mappings = flatten_state_dict(state_dict)
-
-    def split(self, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
-        """What can be read now, and what is on meta as yet."""
-        later = [self._is_later(item) for item in plan.items]
-        now = [item for item, is_later in zip(plan.items, later, strict=True) if not is_later]
-        return LoadPlan(now), LoadPlan([item for item, is_later in zip(plan.items, later, strict=True) if is_later])
-
-    def _is_later(self, item: ReadItem) -> bool:
-        return getattr(self.state_dict[item.dest_index.fqn], "is_meta", False)
-
-    def replace(self, values: Mapping[str, Any]) -> None:
-        """Read into these from now on."""
-        self.state_dict.update(
-            {name: v for name, v in flatten_state_dict(dict(values))[0].items() if name in self.state_dict}
-        )
-
-    def check(self, expected: Iterable[str]) -> None:
-        """What is to be loaded is in the checkpoint, in the same shape and of a kind that it can become.
+    def plan(self, expected: Iterable[str], is_later: Callable[[Way], bool]) -> tuple[LoadPlan, LoadPlan]:
+        """What is to be read now, and later.
 
         Args:
             expected: names in the checkpoint that are to be loaded.
+            is_later: by where a value is in the state.
 
         Raises:
-            ValueError: with all names that are missing or unexpected, if that matters, or differ.
+            ValueError: with all names that are missing or unexpected, if that matters; that have another shape or kind, or
+                one that it cannot become; of which parts overlap, or are missing, in the checkpoint.
         """
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
-        wrong = []
-        for name, value in self.state_dict.items():
-            kind = saved.get(name)
+        now, later, wrong = LoadPlan([]), LoadPlan([]), []
+        for name, value in self._values.items():
+            kind, plan = self._saved.get(name), later if is_later(self._ways[name]) else now
             if isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
-                has = sum(math.prod(c.sizes) for c in kind.chunks)
-                if tuple(kind.size) != tuple(value.shape):
-                    wrong.append(f"{name!r} has shape {tuple(kind.size)} in the checkpoint, {tuple(value.shape)} here")
-                elif not torch.can_cast(kind.properties.dtype, value.dtype):
-                    wrong.append(f"{name!r} has {kind.properties.dtype} in the checkpoint, {value.dtype} here")
-                elif has != math.prod(kind.size):
-                    wrong.append(f"{name!r} has {has} of {math.prod(kind.size)} elements in the checkpoint")
-            elif isinstance(value, torch.Tensor) and isinstance(kind, BytesStorageMetadata):
+                try:
+                    plan.items.extend(_tensor_items(name, value, kind))
+                except ValueError as e:
+                    wrong.append(f"{name!r} {e}")
+            elif isinstance(value, torch.Tensor) and kind is not None:
                 wrong.append(f"{name!r} is a tensor here, and none in the checkpoint")
-            elif not isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
+            elif isinstance(kind, TensorStorageMetadata):
                 wrong.append(f"{name!r} is a tensor in the checkpoint, and a {type(value).__name__} here")
-        if self._strict and (missing := [n for n in self.state_dict if n not in saved]):
+            elif kind is not None:
+                index, zero = MetadataIndex(name), torch.Size((0,))
+                plan.items.append(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
+        if self._strict and (missing := [n for n in self._values if n not in self._saved]):
             wrong.insert(0, f"not in the checkpoint: {name_list(missing, 50)}")
-        if self._strict and (unexpected := [n for n in expected if n not in self.state_dict]):
+        if self._strict and (unexpected := [n for n in expected if n not in self._values]):
             wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
         if wrong:
             raise ValueError("; ".join(wrong))
-
-    def create_local_plan(self) -> LoadPlan:
-        """See torch.
-
-        Raises:
-            ValueError: parts overlap, or are missing, in the checkpoint.
-        """
-        plan = super().create_local_plan()
-        got: Counter[tuple[str, Any]] = Counter()
-        for item in plan.items:
-            got[item.dest_index.fqn, item.dest_index.offset] += math.prod(item.lengths)
-        assert self.metadata is not None
-        for name, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor) and name in self.metadata.state_dict_metadata:
-                for offsets, sizes in _boxes_of(value):
-                    if got[name, offsets] != math.prod(sizes):
-                        has = f"{got[name, offsets]} of {math.prod(sizes)} elements"
-                        raise ValueError(f"{name!r} at {tuple(offsets)}: the checkpoint has {has}")
-        return plan
+        return now, later
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See torch, which would execute ``value``."""
@@ -428,22 +395,53 @@ class LoadPlanner(DefaultLoadPlanner):
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as e:
             raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
-        place: Any = self.original_state_dict
-        *way, last = self.mappings[name]
+        place: Any = self._state
+        *way, last = self._ways[name]
         for key in way:
             place = place[key]
         place[last] = found
 
-    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        """See torch, which would narrow where there is nothing to leave out."""
-        if read_item.lengths == tensor.shape:
-            return tensor
-        found: torch.Tensor = super().transform_tensor(read_item, tensor)
-        return found
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """See torch."""
+        index = read_item.dest_index
+        tensor = self._values[index.fqn]
+        if hasattr(tensor, "__get_tensor_shard__"):
+            tensor = tensor.__get_tensor_shard__(index)
+        return _region(tensor, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """See torch."""
 
 
-def _boxes_of(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.Size]]:
-    """(offsets, sizes) of what this rank has of it."""
+def _tensor_items(name: str, tensor: torch.Tensor, saved: TensorStorageMetadata) -> list[ReadItem]:
+    """What this rank reads of a tensor.
+
+    Raises:
+        ValueError: why it cannot be loaded.
+    """
+    if tuple(saved.size) != tuple(tensor.shape):
+        raise ValueError(f"has shape {tuple(saved.size)} in the checkpoint, {tuple(tensor.shape)} here")
+    dtype, has = saved.properties.dtype, sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+    if not torch.can_cast(dtype, tensor.dtype):
+        raise ValueError(f"has {dtype} in the checkpoint, {tensor.dtype} here")
+    if has != math.prod(saved.size):
+        raise ValueError(f"has {has} of {math.prod(saved.size)} elements in the checkpoint")
+    items = []
+    for box in _boxes_of(tensor):
+        if box in saved.chunks:  # nothing is cut otherwise than it was
+            zeros = torch.Size([0] * len(box.sizes))
+            index = MetadataIndex(name, box.offsets)
+            found = [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, box.sizes)]
+        else:
+            found = create_read_items_for_chunk_list(name, saved, [box])
+        if (got := sum(math.prod(item.lengths) for item in found)) != math.prod(box.sizes):
+            raise ValueError(f"at {tuple(box.offsets)}: the checkpoint has {got} of {math.prod(box.sizes)} elements")
+        items += found
+    return items
+
+
+def _boxes_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """What this rank has of it."""
     if hasattr(tensor, "__create_chunk_list__"):
-        return [(chunk.offsets, chunk.sizes) for chunk in tensor.__create_chunk_list__()]
-    return [(torch.Size([0] * tensor.dim()), tensor.size())]
+        return tensor.__create_chunk_list__()  # type: ignore[no-any-return]
+    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]

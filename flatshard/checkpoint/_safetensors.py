@@ -68,8 +68,7 @@ def export_safetensors(
 
     Raises:
         ValueError: nothing in ``module`` is sharded; a value is no plain tensor of a dtype that the format knows; ``dtype``
-        is
-            no floating-point dtype.
+            is no floating-point dtype.
         RuntimeError: on all ranks that write: one of them could not, or the directory has safetensors files. Called inside a
             forward or ``summon_full_params``, or not by all ranks.
     """

@@ -90,10 +90,6 @@ class ShardedValue(torch.Tensor):
         """This rank's elements: 1-D, in memory order, sharing memory with what the value was made of."""
         return self._local
 
-    def on_meta(self) -> ShardedValue:
-        """The same part, without memory."""
-        return ShardedValue(torch.empty(self._local.shape, dtype=self.dtype, device="meta"), self._part, self._origin)
-
     def full_tensor(self) -> torch.Tensor:
         """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.
 

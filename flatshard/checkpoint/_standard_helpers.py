@@ -14,6 +14,7 @@ before anything is written, and can look there who is to write them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import NamedTuple
 
@@ -22,6 +23,14 @@ import torch.distributed as dist
 from torch import nn
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames of those who have called the caller, from the innermost."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class Request(NamedTuple):
@@ -35,14 +44,12 @@ class Request(NamedTuple):
 
 def request(kind: str) -> Request | None:
     """By the helper for state of this ``kind``, ``"model"`` or ``"optim"``, if it has called us."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_name == f"_get_{kind}_state_dict" and frame.f_globals.get("__name__") == _HELPERS:
             options = frame.f_locals["info"]
             receives = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
             device = torch.device("cpu") if options.cpu_offload else None
             return Request(frame.f_locals["model"], options.full_state_dict, receives, device)
-        frame = frame.f_back
     return None
 
 
@@ -52,8 +59,7 @@ def check_writer(name: str) -> None:
     Raises:
         ValueError: it is torch's ``HuggingFaceStorageWriter``.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         writer = frame.f_locals.get("storage_writer") if frame.f_globals.get("__name__") == _SAVER else None
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in type(writer).__mro__):
             raise ValueError(
@@ -61,7 +67,6 @@ def check_writer(name: str) -> None:
                 "the model by whole rows, fully_shard(..., layout=flatshard.layouts.Rows()), or write the folder by "
                 "flatshard.checkpoint.export_safetensors(module, path)"
             )
-        frame = frame.f_back
 
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"

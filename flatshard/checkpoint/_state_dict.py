@@ -64,10 +64,7 @@ def full_state_dict(
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in exported:
             exported[id(value)] = export(value, device, dtype)
-    for (
-        name,
-        value,
-    ) in state.items():  # stays the OrderedDict with versions that module.state_dict() is: others look for it
+    for name, value in state.items():  # in the OrderedDict of module.state_dict(): others look for its versions
         state[name] = exported.get(id(value), value)
     return state
 
@@ -233,7 +230,7 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
                 f"load_local_state_dict: the flat parameter of {name_list(plan['fqns'], 3)} has another layout ("
                 f"{'; '.join(wrong)}). {_CURE}"
             )
-        if (saved["shard"].dtype, saved["shard"].numel()) != (_dtype_of(plan), plan["shard_numel"]):
+        if (saved["shard"].dtype, saved["shard"].numel()) != (dtype_named(plan["dtype"]), plan["shard_numel"]):
             raise ValueError(f"load_local_state_dict: the shard of {name_list(plan['fqns'], 3)} is damaged")
     rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
     differing = [n for n in {**rest, **state["rest"]} if _form(rest.get(n)) != _form(state["rest"].get(n))]
@@ -269,8 +266,9 @@ def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
     }
 
 
-def _dtype_of(plan: dict[str, Any]) -> torch.dtype:
-    found: torch.dtype = getattr(torch, plan["dtype"].removeprefix("torch."))
+def dtype_named(name: str) -> torch.dtype:
+    """The one whose ``str()`` is ``name``."""
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return found
 
 

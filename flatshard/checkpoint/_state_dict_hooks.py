@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +26,7 @@ from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
-from flatshard.checkpoint._standard_helpers import Request, request
+from flatshard.checkpoint._standard_helpers import Request, callers, request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 _LOAD = nn.Module.load_state_dict.__code__
@@ -240,7 +239,5 @@ def _problem(tensor: torch.Tensor, source: Any) -> str | None:
 
 def _is_strict() -> bool:
     """What the user said to ``load_state_dict``: hooks are told True in any case."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code is not _LOAD:
-        frame = frame.f_back
-    return frame.f_code is _LOAD and bool(frame.f_locals.get("strict", True))
+    frame = next((frame for frame in callers() if frame.f_code is _LOAD), None)
+    return frame is not None and bool(frame.f_locals.get("strict", True))

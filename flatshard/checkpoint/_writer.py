@@ -73,7 +73,7 @@ def _write_file(directory: Path, name: str, items: list[WriteItem], planner: Any
             pad = -at % ALIGNMENT
             body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
             info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
-            info.flatshard = tuple(body)  # type: ignore[attr-defined]
+            info.flatshard_body = tuple(body)  # type: ignore[attr-defined]
             results.append(WriteResult(item.index, info.length, info))
             buffers += [memoryview(b) for b in (bytes(pad), head, memory, tail) if len(b)]
             at += pad + info.length

@@ -261,6 +261,23 @@ def test_an_optimizer_whose_first_step_cannot_be_tried(tmp_path):
         load_checkpoint(tmp_path / "x", {"model": model, "optimizer": fresh})
 
 
+def load_flat(ctx, path: str) -> None:
+    """Also of a parameter of no dimension, into a new optimizer and into one that has stepped."""
+    jobs = [Job(ctx.group, seed=seed) for seed in range(3)]
+    for job, steps in zip(jobs, (1, 0, 2), strict=True):
+        job.optimizer = torch.optim.AdamW(flatshard.flat_parameters(job.model))
+        job.train(steps)
+    jobs[0].save(Path(path))
+    for job in jobs[1:]:
+        job.load(Path(path))
+        assert_same(job.values(), jobs[0].values())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_optimizer_over_flat_parameters(pool, tmp_path, world_size):
+    pool.run(load_flat, str(tmp_path / "x"), world_size=world_size)
+
+
 class Deep(nn.Sequential):
     """Blocks of one size, and a root that is small."""
 

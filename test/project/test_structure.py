@@ -280,6 +280,7 @@ DISTRIBUTED_MODULES = {
     "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.planner_helpers",
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.storage",
