@@ -3,12 +3,12 @@
 [Note: Filled later]
 ``to_empty`` gives a flat parameter the memory of its shard, filled with a byte pattern that no initialiser leaves behind.
 From then on an initialiser finds parameters *whole*, so that it draws the numbers that it draws in one process. An
-initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), or lists a module's own
-(``named_parameters(recurse=False)``). What it leaves is cut, and this rank's part kept, when code comes to another unit or
-the unit is used: one unit is whole at a time, and nothing is communicated. A DTensor is shown as a DTensor again, over
-this rank's whole local tensor. A parameter that has values already is shown with NaN in the place of other ranks' elements:
-it can be overwritten, scaled or filled, but not summed. What still shows the pattern at the first forward was never filled,
-and is an error.
+initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), lists a module's own
+(``named_parameters(recurse=False)``), or draws random numbers for one (``normal_``). What it leaves is cut, and this rank's
+part kept, when code comes to another unit or the unit is used: one unit is whole at a time, and nothing is communicated. A
+DTensor is shown as a DTensor again, over this rank's whole local tensor. A parameter that has values already is shown with
+NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not summed. What still shows the
+pattern at the first forward was never filled, and is an error.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Filling:
         index = next(i for i, own in enumerate(flat.params) if own is param)
         if index in self._whole:
             return self._whole[index][1]
-        if _shown and _shown[0]._flat.label is not flat.label:
+        if _shown and _shown[0]._flat.label.unit != flat.label.unit:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,18 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embed
     left_out = {f"{n}.weight" for n, m in model.named_modules() if exclude_embeddings and isinstance(m, nn.Embedding)}
     counted = [p for n, p in model.named_parameters() if n not in left_out and (p.requires_grad or not only_trainable)]
     return sum(flatshard.full_shape(p).numel() for p in counted)
+
+
+def count_whole(model: nn.Module) -> None:
+    """Have ``num_parameters`` of transformers, and ``print_trainable_parameters`` of peft, count whole parameters."""
+    if hasattr(model, "num_parameters"):
+        model.num_parameters = functools.partial(num_parameters, model)  # type: ignore[assignment]
+    if hasattr(model, "get_nb_trainable_parameters"):
+        model.get_nb_trainable_parameters = functools.partial(_trainable_and_all, model)  # type: ignore[assignment]
+
+
+def _trainable_and_all(model: nn.Module) -> tuple[int, int]:
+    return num_parameters(model, only_trainable=True), num_parameters(model)
 
 
 def load_whole(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:

@@ -281,6 +281,48 @@ def test_a_norm_that_one_rank_computes(errors, body, rank, what, world_size):
     )
 
 
+def norm_before_a_barrier(ctx) -> None:
+    model, group = make(ctx)
+    train(model)
+    if ctx.rank == 0:
+        model.blocks[0].weight.grad.norm()
+    dist.barrier(group)
+
+
+def forward_before_a_sum(ctx) -> None:
+    """As rank 0 alone evaluates."""
+    model, group = make(ctx)
+    train(model)
+    if ctx.rank == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    dist.all_reduce(torch.ones(()), group=group)
+
+
+@pytest.mark.parametrize(
+    ("body", "what", "where"),
+    [
+        (
+            norm_before_a_barrier,
+            r"all-reduce for the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'",
+            "barrier",
+        ),
+        (forward_before_a_sum, r"all-gather of 'blocks\.\d'", "all_reduce"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_others_wait_for_in_a_collective_of_the_users(errors, body, what, where, world_size):
+    began = time.monotonic()
+    first = errors(body, world_size)[0]
+    assert time.monotonic() - began < 45
+    all_out_of_step(
+        [first],
+        rf"rank 0 waits for the {what}",
+        rf"rank 1 is in torch\.distributed\.{where}\(\)",
+        r"Have all ranks call what computes it" if where == "barrier" else r"All ranks must run the same units",
+    )
+
+
 def leave_early(ctx, how: str) -> None:
     model, group = make(ctx)
     with torch.no_grad():

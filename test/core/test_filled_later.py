@@ -106,6 +106,36 @@ CASES = {
 }
 
 
+def draws(ctx, case: str) -> None:
+    """Code that goes over all parameters of the model draws the same numbers as in one process."""
+
+    def draw(model: nn.Module) -> None:
+        torch.manual_seed(5)
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.uniform_(param)
+            elif "norm" in name:
+                nn.init.trunc_normal_(param)
+            else:
+                nn.init.normal_(param, std=0.02)
+
+    expected = Lm()
+    draw(expected)
+    expected.inv_freq.copy_(torch.ones(WIDTH))
+    model = fully_shard(on_meta(), process_group=ctx.group, **{"policy": {Block}} | CASES[case])
+    model.to_empty(device="cpu")
+    model.inv_freq.copy_(torch.ones(WIDTH))
+    draw(model)
+    same_as(model, expected)
+    trains(ctx, model, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_draws_over_all_parameters(pool, world_size):
+    for case in ("default", "rows", "precision"):
+        pool.run(draws, case, world_size=world_size)
+
+
 def initialise(ctx, case: str) -> None:
     expected = plain()
     model = on_meta()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import ShardingStrategy, fully_shard, layouts
 
 
 def _assign(w: Tensor) -> None:
@@ -65,14 +66,16 @@ def test_uses(pool):
     pool.run(run_uses, world_size=2)
 
 
-def run_vector(ctx) -> None:
+def run_vector(ctx, layout: Any) -> None:
     """A vector of whole parameters has other elements at the places of this rank's."""
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(4, 4), process_group=ctx.group)
+    model = fully_shard(nn.Linear(4, 4), process_group=ctx.group, layout=layout)
     with flatshard.summon_full_params(model):
         whole = nn.utils.parameters_to_vector(model.parameters()).detach() + 1
     before = [p.detach().clone() for p in model.parameters()]
-    for vector in (whole, nn.utils.parameters_to_vector(model.parameters())):
+    with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'parameters_to_vector' needs the whole"):
+        nn.utils.parameters_to_vector(model.parameters())
+    for vector in (whole, torch.cat([p.view(-1) for p in model.parameters()])):
         with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'vector_to_parameters' needs the whole"):
             nn.utils.vector_to_parameters(vector, model.parameters())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -82,8 +85,9 @@ def run_vector(ctx) -> None:
         assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), whole)
 
 
-def test_parameters_from_a_vector(pool):
-    pool.run(run_vector, world_size=2)
+@pytest.mark.parametrize("layout", [None, layouts.Rows(), layouts.Whole()], ids=["elements", "rows", "whole"])
+def test_parameters_from_a_vector(pool, layout: Any):
+    pool.run(run_vector, layout, world_size=2)
 
 
 def run_merge(ctx) -> None:

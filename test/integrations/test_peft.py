@@ -57,10 +57,14 @@ def alone(ctx, kind: str, folder: str) -> tuple[list[Tensor], dict[str, Tensor],
 
 def sharded(ctx, kind: str, folder: str) -> tuple[list[Tensor], dict[str, Tensor], Tensor, Tensor]:
     from flatshard.integrations.peft import adapter_state_dict, save_adapter
-    from flatshard.integrations.state import policy_of
+    from flatshard.integrations.state import count_whole, policy_of
 
     model = with_adapter(kind)
+    counted = model.get_nb_trainable_parameters()
     flatshard.fully_shard(model, policy=policy_of(model))
+    count_whole(model)
+    assert model.get_nb_trainable_parameters() == counted
+    model.print_trainable_parameters()
     losses = train(model, ctx.rank, 2)
     whole = flatshard.checkpoint.full_state_dict(model)
     state = adapter_state_dict(model)

@@ -2,12 +2,13 @@
 
 [Note: Slow or stuck]
 A rank is *stuck* if it waits for a collective that another rank has not issued and never will, because that rank is stuck
-itself or has left the forward or backward that the collective belongs to. A slow rank is not stuck. So this is exact, with
-no guess and no time limit: while no rank is stuck, waiting continues until the process group's own timeout.
+itself, has left the forward or backward that the collective belongs to, or waits in a collective of the user's for the first
+one (``dist.barrier()``). A slow rank is not stuck. So this is exact, with no guess and no time limit: while no rank is stuck,
+waiting continues until the process group's own timeout.
 
 In normal operation the thread wakes every few seconds, checks whether the same wait is still going on, and asks the
 process group's store for an alarm. The cost to a collective is two assignments. A rank with a long wait raises the alarm.
-Then every rank publishes its position, also a rank that waits elsewhere (in a barrier of the user's). A rank that finds
+Then every rank publishes its position, also a rank that waits elsewhere. A rank that finds
 itself stuck, from positions that have not changed in between, publishes the verdict and interrupts the group.
 
 [Note: Interrupting gloo]
@@ -19,13 +20,17 @@ third rank finds the verdict in the store the next time its thread wakes, and in
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from flatshard import _config, _trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
@@ -38,7 +43,22 @@ _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard
 Position = dict[str, Any]
 """A rank's position, as JSON. ``waits``: [key, count, text] of the collective that it waits for, or None; ``unit``: that
 collective's unit, see ``Described``; ``counts``: collectives issued, by key; ``place`` and ``first``: see ``Progress``;
-``recent``: texts; ``at``: increases with every publication."""
+``recent``: texts; ``rank``: in the world; ``inside``: see ``_inside``; ``at``: increases with every publication."""
+
+_SYMMETRIC = (
+    "barrier",
+    "monitored_barrier",
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+)
+"""Of ``torch.distributed``: no rank returns from them before all ranks have come."""
+_FILE = inspect.getfile(dist.get_rank)  # where they are
 
 
 def verdict(collectives: BuiltinCollectives) -> str | None:
@@ -67,7 +87,22 @@ def position(progress: Progress, at: int) -> Position:
         "place": progress.place(),
         "first": list(progress.first),
         "recent": [str(issued) for issued in progress.recent.copy()],
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "inside": _inside() if waits is None else None,
     }
+
+
+def _inside() -> list[Any] | None:
+    """The collective of the user's that the main thread is in, and the ranks that it needs. None: in none that is known."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _SYMMETRIC and code.co_filename == _FILE:
+            group = frame.f_locals.get("group")  # None: all ranks
+            is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+            return [code.co_name, sorted(dist.get_process_group_ranks(group))] if is_member else None
+        frame = frame.f_back
+    return None
 
 
 def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
@@ -98,6 +133,11 @@ def _has_left(other: Position, mine: Position) -> bool:
     return [key, count] != mine["waits"][:2] and bool(other["counts"].get(str(key), 0) >= count)
 
 
+def _needs(other: Position, mine: Position) -> bool:
+    """Whether the rank of ``other`` is in a collective of the user's that the rank of ``mine`` has not come to."""
+    return other["inside"] is not None and mine["rank"] in other["inside"][1]
+
+
 def stuck(positions: Mapping[int, Position]) -> list[int]:
     """The ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
     found = {r for r, p in positions.items() if p["waits"] is not None}
@@ -105,7 +145,10 @@ def stuck(positions: Mapping[int, Position]) -> list[int]:
         freed = {
             r
             for r in found
-            if not any(s in found or _has_left(positions[s], positions[r]) for s in _missing(positions, r))
+            if not any(
+                s in found or _has_left(positions[s], positions[r]) or _needs(positions[s], positions[r])
+                for s in _missing(positions, r)
+            )
         }
         if not freed:
             return sorted(found)
@@ -123,6 +166,10 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
                 text += f", which rank {_missing(positions, rank)[0]} has not come to"
         else:
             text = "has left the forward or backward that the others are in, by its end or an exception"
+            if place["inside"] is not None:
+                inside = f"is in torch.distributed.{place['inside'][0]}()"
+                has_left = any(_has_left(place, positions[r]) for r in found)
+                text = f"{text}, and {inside}" if has_left else inside
         lines.append(f"\n  rank {rank} {text}. Its last collectives: {'; '.join(place['recent']) or 'none'}")
     units = {rank: unit for rank in told if (unit := positions[rank]["unit"]) is not None}
     why, cure = difference(units), CURE
@@ -195,7 +242,7 @@ class _Watched:
                 continue
             now: Position = json.loads(store.get(key))
             first = self._first.setdefault(rank, now)
-            if any(first[k] != now[k] for k in ("waits", "place", "counts")):
+            if any(first[k] != now[k] for k in ("waits", "inside", "place", "counts")):
                 self._first[rank] = now
             elif first["at"] != now["at"]:
                 settled[rank] = now

@@ -50,7 +50,7 @@ from flatshard._runtime import Runtime
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _TO_EMPTY = nn.Module.to_empty.__code__
-_FROM_VECTOR = nn.utils.vector_to_parameters.__code__
+_FROM_VECTOR, _TO_VECTOR = nn.utils.vector_to_parameters.__code__, nn.utils.parameters_to_vector.__code__
 # Of `torch.nn.init`: they call `dim()` or `ndimension()` of what they fill, before anything else. The first is called by
 # `kaiming_*` and `xavier_*`; it is private, and where it is absent these raise torch's own error.
 _SHAPED_INITIALISERS = {
@@ -91,7 +91,8 @@ class ShardInfo:
     shard_world_size: int
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
     owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
-    # The ranks that hold the parts. None if the shard group has a single rank, and in an unpickled copy.
+    # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
+    # unpickled copy.
     runtime: Runtime | None = field(default=None, repr=False, compare=False)
     # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
     wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
@@ -158,6 +159,19 @@ def _not_of_a_part(name: str, of_vectors: bool = False) -> Callable[..., Any]:
     return checked
 
 
+def _drawn_whole(name: str) -> Any:
+    """The method ``name``, which draws random numbers: for the whole while the parameter is filled. [Note: Filled later]"""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def draw(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        home = _homes.get(id(self))
+        method(self if home is None or home.filling is None else home.filling.show(self), *args, **kwargs)
+        return self
+
+    return draw
+
+
 def _property_not_of_a_part(name: str) -> property:
     attribute = getattr(torch.Tensor, name)
 
@@ -193,7 +207,7 @@ class ShardedParameter(nn.Parameter):
             if handle_to_empty(self, writer, data):
                 return
             if writer.f_code is _FROM_VECTOR:
-                _refuse_as_whole(self, "vector_to_parameters", of_vectors=True)
+                _refuse_as_whole(self, "vector_to_parameters", of_vectors=True, of_rows=True)
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
@@ -239,6 +253,19 @@ class ShardedParameter(nn.Parameter):
             )
         super().copy_(src, non_blocking)
         return self
+
+    def view(self, *args: Any) -> torch.Tensor:
+        """As in torch: of this rank's part."""
+        if sys._getframe(1).f_code is _TO_VECTOR:
+            _refuse_as_whole(self, "parameters_to_vector", of_vectors=True, of_rows=True)
+        return super().view(*args)
+
+    # [Note: Filled later]
+
+    normal_, uniform_, exponential_, log_normal_, cauchy_ = map(
+        _drawn_whole, ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_")
+    )
+    bernoulli_, geometric_, random_ = map(_drawn_whole, ("bernoulli_", "geometric_", "random_"))
 
     def dim(self) -> int:
         """As in torch: of this rank's part."""
@@ -318,11 +345,16 @@ _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 _SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__": "@", "__rmatmul__": "@"}
 
 
-def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False) -> None:
-    """Raise if ``param`` is a 1-D part of a matrix. ``of_vectors``: also of a vector. [Note: Parts are not matrices]"""
+def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False, of_rows: bool = False) -> None:
+    """Raise if ``param`` is a 1-D part of a matrix. [Note: Parts are not matrices]
+
+    ``of_vectors``: also of a vector. ``of_rows``: also if the part is whole rows.
+    """
     info = param._flatshard_info
     shape = tuple(full_shape(param))
-    if info.shard_world_size == 1 or info.by_rows or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
+    if info.shard_world_size == 1 or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
+        return
+    if info.by_rows and not of_rows:
         return
     home = _homes.get(id(param))
     if home is not None and home.filling is not None and tuple(param.shape) == shape:  # [Note: Filled later]
