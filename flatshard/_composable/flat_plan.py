@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatshard._composable.partition import PlannedUnit
@@ -15,7 +16,7 @@ from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import Cut, balanced, plan_layout
-from flatshard._handle.planned import FlatOptions, PlannedFlat, PlannedParam
+from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
 
 
@@ -46,17 +47,20 @@ def _options(
     return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, keeps_cast, *placed)
 
 
-def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: list[int]) -> list[PlannedFlat]:
+Loads = dict[Groups | None, list[int]]
+"""The work on whole parameters of each rank so far, for each of the groups that parameters are sharded over."""
+
+
+def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: Loads) -> list[PlannedFlat]:
     """The flat parameters of ``unit`` over ``world_size`` ranks, in the order of their first parameters.
 
-    ``loads``: the work on whole parameters of each rank so far. The work of these flat parameters is added.
+    ``loads``: the work of these flat parameters is added.
 
     Raises:
         TypeError: a callable layout did not return a layout.
         ValueError: a strict layout would exceed its limit on padding.
     """
-    world_size = 1 if config.strategy is ShardingStrategy.NO_SHARD else world_size
-    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[_Sizes]] = {}
+    found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions], list[_Sizes]] = {}
     for owned in unit.owned:
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
@@ -65,10 +69,14 @@ def plan_flats(unit: PlannedUnit, config: UnitConfig, world_size: int, loads: li
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes
         sizes = _Sizes(owned, tuple(plain.shape), tuple(plain.stride()), layout)
-        groups.setdefault((plain.dtype, param.requires_grad, options), []).append(sizes)
-    return [
-        _lay_out(unit, members, dtype, options, world_size, loads) for (dtype, _, options), members in groups.items()
-    ]
+        found.setdefault((owned.groups, plain.dtype, param.requires_grad, options), []).append(sizes)
+    flats = []
+    for (groups, dtype, _, options), members in found.items():
+        ranks = world_size if groups is None else dist.get_world_size(groups[0])
+        of_ranks = loads.setdefault(groups, [0] * ranks)
+        ranks = 1 if config.strategy is ShardingStrategy.NO_SHARD else ranks
+        flats.append(_lay_out(unit, members, dtype, options, ranks, of_ranks))
+    return flats
 
 
 def _lay_out(

@@ -59,6 +59,7 @@ class FlatGradients:
 
     def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
         self.flat = flat
+        self.runtime = flat.placement.runtime  # a feature may replace its collectives
         self.reduction = Reduction(flat, averaging)
         self.shard_param: nn.Parameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to

@@ -137,11 +137,11 @@ class HandedOver(Incoming):
         return True not in self._given
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        param, dtype, divisor = self._flat.params[index], self._reduction.dtype, self._reduction.averaging.divide_factor
+        param, dtype = self._flat.params[index], self._reduction.dtype
         if grad.dtype is not dtype or grad.device != self._flat.kind.device:
             grad = grad.to(self._flat.kind.device, dtype)
-        if divisor is not None:
-            grad = grad / divisor
+        if (factor := self._reduction.factor) is not None:
+            grad = grad * factor
         self._given[index] = True
         if param.grad is None:
             param.grad = grad

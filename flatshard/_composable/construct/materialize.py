@@ -24,6 +24,7 @@ from flatshard._composable.partition import PlannedUnit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
+from flatshard._handle.planned import Groups
 from flatshard._handle.unfilled import fill_with_pattern, shows_pattern
 from flatshard._runtime import Runtime
 
@@ -221,11 +222,14 @@ def move(unit: PlannedUnit, device: torch.device, ignored: set[nn.Parameter]) ->
             owned.param = moved
 
 
-def broadcast(unit: PlannedUnit, runtime: Runtime, ignored: set[nn.Parameter]) -> None:
-    """Broadcast the parameters and buffers of ``unit`` from the group's rank 0."""
-    buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None)
+def broadcast(unit: PlannedUnit, groups: Groups | None, runtime: Runtime) -> None:
+    """Broadcast the parameters of ``unit`` that are sharded over ``groups``, of which ``runtime`` is one, from its rank 0.
+    With those of the call, None, also the buffers.
+    """
+    buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None and groups is None)
     # Parameters shared with units below are broadcast with the unit that owns them.
-    tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
+    params = (owned.param for owned in unit.owned if owned.groups == groups)
+    tensors = {id(t): t for t in itertools.chain(params, buffers)}
     try:
         for tensor in tensors.values():
             wrapping = wrapping_of(tensor)
