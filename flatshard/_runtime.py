@@ -244,6 +244,9 @@ class Runtime:
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
+    around: Runtime | None = None
+    """See ``within``."""
+
     def __init__(
         self, builtin: BuiltinCollectives, device: torch.device, streams: Streams | None, host: torch.device | None
     ) -> None:
@@ -264,6 +267,7 @@ class Runtime:
         self._made: dict[CollectivesFactory, Collectives] = {}  # see `made_by`
         self._exact: Runtime | None = None  # with the built-in collectives, if `self.collectives` are not exact
         self.streams = streams
+        self._source: Runtime | None = None  # that this is a copy of, kept alive: `of` finds it
         self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
         self.monitor: Monitor | None = None
 
@@ -305,9 +309,45 @@ class Runtime:
         result._exact = None if collectives.exact else self.exact
         return result
 
+    def beside(self, other: Runtime) -> Runtime:
+        """A runtime with the same group and device, whose collectives are in one order with those of ``other``: on its
+        streams.
+        """
+        if self.streams is other.streams:
+            return self
+        result = copy.copy(self)
+        result.streams, result._source = other.streams, self
+        return result
+
+    def within(self, around: Runtime) -> Runtime | None:
+        """This runtime for parameters in whose place other ranks of ``around`` have others: experts. A total norm is over all
+        ranks of ``around``. None if not all ranks are of ``around``, or no others are.
+        """
+        ours, others = (set(dist.get_process_group_ranks(each.group)) for each in (self, around))
+        if not ours < others:
+            return None
+        result = copy.copy(self)
+        result.around, result._source = around, self
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they have the same ranks: what those hold in parts is added up together."""
+        return isinstance(other, Runtime) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
+
     @property
     def group(self) -> dist.ProcessGroup:
         return self._builtin.group
+
+    @property
+    def ranks_around(self) -> list[int] | None:
+        """Of what only these ranks of ``around`` have: their numbers there. None without ``around``."""
+        if self.around is None:
+            return None
+        every = dist.get_process_group_ranks(self.around.group)
+        return [every.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
     @property
     def exact(self) -> Runtime:

@@ -85,7 +85,7 @@ def fully_shard(
         raise NotImplementedError(
             "flatshard.fsdp2.fully_shard takes no shard_placement_fn: call flatshard.fully_shard(module, "
             "layout=flatshard.layouts.Rows()), and see layouts.Blocks and layouts.Whole. To shard some parameters over "
-            "another mesh than the rest (experts), first call fully_shard on their module, with that mesh"
+            "another mesh than the rest (experts): shard_mesh_fn=lambda fqn, param: mesh['dp'] if 'experts' in fqn else None"
         )
     modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
     for each in modules:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -78,3 +81,20 @@ class NormNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Gather(torch.autograd.Function):
+    """The tensors of all ranks of a group, stacked. (torch's own takes a group's ranks for those of the world.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        rows = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(rows, x.contiguous(), group=group)
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None

@@ -229,9 +229,8 @@ class Backward:
         for unit in allowed:
             self._reduce(unit)
             self._ready.remove(unit)
-            if (
-                unit.handle.placement.replicas is None or unit.handle.gradients.averaging.reduces_replicas
-            ):  # otherwise it stays open
+            stays_open = unit.handle.has_replicas and not unit.handle.gradients.averaging.reduces_replicas
+            if not stays_open:
                 del self._open[weakref.ref(unit)]
 
     @staticmethod
@@ -269,10 +268,10 @@ class Backward:
         """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
         if self._reducing is None:
             return
-        if self._reducing.handle.placement.replicas is None:
-            self._finish_reduction()
-        else:
+        if self._reducing.handle.has_replicas:
             self._reducing.handle.gradients.advance()
+        else:
+            self._finish_reduction()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatshard._composable.partition import PlannedUnit
@@ -12,7 +13,7 @@ from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import Cut, balanced, plan_layout
-from flatshard._handle.planned import FlatOptions, PlannedFlat, PlannedParam
+from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
 
 _Member = tuple[PlannedParam, torch.Tensor, Layout]
@@ -36,18 +37,21 @@ def _options(
     return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, keeps_cast, *placed)
 
 
-def plan_flats(unit: PlannedUnit, world_size: int, loads: list[int]) -> list[PlannedFlat]:
+Loads = dict[Groups | None, list[int]]
+"""The work on whole parameters of each rank so far, for each of the groups that parameters are sharded over."""
+
+
+def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[PlannedFlat]:
     """The flat parameters of ``unit`` over ``world_size`` ranks, in the order of their first parameters.
 
-    ``loads``: the work on whole parameters of each rank so far. The work of these flat parameters is added.
+    ``loads``: the work of these flat parameters is added.
 
     Raises:
         TypeError: a callable layout did not return a layout.
         ValueError: a strict layout would exceed its limit on padding.
     """
     config = unit.config
-    world_size = 1 if config.strategy is ShardingStrategy.NO_SHARD else world_size
-    groups: dict[tuple[torch.dtype, bool, FlatOptions], list[_Member]] = {}
+    found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions], list[_Member]] = {}
     for owned in unit.owned:
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
@@ -55,10 +59,15 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: list[int]) -> list[Pla
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes
-        groups.setdefault((plain.dtype, param.requires_grad, options), []).append((owned, plain, layout))
-    return [
-        _lay_out(unit, members, dtype, options, world_size, loads) for (dtype, _, options), members in groups.items()
-    ]
+        key = owned.groups, plain.dtype, param.requires_grad, options
+        found.setdefault(key, []).append((owned, plain, layout))
+    flats = []
+    for (groups, dtype, _, options), members in found.items():
+        ranks = world_size if groups is None else dist.get_world_size(groups[0])
+        of_ranks = loads.setdefault(groups, [0] * ranks)
+        ranks = 1 if config.strategy is ShardingStrategy.NO_SHARD else ranks
+        flats.append(_lay_out(unit, members, dtype, options, ranks, of_ranks))
+    return flats
 
 
 def _lay_out(

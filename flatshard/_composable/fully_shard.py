@@ -22,11 +22,11 @@ from flatshard._composable.construct.options import as_device, check_limit_all_g
 from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension, extensions
-from flatshard._composable.flat_plan import plan_flats
+from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.state import ModuleGroup, Unit, UnitConfig, owner_of, set_unit, units_below
+from flatshard._composable.state import MeshChoice, ModuleGroup, Unit, UnitConfig, owner_of, set_unit, units_below
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,
@@ -35,8 +35,9 @@ from flatshard._config import (
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.placement import Placement
+from flatshard._handle.handle import FlatParamHandle, Location
+from flatshard._handle.placement import Placement, Runtimes
+from flatshard._handle.planned import Groups
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice
@@ -65,6 +66,7 @@ def fully_shard(
     collectives: CollectivesFactory | None = None,
     layout: LayoutChoice = None,
     static_buffers: bool = False,
+    shard_mesh_fn: MeshChoice = None,
     **fsdp_names: Any,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
@@ -125,6 +127,13 @@ def fully_shard(
             registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
             case. Collectives with an ``allocate`` always use such buffers. Two units that did not run at the same time in
             the first pass cannot do so later.
+        shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` for parameters that are sharded over other ranks than the rest
+            of their unit, such as experts over ``mesh["dp"]``, the ranks that have the same ones: a mesh like
+            ``device_mesh``. None: over those of the call. Their gradients are summed over these ranks, and divided by
+            the same number as those of the rest: that of the ranks of the call, or ``configure(divide_factor=...)``. Other
+            ranks of the call have other experts in their place, which a total norm adds. Make them DTensors over the other
+            dimension of the mesh, for checkpoints to have all of them under one name. A :class:`CustomPolicy` may override
+            it per unit.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
             ``mp_policy``, ... See ``construct/renamed.py``.
 
@@ -150,6 +159,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         layout=layout,
         static_buffers=static_buffers,
+        shard_mesh_fn=shard_mesh_fn,
     )
     check_limit_all_gathers(limit_all_gathers)
     if isinstance(module, list | tuple):
@@ -162,8 +172,9 @@ def fully_shard(
     world_size = dist.get_world_size(group)
     choice = choose(root, policy, config, ignored_states, world_size)
     planned = choice.planned
-    groups = [group] if replica_group is None else [group, replica_group]
-    device = validate.check_parameters(planned, as_device(device_id), groups)
+    for unit in planned:
+        validate.choose_groups(unit, (group, replica_group))
+    device = validate.check_parameters(planned, as_device(device_id), (group, replica_group))
     names = {m: plain_name(n) for n, m in root.named_modules()}
     values = Materialization(
         planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
@@ -172,17 +183,16 @@ def fully_shard(
         warnings.warn(warning, stacklevel=2)
 
     context = Context.of(Runtime.of(group, device))
-    replicas = Runtime.of(replica_group, device) if replica_group is not None else None
-    if replicas is not None:
-        context.follow(replicas)
-    for factory in dict.fromkeys(config.collectives for config in choice.configs):
-        if factory is not None:
-            check_made(context.runtime.made_by(factory), factory)
+    runtimes = _runtimes(planned, (group, replica_group), context)
+    for unit in planned:
+        if (factory := unit.config.collectives) is not None:
+            for groups in unit.groups:
+                check_made(runtimes[groups][0].made_by(factory), factory)
     for extension in extensions():
         extension.prepare(root, choice.configs, context.runtime)
-    values.agree([context.runtime] if replicas is None else [context.runtime, replicas])
+    values.agree(runtimes)
     with _changing(root):
-        made = build(choice, context, replicas, values.prepare)
+        made = build(choice, context, runtimes, values.prepare)
         install(root, choice, made, extensions())
     if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
         warnings.warn(
@@ -217,7 +227,7 @@ class Choice:
         Raises:
             TypeError, ValueError: see ``plan_flats``.
         """
-        loads = [0] * world_size
+        loads: Loads = {}
         laid_out = [unit for unit in self.planned if unit.config.layout is not None]
         flats = [flat for unit in laid_out for flat in plan_flats(unit, world_size, loads)]
         return [f.warning for f in flats if f.warning is not None]
@@ -246,15 +256,27 @@ def choose(
     return Choice(planned, config.strategy, ignored, ignored_params)
 
 
+def _runtimes(planned: Sequence[PlannedUnit], groups: Groups, context: Context) -> Runtimes:
+    found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
+    for chosen in dict.fromkeys(each for unit in planned for each in unit.groups):
+        shards, replicas = groups if chosen is None else chosen
+        runtime = Runtime.of(shards, context.runtime.device).beside(context.runtime)
+        found[chosen] = runtime, None if replicas is None else Runtime.of(replicas, runtime.device)
+        for each in found[chosen]:
+            if each is not None:
+                context.follow(each)
+    return found
+
+
 def build(
-    choice: Choice, context: Context, replicas: Runtime | None, prepare: Callable[[PlannedUnit], None]
+    choice: Choice, context: Context, runtimes: Runtimes, prepare: Callable[[PlannedUnit], None]
 ) -> dict[nn.Module, Unit]:
     """Shard the parameters of every unit, and call ``prepare`` with each before. ``install`` must follow."""
     made: dict[nn.Module, Unit] = {}
-    loads = [0] * context.runtime.world_size
+    loads: Loads = {}
     for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
         prepare(unit)
-        made[unit.module] = _make_unit(unit, context, replicas, loads)
+        made[unit.module] = _make_unit(unit, context, runtimes, loads)
     for unit in choice.planned:
         _link(made[unit.module], unit, made)
     return made
@@ -280,19 +302,21 @@ def _changing(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _make_unit(planned: PlannedUnit, context: Context, replicas: Runtime | None, loads: list[int]) -> Unit:
+def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads: Loads) -> Unit:
     config = planned.config
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
             owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
     flats = plan_flats(planned, context.runtime.world_size, loads)
-    runtime = context.runtime.using(config.collectives)
-    if config.strategy is ShardingStrategy.NO_SHARD:
-        placement = Placement.of(None, runtime)
-    else:
-        placement = Placement.of(runtime, replicas and replicas.using(config.collectives))
-    pool = context.pool_of(runtime, config.static_buffers)
-    handle = FlatParamHandle.shard(planned.fqn, flats, runtime, placement, pool)
+    located: dict[Groups | None, Location] = {}
+    for groups in planned.groups:
+        shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes[groups])
+        if config.strategy is ShardingStrategy.NO_SHARD:
+            placement = Placement.of(None, shards)
+        else:
+            placement = Placement.of(shards, replicas, None if groups is None else located[None].placement.runtime)
+        located[groups] = Location(placement, context.pool_of(placement.runtime, config.static_buffers))
+    handle = FlatParamHandle.shard(planned.fqn, flats, located)
     unit = Unit(planned.module, handle, context, config)
     set_unit(planned.module, unit)
     return unit

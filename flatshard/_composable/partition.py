@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from flatshard._composable.state import UnitConfig, called_modules, unit_of
-from flatshard._handle.planned import PlannedParam
+from flatshard._handle.planned import Groups, PlannedParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard._names import plain_name
 
@@ -31,6 +31,11 @@ class PlannedUnit:
     owned: list[PlannedParam] = field(default_factory=list)
     uses: list[nn.Module] = field(default_factory=list)  # modules of planned units whose parameters are registered here
     foreign: list[tuple[nn.Module, str, ShardedParameter]] = field(default_factory=list)  # sharded by an earlier call
+
+    @property
+    def groups(self) -> list[Groups | None]:
+        """What its parameters are sharded over, beginning with the groups of the call: see ``PlannedParam``."""
+        return list(dict.fromkeys([None, *(owned.groups for owned in self.owned)]))
 
     @property
     def holders(self) -> list[nn.Module]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.progress import Flats
 from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, Shown
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from flatshard._composable.extensions import ForwardFeature
 
 T = TypeVar("T")
+
+MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
+"""The mesh of a parameter, by its FQN; None: that of the call."""
 
 _KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
@@ -46,6 +51,7 @@ class UnitConfig:
     prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
     static_buffers: bool = False  # pool.py, [Note: Static buffers]
+    shard_mesh_fn: MeshChoice = None
 
     def stays_for_backward(self, outermost: bool) -> bool:
         """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
@@ -140,7 +146,8 @@ class Unit:
         _units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in flat.params)
-        self.handle.label.contents = functools.partial(_contents, weakref.ref(self.handle))
+        for label in self.handle.labels:
+            label.contents = functools.partial(_contents, weakref.ref(self.handle), label.tag)
 
     def _reset(self) -> None:
         self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
@@ -266,12 +273,13 @@ class Unit:
         )
 
 
-def _contents(ref: weakref.ref[FlatParamHandle]) -> Flats:
-    """The value of ``Label.contents``. The watch's thread calls this, too."""
+def _contents(ref: weakref.ref[FlatParamHandle], tag: int) -> Flats:
+    """The value of ``Label.contents``, of the label with ``tag``. The watch's thread calls this, too."""
     handle = ref()
     return [
         (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
         for b in (() if handle is None else handle.flats)
+        if b.label.tag == tag
     ]
 
 
@@ -295,6 +303,12 @@ def unit_of(module: nn.Module) -> Unit | None:
 def owner_of(param: nn.Parameter) -> Unit | None:
     """The unit that owns a sharded parameter, or None."""
     return _owners.get(id(param))
+
+
+def flat_of(param: nn.Parameter) -> FlatParam | None:
+    """The flat parameter that a sharded parameter is in, or None."""
+    unit = owner_of(param)
+    return None if unit is None else next(flat for flat in unit.handle.flats if flat.index_of(param) is not None)
 
 
 def all_units() -> list[Unit]:

@@ -86,7 +86,7 @@ class Kind:
 
 
 class Common(NamedTuple):
-    """What all flat parameters of a unit have in common."""
+    """What the flat parameters of a unit that are on the same ranks have in common."""
 
     label: Label  # the unit, for collectives and errors
     placement: Placement
@@ -133,6 +133,7 @@ class FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
         result = FlatParam(self.layout, self.options, params, self.kind, common, self.shard)
         result.filling = self.filling and Filling(result)
+        result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
             result.gradients.use_shard_param(shard_param._flatshard_info)
         return result
@@ -170,9 +171,10 @@ class FlatParam:
         grad, param.grad = param.grad, None
         param.data = self.part_view(index)
         end = part.offset + part.numel
-        runtime = self.placement.shards
+        runtime = self.placement.norms
         if wrapping is not None:
-            runtime = wrapping.norm_runtime(runtime, self.kind.compute_device)
+            in_parts = self.placement.shards if isinstance(wrapping, TensorParallel) else runtime
+            runtime = wrapping.norm_runtime(in_parts, self.kind.compute_device)
         world = self.layout.world_size
         beside = next((w for w in self.wrappings if isinstance(w, TensorParallel)), None)
         copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
@@ -344,15 +346,17 @@ class FlatParam:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, runtime: Runtime, version: int, again: bool) -> Pending:
-        """Fill the unsharded buffer from all ranks' shards. ``again``: these have not changed since the last gather, unless
-        their ``version`` has.
+    def gather(self, exactly: bool, version: int, again: bool) -> Pending:
+        """Fill the unsharded buffer from all ranks' shards. ``exactly``: see ``FlatParamHandle.unshard``. ``again``: the
+        shards have not changed since the last gather, unless their ``version`` has.
         """
-        shard, target = self.shard, self.unsharded
+        runtime, shard, target = self.placement.runtime, self.shard, self.unsharded
+        if exactly:
+            runtime = runtime.exact
         if self.options.keep_cast:
-            shard = self._cast_shard(runtime, version, again)
+            shard = self._cast_shard(version, again)
         elif self.options.offload:
-            shard = self.on_compute_device(runtime)
+            shard = self.on_compute_device()
         if self.placement.shards is None:
             target.allocate(shard)
             return runtime.issued(Done())
@@ -361,19 +365,19 @@ class FlatParam:
         target.allocate(None if as_it_is else shard)
         return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.label, again)
 
-    def on_compute_device(self, runtime: Runtime) -> torch.Tensor:
+    def on_compute_device(self) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""
         kind = self.kind
         if kind.device == kind.compute_device and not kind.is_offloaded:
             return self.shard
         moved = self.shard.to(kind.compute_device, non_blocking=True, copy=True)
-        runtime.reads_host()
+        self.placement.runtime.reads_host()
         return moved
 
-    def _cast_shard(self, runtime: Runtime, version: int, again: bool) -> torch.Tensor:
+    def _cast_shard(self, version: int, again: bool) -> torch.Tensor:
         if self._cast is None or not again or self._cast[0] != version:
             self._cast = None  # frees the old one before the new one is allocated
-            self._cast = version, self.on_compute_device(runtime).to(self.kind.compute_dtype)
+            self._cast = version, self.on_compute_device().to(self.kind.compute_dtype)
         return self._cast[1]
 
     def forget_cast(self) -> None:

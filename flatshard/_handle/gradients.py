@@ -52,7 +52,6 @@ from flatshard._handle.reduction_input import ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
-from flatshard._runtime import Runtime
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -75,6 +74,7 @@ class FlatGradients:
 
     def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
         self.flat = flat
+        self.runtime = flat.placement.runtime  # a feature may replace its collectives
         self.reduction = Reduction(flat, averaging)
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
@@ -189,11 +189,11 @@ class FlatGradients:
         filled[index] = True
 
     def _hand_over(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        dtype, divisor = self.reduction.dtype, self.reduction.averaging.divide_factor
+        dtype, factor = self.reduction.dtype, self.reduction.factor
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
-        if divisor is not None:
-            grad = grad / divisor
+        if factor is not None:
+            grad = grad * factor
         if param.grad is None:
             param.grad = grad
         else:
@@ -249,7 +249,7 @@ class FlatGradients:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
         return self.flat.is_trainable and self.flat.placement.ranks > 1 and self.flat.layout.padded_numel > 0
 
-    def complete(self, runtime: Runtime, accumulates: bool) -> None:
+    def complete(self, accumulates: bool) -> None:
         """Prepare the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
 
         Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
@@ -258,7 +258,7 @@ class FlatGradients:
         if self._input is None:
             return
         if self._waiting or (self._filled is None and self._waits_for_all):
-            narrow = getattr(runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
+            narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
             self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
         filled = self._filled if self._filled is not None else self._make_room(reduction.reduce_dtype)
         no_gradient: list[int] = []
@@ -272,10 +272,10 @@ class FlatGradients:
         reduction.unused.begin(no_gradient)
         reduction.prepare(self._input.flat)
 
-    def reduce(self, runtime: Runtime) -> None:
+    def reduce(self) -> None:
         """Start averaging over the ranks, after ``complete``."""
         if self._input is not None:
-            self.reduction.start(runtime, self._input.flat)
+            self.reduction.start(self.runtime, self._input.flat)
 
     def free_reduced(self) -> None:
         """Free the reduction input before ``finish``, because the device has already read it."""

@@ -10,7 +10,7 @@ import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import Common, FlatParam, Kind
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
-from flatshard._handle.planned import PlannedFlat
+from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
@@ -32,7 +32,6 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unfilled import check_has_memory, cut_all
 from flatshard._handle.unit_gradients import UnitGradients
-from flatshard._runtime import Runtime
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -51,44 +50,50 @@ class Source(Protocol):
         """Called before the gathered ``flats`` are freed. As long as ``until`` lives, ``gathers`` may be called ``again``."""
 
 
+class Location(NamedTuple):
+    """Where flat parameters of a unit are."""
+
+    placement: Placement  # which ranks hold what
+    pool: BufferPool | None  # allocates the memory that collectives read and write. pool.py, [Note: Static buffers]
+
+
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
-    def __init__(self, label: Label, runtime: Runtime, placement: Placement, pool: BufferPool | None) -> None:
+    def __init__(self, label: Label, placement: Placement, pool: BufferPool | None) -> None:
         """A handle without flat parameters: see ``shard``."""
         self.label = label
-        self.runtime = runtime
+        self.runtime = placement.runtime
         self.placement = placement
         self._pool = pool
         self.lifetime = Lifetime(label)
         self.slots = Slots()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(self.flats, label, runtime, placement, self.lifetime)
+        self.gradients = UnitGradients(self.flats, label, placement, self.lifetime)
         self._checked_at = -1  # `changes.count` at the last `check_parameters`
         self._gathers: list[Pending] = []
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
+        self._labels = {placement: label}  # and of flat parameters on other ranks
 
     @classmethod
     def shard(
-        cls, fqn: str, flats: Sequence[PlannedFlat], runtime: Runtime, placement: Placement, pool: BufferPool | None
+        cls, fqn: str, flats: Sequence[PlannedFlat], locations: Mapping[Groups | None, Location]
     ) -> FlatParamHandle:
         """Flatten and shard the parameters of ``flats`` in place.
 
         Args:
             fqn: the unit's FQN, for errors and traces.
-            flats: the unit's parameters, laid out over ``placement.shards``.
-            runtime: issues the collectives over the ranks to shard over, or under ``NO_SHARD`` over the replicas.
-            placement: which ranks hold what.
-            pool: allocates the memory that collectives read and write. pool.py, [Note: Static buffers]
+            flats: the unit's parameters, laid out over the ranks of their locations.
+            locations: of the unit, under None, and of parameters on other ranks, by ``PlannedFlat.groups``.
         """
-        shapes = [(p.fqn, tuple(p.param.shape)) for flat in flats for p in flat.params]
-        starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
-        result = cls(_make_label(fqn, digest([*shapes, starts]), runtime, placement), runtime, placement, pool)
+        identities = {groups: _identity([f for f in flats if f.groups == groups]) for groups in locations}
+        result = cls(_make_label(fqn, identities[None], locations[None].placement), *locations[None])
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
-            kind = Kind.of(params[0].dtype, params[0].device, options, runtime)
-            flat = FlatParam(planned.layout, options, params, kind, result._common)
+            kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
+            common = result._common_of(locations[planned.groups], identities[planned.groups])
+            flat = FlatParam(planned.layout, options, params, kind, common)
             result.flats.append(flat)
             for owned, compute in zip(planned.params, flat.unsharded.computes, strict=True):
                 for module, name in owned.slots:
@@ -107,16 +112,15 @@ class FlatParamHandle:
         owned: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name, sharded, _ in self.slots.entries:
             owned.setdefault(id(sharded), []).append((module, name))
-        label = _make_label(self.fqn, self.label.identity, self.runtime, self.placement)
-        result = FlatParamHandle(label, self.runtime, self.placement, self._pool)
+        result = FlatParamHandle(_make_label(self.fqn, self.label.identity, self.placement), self.placement, self._pool)
         memo[id(self)] = result
         result.gradients.averaging = replace(self.gradients.averaging)
-        result.gradients.runtime = self.gradients.runtime
         result.gradients.accumulates = self.gradients.accumulates
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
-            new = flat.copy_with(params, result._common)
+            location = Location(flat.placement, flat.unsharded.pool)
+            new = flat.copy_with(params, result._common_of(location, flat.label.identity))
             result.flats.append(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.computes, strict=True):
                 for module, name in owned[id(old)]:
@@ -124,9 +128,16 @@ class FlatParamHandle:
         result._index()
         return result
 
+    def _common_of(self, location: Location, identity: str) -> Common:
+        label = self._labels.get(location.placement)
+        if label is None:
+            label = self._labels[location.placement] = _make_label(self.fqn, identity, location.placement)
+        return Common(label, *location, self.gradients.averaging)
+
     @property
-    def _common(self) -> Common:
-        return Common(self.label, self.placement, self._pool, self.gradients.averaging)
+    def labels(self) -> list[Label]:
+        """Its label, and those of its collectives over the ranks of other flat parameters."""
+        return list(self._labels.values())
 
     def _index(self) -> None:
         """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
@@ -135,6 +146,8 @@ class FlatParamHandle:
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
+        # Whether other ranks hold the same part of some parameters.
+        self.has_replicas = any(b.placement.replicas is not None for b in self.flats)
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
@@ -150,7 +163,8 @@ class FlatParamHandle:
 
     def rename(self, fqn: str, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit, and its parameters by the ``names`` of the modules in which they are registered."""
-        self.label.unit = fqn
+        for label in self.labels:
+            label.unit = fqn
         for flat in self.flats:
             flat.rename(self.slots.fqns(names))
 
@@ -210,8 +224,8 @@ class FlatParamHandle:
             self._settle_gathers()
         if self._began_on_meta:
             check_has_memory([self], "unshard")
-        runtime, version = self.runtime.exact if exactly else self.runtime, self.version()
-        exact = runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
+        runtime, version = self.runtime, self.version()
+        exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
         if self._gathered:
             if self._pool is not None and self.is_blocked:
                 raise RuntimeError(
@@ -223,18 +237,18 @@ class FlatParamHandle:
             if _trace.sinks and instead is None:
                 _trace.event("cast" if self.placement.shards is None else "all-gather", self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(runtime, version, again, instead)
+                self._start_gathers(exactly, version, again, instead)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(runtime, version, again, instead)
-        self.gathered = Gathered(version, by, exact)
+                    self._start_gathers(exactly, version, again, instead)
+        self.gathered = Gathered(version, by, exactly)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, runtime: Runtime, version: int, again: bool, instead: Iterable[Pending] | None) -> None:
+    def _start_gathers(self, exactly: bool, version: int, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             if instead is None:
                 for flat in self._gathered:
-                    self._gathers.append(flat.gather(runtime, version, again))
+                    self._gathers.append(flat.gather(exactly, version, again))
             else:
                 for started in instead:
                     self._gathers.append(started)  # at once: a later one may raise
@@ -243,7 +257,7 @@ class FlatParamHandle:
             for flat in self._gathered:
                 flat.free()
             if isinstance(e, Exception):
-                runtime.fail("all-gather", self.fqn, e)
+                self.runtime.fail("all-gather", self.fqn, e)
             raise
 
     def wait(self) -> None:
@@ -407,6 +421,12 @@ class FlatParamHandle:
                 flat.write_back()
 
 
-def _make_label(fqn: str, identity: str, runtime: Runtime, placement: Placement) -> Label:
-    progress = runtime.progress or (placement.replicas and placement.replicas.progress)
+def _identity(flats: Sequence[PlannedFlat]) -> str:
+    shapes = [(p.fqn, tuple(p.param.shape)) for flat in flats for p in flat.params]
+    starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
+    return digest([*shapes, starts])
+
+
+def _make_label(fqn: str, identity: str, placement: Placement) -> Label:
+    progress = placement.runtime.progress or (placement.replicas and placement.replicas.progress)
     return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)

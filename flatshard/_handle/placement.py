@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flatshard._handle.planned import Groups
 from flatshard._runtime import Runtime
+
+Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
+"""The runtimes of the groups that parameters are sharded over, and of their replicas; those of the call under None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,13 +19,20 @@ class Placement:
     ``FULL_SHARD`` has no replicas, ``NO_SHARD`` no shards, a hybrid strategy has both. A group of one rank counts as none.
     """
 
+    runtime: Runtime  # issues the collectives: that of the shards or, where nothing is sharded, of the replicas
     shards: Runtime | None  # None: this rank holds whole parameters
     replicas: Runtime | None  # None: no other rank holds the same part
+    norms: Runtime | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
 
     @classmethod
-    def of(cls, shards: Runtime | None, replicas: Runtime | None) -> Placement:
-        """The placement over these process groups, of any size."""
-        return cls(*[None if runtime is None or runtime.world_size == 1 else runtime for runtime in (shards, replicas)])
+    def of(cls, shards: Runtime | None, replicas: Runtime | None, unit: Runtime | None = None) -> Placement:
+        """The placement over these process groups, of any size: at least one. ``unit``: over which the rest of the unit is
+        sharded, if these are other ranks.
+        """
+        runtime = shards or replicas
+        assert runtime is not None
+        shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
+        return cls(runtime, shards, replicas, (unit and runtime.within(unit)) or shards)
 
     @property
     def rank(self) -> int:

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatshard._handle.layout import FlatLayout
@@ -23,6 +24,10 @@ class FlatOptions:
     pin_memory: bool = True  # they are in page-locked memory, under offload
 
 
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+"""The ranks to shard over, and for hybrid strategies those that replicate this rank's shard."""
+
+
 @dataclass
 class PlannedParam:
     """A parameter to shard, and every (module, name) that it is registered under."""
@@ -30,14 +35,20 @@ class PlannedParam:
     fqn: str
     param: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    groups: Groups | None = None  # None: those of its unit
     was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that ``param`` has replaced
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFlat:
-    """A flat parameter to create. Its parameters have the same dtype, options, and ``requires_grad``."""
+    """A flat parameter to create. Its parameters have the same dtype, options, groups, and ``requires_grad``."""
 
     params: tuple[PlannedParam, ...]  # in the order of ``layout``
     options: FlatOptions
     layout: FlatLayout
     warning: str | None = None  # why the layout is not the requested one
+
+    @property
+    def groups(self) -> Groups | None:
+        """See ``PlannedParam``."""
+        return self.params[0].groups

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._handle.placement import Placement
 from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class Averaging:
     """How the gradients of a unit are averaged, as the user has said (``configure``)."""
 
-    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by their number
+    placement: Placement  # of the unit
+    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by how many have the unit
     reduces_replicas: bool = True  # False: [Note: Accumulating within the shard group]
 
 
@@ -52,6 +54,12 @@ class Reduction:
     def dtype(self) -> torch.dtype:
         """The dtype of the user's ``.grad``."""
         return self.reduce_dtype if self.flat.options.keep_low_precision_grads else self.flat.kind.dtype
+
+    @property
+    def factor(self) -> float | None:
+        """By which to multiply the average over the ranks of the flat parameter. None: it is the average of the unit."""
+        divisor, mine, unit = self.averaging.divide_factor, self.flat.placement, self.averaging.placement
+        return None if divisor is None and mine is unit else mine.ranks / (divisor or unit.ranks)
 
     @property
     def is_partial(self) -> bool:
@@ -162,8 +170,8 @@ class Reduction:
             wait_on_host(pending)
         if output is None:
             return None
-        if (divisor := self.averaging.divide_factor) is not None:
-            output.mul_(self.flat.placement.ranks / divisor)
+        if (factor := self.factor) is not None:
+            output.mul_(factor)
         dtype = self.dtype
         return output if output.dtype is dtype else output.to(dtype)
 

@@ -15,7 +15,6 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState, Lifetime
 from flatshard._handle.placement import Placement
 from flatshard._handle.reduction import Averaging
-from flatshard._runtime import Runtime
 
 
 class Arrivals:
@@ -46,16 +45,14 @@ class Accumulators(NamedTuple):
 class UnitGradients:
     """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
 
-    def __init__(
-        self, flats: list[FlatParam], label: Label, runtime: Runtime, placement: Placement, lifetime: Lifetime
-    ) -> None:
+    def __init__(self, flats: list[FlatParam], label: Label, placement: Placement, lifetime: Lifetime) -> None:
         self._flats = flats
         self._label = label
-        self.runtime = runtime  # a feature may replace its collectives
+        self._runtime = placement.runtime  # whose streams all flat parameters use
         self._placement = placement
         self._lifetime = lifetime
         self.arrivals = Arrivals()
-        self.averaging = Averaging()
+        self.averaging = Averaging(placement)
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.on_reduced: Callable[[], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
@@ -75,7 +72,7 @@ class UnitGradients:
         An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
         backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
         """
-        if self.runtime.current_stream != self.accumulators.stream:
+        if self._runtime.current_stream != self.accumulators.stream:
             self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
             self.find_accumulators()
 
@@ -84,7 +81,7 @@ class UnitGradients:
         leaves = [c for b in self._flats for c in b.unsharded.computes if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-        stream = now = self.runtime.current_stream
+        stream = now = self._runtime.current_stream
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]
             # A live graph may keep nodes of another stream alive.
@@ -101,14 +98,14 @@ class UnitGradients:
         try:
             for flat in self._flats:
                 if True in flat.requires_grad:
-                    flat.gradients.complete(self.runtime, self.accumulates)
+                    flat.gradients.complete(self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
                     flat.gradients.reduction.discard()
                 flat.forget_cast()
-            if self.runtime.streams is None and not _trace.is_profiling():
+            if self._runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
-                with _trace.labelled("reduce_scatter", self._label.unit, self.runtime.reducing()):
+                with _trace.labelled("reduce_scatter", self._label.unit, self._runtime.reducing()):
                     self._start()
         except BaseException:
             self._settle()
@@ -117,12 +114,13 @@ class UnitGradients:
     def _start(self) -> None:
         for flat in self._flats:
             if True in flat.requires_grad:
-                flat.gradients.reduce(self.runtime)
+                flat.gradients.reduce()
 
     def advance(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute."""
         for flat in self._flats:
-            flat.gradients.reduction.advance(self.runtime)
+            if flat.placement.replicas is not None:
+                flat.gradients.reduction.advance(flat.gradients.runtime)
 
     def hold(self) -> None:
         """End a backward without a reduction: keep its gradients, to which the next backward adds.
@@ -177,7 +175,7 @@ class UnitGradients:
     def _wait(self) -> None:
         try:
             for flat in self._flats:
-                flat.gradients.reduction.wait(self.runtime)
+                flat.gradients.reduction.wait(flat.gradients.runtime)
         except Exception as e:
             self._settle(isinstance(e, OutOfStepError))
             raise

@@ -190,8 +190,8 @@ class _OwnValues(NamedTuple):
 
 def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
     flats = idle_flats(module, verb)
-    for unit, buffers in flats:
-        if unit.handle.placement.is_first_replica:
+    for _, buffers in flats:
+        if buffers.placement.is_first_replica:
             params = [(p, at.start) for p, at in zip(buffers.params, buffers.slices, strict=True) if at.numel]
             yield _OwnValues(buffers.shard, buffers.kind.compute_dtype, params)
     if all(unit.handle.placement.is_rank0 for unit, _ in flats):

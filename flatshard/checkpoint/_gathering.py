@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
-from flatshard._handle.handle import FlatParamHandle
+from flatshard._comm.progress import Label
+from flatshard._errors import name_list
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import ShardInfo
 from flatshard._runtime import Runtime
 
 
-def exchange(handle: FlatParamHandle, text: str) -> list[str]:
-    """Gather ``text`` from every rank, in the order of the ranks that hold the shards."""
-    world, rank = handle.runtime.world_size, handle.runtime.rank
-    if handle.placement.shards is None:
+def check_one_value(ranks: Iterable[Mapping[str, list[int] | None]]) -> None:
+    """Raise if a name is of one value on some ranks, and of another on others: of experts, for one.
+
+    ``ranks``: of each rank, for the names that it has, see ``Runtime.ranks_around``.
+    """
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for of_rank in ranks:
+        for name, numbers in of_rank.items():
+            if numbers is not None:
+                found.setdefault(name, set()).add(tuple(numbers))
+    if several := [name for name, groups in found.items() if len(groups) > 1]:
+        raise ValueError(
+            f"{name_list(several)}: ranks {' and '.join(map(str, sorted(map(list, found[several[0]]))))} have different "
+            "values of this name, and one of them would be lost. Make the parameter a DTensor before fully_shard, "
+            "DTensor.from_local(param, mesh['ep'], [Shard(0)]), or give it another name on each of them"
+        )
+
+
+def exchange(flat: FlatParam, text: str) -> list[str]:
+    """Gather ``text`` from every rank that ``flat`` is sharded over, in their order."""
+    if flat.is_whole:
         return [text]
-    runtime, device = handle.runtime.exact, handle.flats[0].kind.compute_device
+    return exchange_over(flat.placement.runtime.exact, flat.label, text)
+
+
+def exchange_over(runtime: Runtime, label: Label, text: str) -> list[str]:
+    """Gather ``text`` from every rank of ``runtime``, in their order."""
+    device, world, rank = runtime.device, runtime.world_size, runtime.rank
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
     sizes[rank] = len(data)
     try:
-        runtime.all_gather(sizes, sizes[rank : rank + 1], handle.label).wait()
+        runtime.all_gather(sizes, sizes[rank : rank + 1], label).wait()
         found: list[int] = sizes.tolist()
         longest = max(1, *found)
         everything = torch.zeros(world, longest, dtype=torch.uint8, device=device)
         everything[rank, : len(data)] = data
-        runtime.all_gather(everything.view(-1), everything[rank], handle.label).wait()
+        runtime.all_gather(everything.view(-1), everything[rank], label).wait()
     except Exception as e:
-        runtime.fail("all-gather", handle.fqn, e)
+        runtime.fail("all-gather", label.unit, e)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
 
 

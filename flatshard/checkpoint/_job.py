@@ -24,6 +24,7 @@ from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._byte_count import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, copied, entries
+from flatshard.checkpoint._gathering import check_one_value
 from flatshard.checkpoint._meeting import Meeting, MeetingError
 
 _MINUTE = timedelta(seconds=60)
@@ -162,12 +163,14 @@ class _Saving:
         """What failed before; what this rank could write; all names. Unless ``wait``, the state may change from here on."""
         found = {entry.key: entry.saved() for entry in entries(state)}
         self._planner.set_up_planner(found if wait else copied(found, "cpu"), None, self._is_first)
-        return before, self._planner.create_local_plan(), list(self._planner.state_dict)
+        names = {n: getattr(value, "ranks_around", None) for n, value in self._planner.state_dict.items()}
+        return before, self._planner.create_local_plan(), names
 
     def plan_for_all(self, rows: list[Any]) -> list[Any]:
         """On rank 0: where each rank writes what."""
         before, plans, names = zip(*rows, strict=True)
         _known_by_some(before)
+        check_one_value(names)
         self._files.check_plans(plans, dict.fromkeys(name for own in names for name in own))
         final, self._metadata = self._planner.create_global_plan(list(plans))
         self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)

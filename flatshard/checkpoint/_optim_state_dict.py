@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._composable.features.gathering import Gathering, joined
-from flatshard._composable.state import Unit
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import on_any_rank
@@ -208,9 +207,9 @@ def _gather(
     names: Names, everything: list[Named], state: dict[str, dict[str, Any]], device: torch.device | None, receives: bool
 ) -> State:
     whole: State = {}
-    roll_call([unit.handle.runtime for unit, _ in names.flats], "optim_state_dict(full=True)")
+    roll_call([flat.placement.runtime for _, flat in names.flats], "optim_state_dict(full=True)")
     kinds = _agree(names, everything, state)
-    for unit, flat, entries in names.unit_flats(everything):
+    for _, flat, entries in names.unit_flats(everything):
         present = [n for n in entries if n is not None]
         for each in present:
             own, told = state.get(each.fqn, {}), kinds.get(each.fqn, {})
@@ -223,14 +222,14 @@ def _gather(
                     here = own.get(key)
                     tensor = here.tensor if isinstance(here, Alone) else None
                     part = None if tensor is None else tensor.reshape(-1)
-                    value = from_parts(unit.handle.runtime, part, 0, math.prod(kind[2]), dtype_named(kind[1]))
+                    value = from_parts(flat.placement.runtime, part, 0, math.prod(kind[2]), dtype_named(kind[1]))
                     whole[each.fqn][key] = export(value.view(kind[2]), device, None) if receives else None
         tensors = dict.fromkeys(
             (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
         )
         for key, dtype in tensors:
             pieces = [_part_for(n, state, key, dtype_named(dtype), flat.slices[i].numel) for i, n in enumerate(entries)]
-            gathered = Gathering(unit.handle, flat, joined(flat, pieces, dtype_named(dtype))).wait()
+            gathered = Gathering(flat, joined(flat, pieces, dtype_named(dtype))).wait()
             for named, param, value in zip(entries, flat.params, gathered, strict=True):
                 value = unwrapped_whole(value, shard_info(param))
                 if named is not None and receives and kinds.get(named.fqn, {}).get(key) == ["like", dtype]:
@@ -248,27 +247,27 @@ def _agree(names: Names, everything: list[Named], state: State) -> Kinds:
     Raises:
         ValueError: on all ranks: the optimizers step different parameters, or have different states of one.
     """
-    by_group: dict[int, list[tuple[Unit, FlatParam]]] = {}
-    for unit, flat in names.flats:
-        by_group.setdefault(unit.context.runtime.number, []).append((unit, flat))
+    by_group: dict[int, list[FlatParam]] = {}
+    for _, flat in names.flats:
+        by_group.setdefault(flat.placement.runtime.number, []).append(flat)
     entries = {id(b): [n for n in found if n is not None] for _, b, found in names.unit_flats(everything)}
     result: Kinds = {}
     problems: list[str] = []
     for _, flats in sorted(by_group.items()):
-        whole = {n.fqn: _kinds(state.get(n.fqn, {})) for _, b in flats if b.is_whole for n in entries.get(id(b), ())}
+        whole = {n.fqn: _kinds(state.get(n.fqn, {})) for b in flats if b.is_whole for n in entries.get(id(b), ())}
         result.update(whole)
-        sharded = [(unit, flat) for unit, flat in flats if not flat.is_whole]
+        sharded = [flat for flat in flats if not flat.is_whole]
         if sharded:
-            here = [n for _, b in sharded for n in entries.get(id(b), ())]
+            here = [n for b in sharded for n in entries.get(id(b), ())]
             told = {n.fqn: [_is_here(n), _kinds(state.get(n.fqn, {}))] for n in here}
-            ranks: list[Told] = [json.loads(text) for text in exchange(sharded[0][0].handle, json.dumps(told))]
+            ranks: list[Told] = [json.loads(text) for text in exchange(sharded[0], json.dumps(told))]
             for fqn in dict.fromkeys(fqn for rank in ranks for fqn in rank):
                 problems += _differences(fqn, ranks)
                 having = sorted((rank[fqn] for rank in ranks if fqn in rank), key=lambda each: not each[0])
                 result[fqn] = {key: kind for _, kinds in reversed(having) for key, kind in kinds.items()}
-    shared = [unit for unit, flat in names.flats if not flat.is_whole]
-    replicas = [unit.handle.placement.replicas for unit in shared if unit.handle.placement.replicas is not None]
-    if on_any_rank(replicas, on_any_rank([unit.context.runtime for unit in shared], bool(problems))):
+    shared = [flat.placement for _, flat in names.flats if not flat.is_whole]
+    replicas = [placement.replicas for placement in shared if placement.replicas is not None]
+    if on_any_rank(replicas, on_any_rank([placement.runtime for placement in shared], bool(problems))):
         raise ValueError(
             "optim_state_dict(full=True): the ranks' optimizers differ, so no whole state can be put together: "
             + (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import owner_of
+from flatshard._composable.state import flat_of
 from flatshard.checkpoint._optim_hooks import hook_optimizer
 from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, rekey, steps_whole
 from flatshard.checkpoint._optim_options import options_of
@@ -162,10 +162,10 @@ def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
 def _is_elsewhere(optimizer: Optimizer, param: nn.Parameter) -> bool:
     """Whether another rank steps it, and so has its state."""
     owner: Callable[[nn.Parameter], int | None] | None = getattr(optimizer, "owner", None)
-    unit = owner_of(param)
-    if not steps_whole(optimizer) or owner is None or unit is None:
+    flat = flat_of(param)
+    if not steps_whole(optimizer) or owner is None or flat is None:
         return False
-    return owner(param) not in (None, unit.context.runtime.rank)
+    return owner(param) not in (None, flat.placement.rank)
 
 
 def _local(named: Named, saved: dict[str, Any], like: set[str], problems: list[str], whole: bool) -> dict[str, Any]:

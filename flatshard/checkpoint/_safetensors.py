@@ -132,10 +132,10 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
     Raises:
         RuntimeError: an attempt has failed: on all ranks that have the same shards, or other parts of these.
     """
-    unit, _ = max(flats, key=lambda flat: flat[1].layout.world_size)
+    _, flat = max(flats, key=lambda each: each[1].layout.world_size)
     told = "" if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(unit.handle, told)) if text]
-    replicas = [unit.handle.placement.replicas] if unit.handle.placement.replicas is not None else []
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(flat, told)) if text]
+    replicas = [flat.placement.replicas] if flat.placement.replicas is not None else []
     if on_any_rank(replicas, bool(found)):
         raise RuntimeError(
             f"export_safetensors: {'; '.join(found) or 'a rank of another replica failed'}"

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from flatshard._composable.state import owner_of
+from flatshard._composable.state import flat_of
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order, shard_info
@@ -89,6 +89,12 @@ class ShardedValue(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """This rank's elements: 1-D, in memory order, sharing memory with what the value was made of."""
         return self._local
+
+    @property
+    def ranks_around(self) -> list[int] | None:
+        """See ``Runtime.ranks_around``."""
+        runtime = None if self._origin is None else self._origin.info.runtime
+        return None if runtime is None else runtime.ranks_around
 
     def full_tensor(self) -> torch.Tensor:
         """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.
@@ -334,10 +340,10 @@ def part_of(info: ShardInfo) -> Part:
 
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """``tensor``, which lies as the sharded ``param`` does, as a state dict holds it: whole, where it is."""
-    info, unit = shard_info(param), owner_of(param)
-    if info is None or (info.shard_world_size == 1 and info.parallel is None):
+    info, flat = shard_info(param), flat_of(param)
+    if info is None or (info.shard_world_size == 1 and info.parallel is None and info.runtime is None):
         return tensor
-    origin = None if unit is None else Origin(info, unit.handle.runtime)
+    origin = None if flat is None else Origin(info, flat.placement.runtime)
     return ShardedValue(info.in_memory_order(tensor), part_of(info), origin)
 
 

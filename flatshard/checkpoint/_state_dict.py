@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from flatshard._comm.progress import Label
 from flatshard._composable.features.find import units_registered_in
 from flatshard._composable.features.gathering import Gathering
 from flatshard._composable.state import Unit
@@ -18,10 +20,12 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.slots import SHARDED
+from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._handle.unfilled import check_has_memory
 from flatshard._names import plain_name
-from flatshard.checkpoint._gathering import unwrapped_whole
+from flatshard._runtime import Runtime
+from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
 from flatshard.checkpoint._roll_call import roll_call
 
 _FORMAT = 1  # of local_state_dict
@@ -98,9 +102,10 @@ def gathered(
 
     A value is a view of what is gathered, which is freed with the last one: let go of it before the next.
     """
-    roll_call([unit.handle.runtime for unit, _ in flats], call)
+    roll_call([flat.placement.runtime for _, flat in flats], call)
+    _check_experts(flats)
     for bucket in _buckets([f for f in flats if any(id(p) in wanted for p in f[1].params)], bucket_bytes):
-        gatherings = [Gathering(unit.handle, flat) for unit, flat in reversed(bucket)]
+        gatherings = [Gathering(flat) for _, flat in reversed(bucket)]
         for _, flat in bucket:
             whole = gatherings.pop().wait()
             whole.reverse()
@@ -279,6 +284,20 @@ def _form(value: Any) -> Any:
 # -- shared ------------------------------------------------------------------------------------------------------------
 
 
+def _check_experts(flats: list[Flat]) -> None:
+    """Raise, on all ranks, if ranks have different values of one name."""
+    apart: dict[Runtime, dict[str, list[int]]] = {}
+    labels: dict[Runtime, Label] = {}
+    for unit, flat in flats:
+        for info in (shard_info(p) for p in flat.params):
+            if info is not None and info.runtime is not None and info.runtime.around is not None:
+                around = unit.handle.runtime
+                labels.setdefault(around, unit.handle.label)
+                apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around or []
+    for around in in_order(apart):
+        check_one_value(map(json.loads, exchange_over(around.exact, labels[around], json.dumps(apart[around]))))
+
+
 def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
     units = units_registered_in(module, True, verb)
@@ -306,7 +325,7 @@ def has_first_copy(units: list[Unit]) -> bool:
     infos = [shard_info(p) for u in units for b in u.handle.flats for p in b.params]
     parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
     return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
-        u.handle.placement.is_first_replica for u in units
+        flat.placement.is_first_replica for u in units for flat in u.handle.flats
     )
 
 

@@ -27,6 +27,7 @@ class FlatDescription:
     numel: int  # elements of the whole parameters
     padded_numel: int  # elements on all ranks, with padding
     shard_numel: int  # elements on this rank, with padding
+    world_size: int  # ranks that these elements are sharded over
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
@@ -56,6 +57,11 @@ class Description:
     def numel(self) -> int:
         return sum(f.numel for u in self.units for f in u.flats)
 
+    def _ranks(self, unit: UnitDescription, flat: FlatDescription) -> str:
+        """Over how many ranks it is sharded, if not over those that the rest of the module is."""
+        usual = flat.world_size == self.world_size or unit.strategy == "NO_SHARD"
+        return "" if usual else f" of {flat.world_size} ranks"
+
     @property
     def shard_nbytes(self) -> int:
         """Bytes of parameters that this rank holds between steps."""
@@ -75,7 +81,7 @@ class Description:
                         f"{len(flat.fqns):,}",
                         f"{flat.numel:,}",
                         f"{flat.padded_numel - flat.numel:,}",
-                        f"{flat.shard_numel:,}",
+                        f"{flat.shard_numel:,}" + self._ranks(unit, flat),
                     )
                 )
                 name = ("", "", "", "")
@@ -172,6 +178,7 @@ def _describe(unit: Unit) -> UnitDescription:
             f.layout.numel,
             f.layout.padded_numel,
             f.layout.shard_numel,
+            f.layout.world_size,
             tuple(map(_cut, f.layout.params)),
         )
         for f in unit.handle.flats

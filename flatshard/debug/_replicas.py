@@ -15,6 +15,7 @@ from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.state import Unit, unit_of, units_below
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
+from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Runtime, on_any_rank
 
 _LABEL = Label("check_replicas")
@@ -58,7 +59,8 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
             compared.setdefault(runtime.number, (runtime, []))[1].extend(values)
 
     for unit in units:
-        compare(unit.handle.placement.replicas, _parameters(unit))
+        for flat in unit.handle.flats:
+            compare(flat.placement.replicas, _parameters(flat))
     for unit, fqn, param in added:
         for runtime in (
             unit.context.runtime,
@@ -92,10 +94,9 @@ def _keeps_all(unit: Unit) -> bool:
     return unit.config.strategy is ShardingStrategy.NO_SHARD
 
 
-def _parameters(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    for flat in unit.handle.flats:
-        for info, param in zip(flat.layout.params, flat.params, strict=True):
-            yield info.fqn, param.data
+def _parameters(flat: FlatParam) -> Iterator[tuple[str, torch.Tensor]]:
+    for info, param in zip(flat.layout.params, flat.params, strict=True):
+        yield info.fqn, param.data
 
 
 def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:

@@ -166,7 +166,7 @@ def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
     local: dict[Runtime | None, torch.Tensor] = {}
     nothing = torch.empty(0, device=device)
     for runtime in [None, *runtimes]:  # also of those process groups of which this rank has no gradient: others may
-        parts = [g.grad for g in gradients if g.runtime is runtime and g.grad is not None] or [nothing]
+        parts = [g.grad for g in gradients if g.runtime == runtime and g.grad is not None] or [nothing]
         local[runtime] = torch.linalg.vector_norm(Aggregate("norm", p).local(parts, device), p)
     question = f"the norm of order {p} of {len(gradients)} gradients, the first of which is {first_name(gradients)}"
     # Whole gradients are averaged, so that the total is the same on all ranks.

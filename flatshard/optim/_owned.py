@@ -18,16 +18,15 @@ from torch.autograd.graph import increment_version
 
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 
 class Owned:
     """One sharded parameter, and the rank that steps it."""
 
-    def __init__(self, handle: FlatParamHandle, flat: FlatParam, index: int, work: int, loads: list[int]) -> None:
+    def __init__(self, flat: FlatParam, index: int, work: int, loads: list[int]) -> None:
         """``loads``: the work that each rank of the shard group has so far. ``work`` is added to the owner's entry."""
-        self.handle, self.flat, self.index = handle, flat, index
+        self.flat, self.index = flat, index
         self.param: nn.Parameter = flat.params[index]
         layout = flat.layout
         holders = layout.holders(index)
@@ -131,13 +130,13 @@ def move(owned: Sequence[Owned], back: bool = False) -> Pending:
     received: list[tuple[torch.Tensor, int]] = []
     if not owned:
         return Done()
-    handle = owned[0].handle
-    runtime = handle.runtime
+    flat = owned[0].flat
+    runtime = flat.placement.runtime
     try:
         with runtime.reducing():
             return _start(owned, back, sent, received)
     except Exception as e:
-        runtime.fail("exchange", handle.fqn, e)
+        runtime.fail("exchange", flat.label.unit, e)
 
 
 def _start(
@@ -145,4 +144,4 @@ def _start(
 ) -> Pending:
     for each in owned:
         (each.scatter if back else each.gather)(sent, received)
-    return owned[0].handle.runtime.exchange(sent, received, owned[0].handle.label)
+    return owned[0].flat.placement.runtime.exchange(sent, received, owned[0].flat.label)

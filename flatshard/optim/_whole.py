@@ -268,9 +268,7 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
             continue
         unit = owner_of(param)
         places_of = (
-            []
-            if unit is None
-            else [(unit.handle, b, i) for b in unit.handle.flats for i, p in enumerate(b.params) if p is param]
+            [] if unit is None else [(b, i) for b in unit.handle.flats for i, p in enumerate(b.params) if p is param]
         )
         if not places_of or not isinstance(param, ShardedParameter):
             raise ValueError(
@@ -284,9 +282,9 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
                 "alone, such as AdamW"
             )
         places.append((info.owner is None, param, places_of[0]))
-    for _, param, (handle, flat, index) in sorted(places, key=lambda each: each[0]):
-        of_ranks = [0] if flat.is_whole else loads.setdefault(handle.runtime, [0] * flat.layout.world_size)
-        found[param] = Owned(handle, flat, index, work_of(full_shape(param)), of_ranks)
+    for _, param, (flat, index) in sorted(places, key=lambda each: each[0]):
+        of_ranks = [0] if flat.is_whole else loads.setdefault(flat.placement.runtime, [0] * flat.layout.world_size)
+        found[param] = Owned(flat, index, work_of(full_shape(param)), of_ranks)
     return found
 
 
@@ -306,7 +304,7 @@ def _batches(cut: list[Owned], limit: int) -> list[list[Owned]]:
     batches: list[list[Owned]] = []
     by_runtime: dict[Runtime, dict[int, list[Owned]]] = {}
     for each in cut:
-        by_runtime.setdefault(each.handle.runtime, {}).setdefault(each.owner, []).append(each)
+        by_runtime.setdefault(each.flat.placement.runtime, {}).setdefault(each.owner, []).append(each)
     for by_owner in by_runtime.values():
         portions = [_portions(own, limit) for own in by_owner.values()]
         for k in range(max(map(len, portions))):

@@ -158,7 +158,7 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
         ValueError: ``fully_shard`` could not shard a parameter, or ``activations`` names something that is no unit.
         NotImplementedError: this can be sharded but not planned.
     """
-    validate.check_parameters(choice.planned, torch.device("meta"), [])
+    validate.check_parameters(choice.planned, torch.device("meta"), None)
     for owned in (owned for unit in choice.planned for owned in unit.owned):
         if wrapping_of(owned.param) is not None:
             raise NotImplementedError(
@@ -168,6 +168,10 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
     if any(config.collectives is not None for config in choice.configs):
         raise NotImplementedError(
             "plan: the policy overrides collectives for a unit, but only the built-in ones can be planned"
+        )
+    if any(config.shard_mesh_fn is not None for config in choice.configs):
+        raise NotImplementedError(
+            "plan: the policy has a shard_mesh_fn for a unit, but there are no meshes to plan with"
         )
     names = [unit.fqn for unit in choice.planned]
     if isinstance(activations, Mapping) and (odd := [n for n in activations if n not in names]):

@@ -27,7 +27,7 @@ from flatshard._composable.context import Context, Forward
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import inner_shards
 from flatshard._composable.features.grad_sync import no_sync
-from flatshard._composable.flat_plan import plan_flats
+from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit, called_modules, unit_of
@@ -130,7 +130,7 @@ class Program:
             inner_shards.add_subgroup(context.runtime, runtime("inner", rank % size, size))
         replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
         with self.books:
-            made = build(self.choice, context, replicas, prepare=lambda unit: None)
+            made = build(self.choice, context, {None: (context.runtime, replicas)}, prepare=lambda unit: None)
             install(self.root, self.choice, made, (*extensions(), _Observer(self.books)))
         self.units = list(made.values())
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
@@ -316,7 +316,8 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
 
 def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], list[str]]:
     """The elements that each rank has, without padding; and warnings about layouts that are not as requested."""
-    loads, padding, numel, warnings = [0] * shards, [0] * shards, 0, []
+    loads: Loads = {}
+    padding, numel, warnings = [0] * shards, 0, []
     for unit in choice.planned:
         for flat in plan_flats(unit, shards, loads):
             if flat.warning is not None:

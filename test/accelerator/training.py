@@ -66,6 +66,26 @@ def replicated(env: Env, micro: int = 1, all_reduce: bool = True, **options: Any
     return env.train(model, micro=micro, before=before)
 
 
+@cases.add(
+    {
+        "full": {},
+        "grad_op": {"strategy": S.SHARD_GRAD_OP},
+        "offload": {"cpu_offload": CPUOffload(True)},
+        "bf16_accumulates": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "micro": 2},
+        "static_buffers": {"static_buffers": True},
+    },
+    ranks=4,
+    **BF16,
+)
+def two_meshes(env: Env, micro: int = 1, **options: Any) -> Any:
+    """A part of each unit is sharded over two of the four ranks."""
+    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
+    model = env.shard(
+        env.make(), shard_mesh_fn=lambda fqn, param: mesh["replicate"] if "down" in fqn else None, **options
+    )
+    return env.train(model, micro=micro, waits="cpu_offload" in options)
+
+
 @cases.add({"two": {"value": 2}, "two_bf16": {"value": 2, "dtype": torch.bfloat16}}, ranks=4, **BF16)
 def inner_shards(env: Env, value: int, dtype: Any = None) -> Any:
     precision = MixedPrecision(dtype, torch.float32) if dtype else None

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import Mlp
+from models import Gather, Mlp
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -115,23 +114,6 @@ def test_pipelines(pool, name: str, holds: bool):
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
-
-
-class Gather(torch.autograd.Function):
-    """The tensors of all ranks of a group, stacked. (torch's own takes a group's ranks for those of the world.)"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        rows = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(rows, x.contiguous(), group=group)
-        return torch.stack(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total[ctx.group.rank()], None
 
 
 class Experts(nn.Module):

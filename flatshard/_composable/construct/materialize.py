@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,8 @@ from flatshard._composable.partition import PlannedUnit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
+from flatshard._handle.placement import Runtimes
+from flatshard._handle.planned import Groups
 from flatshard._handle.unfilled import fill_with_pattern, shows_pattern
 from flatshard._runtime import Runtime, on_any_rank
 
@@ -76,15 +78,16 @@ class Materialization:
         # Found here, because the owner of a shared parameter initialises modules of other units that it is registered in.
         self._was_meta = {u.module for u in units if any(t.is_meta for m in u.holders for _, t in self._tensors(m))}
 
-    def agree(self, runtimes: Sequence[Runtime]) -> None:
-        """Find out whether rank 0 of all ``runtimes`` has values to broadcast.
+    def agree(self, runtimes: Runtimes) -> None:
+        """Find out whether rank 0 of the call's groups has values to broadcast.
 
         Raises:
             RuntimeError: it has not: on all ranks.
         """
-        self._runtimes = runtimes
-        self._is_rank0 = all(runtime.rank == 0 for runtime in runtimes)
-        if self._syncs and on_any_rank(runtimes, self._is_rank0 and bool(self._left)):
+        self._runtimes = {groups: [r for r in both if r is not None] for groups, both in runtimes.items()}
+        # Those of which this is rank 0.
+        self._first_of = {groups for groups, both in self._runtimes.items() if all(r.rank == 0 for r in both)}
+        if self._syncs and on_any_rank(self._runtimes[None], None in self._first_of and bool(self._left)):
             self._refuse()
 
     def prepare(self, unit: PlannedUnit) -> None:
@@ -98,8 +101,9 @@ class Materialization:
         self._initialise(unit)
         self._move(unit)
         if self._syncs or unit.module in self._was_meta:
-            for runtime in self._runtimes:
-                _broadcast(unit, runtime)
+            for groups in unit.groups:
+                for runtime in self._runtimes[groups]:
+                    _broadcast(unit, groups, runtime)
 
     def _refuse(self) -> NoReturn:
         """Raise for what nothing can initialise, before anything is changed."""
@@ -126,7 +130,7 @@ class Materialization:
                 _call_init(self._init, module)
             elif (reset := _own_initialiser(module)) is not None:
                 reset()
-        overwritten = self._syncs and not self._is_rank0  # then it is enough to allocate memory
+        overwritten = self._syncs and self._first_of.isdisjoint(unit.groups)  # then it is enough to allocate memory
         left = [
             _fqn(self._names[m], name)
             for m in todo
@@ -232,11 +236,14 @@ def _untouched(tensor: torch.Tensor) -> bool:
     return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def _broadcast(unit: PlannedUnit, runtime: Runtime) -> None:
-    """Broadcast the parameters and buffers of ``unit`` from the group's rank 0."""
-    buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None)
+def _broadcast(unit: PlannedUnit, groups: Groups | None, runtime: Runtime) -> None:
+    """Broadcast the parameters of ``unit`` that are sharded over ``groups``, of which ``runtime`` is one, from its rank 0.
+    With those of the call, None, also the buffers.
+    """
+    buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None and groups is None)
     # Parameters shared with units below are broadcast with the unit that owns them.
-    tensors = {id(t): t for t in itertools.chain((owned.param for owned in unit.owned), buffers)}
+    params = (owned.param for owned in unit.owned if owned.groups == groups)
+    tensors = {id(t): t for t in itertools.chain(params, buffers)}
     try:
         for tensor in tensors.values():
             wrapping = wrapping_of(tensor)

@@ -37,6 +37,7 @@ def unit_config(
     reshard_after_forward: Any,
     layout: Any,
     static_buffers: Any = False,
+    shard_mesh_fn: Any = None,
 ) -> UnitConfig:
     """Turn arguments of ``fully_shard`` into the options of a unit.
 
@@ -57,6 +58,11 @@ def unit_config(
         raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
     check_reshard_after_forward(reshard_after_forward, strategy)
     check_layout(layout)
+    if shard_mesh_fn is not None and not callable(shard_mesh_fn):
+        raise TypeError(
+            f"shard_mesh_fn must be a callable (fqn, parameter) -> mesh or None, got a {type(shard_mesh_fn).__name__}: to "
+            "shard everything over one mesh, pass device_mesh=mesh"
+        )
     if collectives is not None:
         check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
     return UnitConfig(
@@ -70,6 +76,7 @@ def unit_config(
         prefetch_limit_bytes,
         layout,
         static_buffers,
+        shard_mesh_fn,
     )
 
 

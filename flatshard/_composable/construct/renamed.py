@@ -19,7 +19,8 @@ SAME_VALUES = {
 
 OTHER_VALUES = {
     "dp_mesh_dims": "pass the dimension to shard over as device_mesh=mesh['dp'], or two of them with a hybrid strategy",
-    "shard_placement_fn": "say how parameters may be cut by layout=flatshard.layouts.Rows(), Blocks(n) or Whole()",
+    "shard_placement_fn": "say how parameters may be cut by layout=flatshard.layouts.Rows(), Blocks(n) or Whole(), and over "
+    "which mesh by shard_mesh_fn=lambda fqn, param: mesh['dp'] if 'experts' in fqn else None",
     "use_orig_params": "omit it: parameters always are your own; for one per unit see flatshard.flat_parameters",
 }
 """Refused, with what to do."""

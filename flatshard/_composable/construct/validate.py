@@ -20,6 +20,7 @@ from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, plain_tensors
+from flatshard._handle.planned import Groups
 
 # Classes of torch that manage the parameters below them. By name, because importing FSDP takes time. "DDP" is the class of
 # modules that `torch.distributed._composable.replicate` was called on.
@@ -75,9 +76,48 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
-def resolve_groups(
-    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
+    """Set the groups of the parameters of ``unit`` for which the user chose another mesh than that of the call, ``groups``.
+
+    Raises:
+        TypeError, ValueError: a mesh cannot be used.
+    """
+    config, size = unit.config, unit.config.reshard_after_forward
+    if config.shard_mesh_fn is None:
+        return
+    for owned in unit.owned:
+        mesh = config.shard_mesh_fn(owned.fqn, owned.param)
+        if mesh is None:
+            continue
+        try:
+            chosen = resolve_groups(None, mesh, config.strategy)
+        except (TypeError, ValueError) as e:
+            raise type(e)(f"shard_mesh_fn for parameter {owned.fqn!r}: {e}") from None
+        if chosen == groups:
+            continue
+        if config.strategy is ShardingStrategy.NO_SHARD:
+            raise ValueError(
+                f"shard_mesh_fn shards parameter {owned.fqn!r} over another mesh, but strategy is {config.strategy}, which "
+                "shards nothing: use FULL_SHARD, or SHARD_GRAD_OP"
+            )
+        if chosen[1] is not None:
+            twice = set(dist.get_process_group_ranks(groups[0])) & set(dist.get_process_group_ranks(chosen[1]))
+            if len(twice) > 1:
+                raise ValueError(
+                    f"shard_mesh_fn replicates parameter {owned.fqn!r} over ranks {sorted(twice)}, over which the rest of "
+                    "the unit is sharded: let the first dimension of its mesh have none of these ranks but one"
+                )
+        owned.groups = chosen
+        if size is not None and not isinstance(size, bool):
+            raise ValueError(
+                f"shard_mesh_fn shards parameter {owned.fqn!r} over other ranks than the rest of unit "
+                f"{unit.fqn or '<root>'!r}, whose reshard_after_forward={size} is for one group of ranks: pass True or "
+                "False, or shard the module that has these parameters first, as a unit of its own: "
+                "fully_shard(experts, device_mesh=mesh)"
+            )
+
+
+def resolve_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy) -> Groups:
     """The process group to shard over, and for hybrid strategies the group of this rank's replicas."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -257,17 +297,18 @@ def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
                 )
 
 
-def check_parameters(
-    units: list[PlannedUnit], device: torch.device | None, groups: Sequence[dist.ProcessGroup]
-) -> torch.device:
-    """Raise if a parameter cannot be sharded over ``groups``. Returns the device of the parameters after ``fully_shard``."""
+def check_parameters(units: list[PlannedUnit], device: torch.device | None, groups: Groups | None) -> torch.device:
+    """Raise if a parameter cannot be sharded over ``groups``, or over those of its own.
+
+    Returns the device of the parameters after ``fully_shard``.
+    """
     by_device: dict[torch.device, list[str]] = {}
     ranges: list[tuple[torch.device, int, int, str]] = []
     for unit in units:
         for owned in unit.owned:
             check_parameter(owned.fqn, owned.param)
             if is_dtensor(owned.param):
-                _check_mesh(owned.fqn, owned.param, groups)
+                _check_mesh(owned.fqn, owned.param, [each for each in owned.groups or groups or () if each is not None])
             by_device.setdefault(owned.param.device, []).append(owned.fqn)
             for plain in plain_tensors(owned.param):
                 if plain.is_meta or not plain.numel():
@@ -343,7 +384,8 @@ def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> No
                 f"{dist.get_process_group_ranks(group)}: rank {mine} has rank {shared[0]} in both. Shard over the other "
                 "dimension of the mesh: fully_shard(..., device_mesh=mesh['dp']), where mesh = init_device_mesh(..., "
                 "mesh_dim_names=('dp', 'tp')). If other parameters are to be sharded over all these ranks (experts in a "
-                "model), first call fully_shard(experts, device_mesh=mesh['dp']), and then fully_shard(model)"
+                "model): fully_shard(model, shard_mesh_fn=lambda fqn, param: mesh['dp'] if 'experts' in fqn else None), or "
+                "first call fully_shard(experts, device_mesh=mesh['dp']), and then fully_shard(model)"
             )
 
 

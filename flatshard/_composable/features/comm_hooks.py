@@ -59,7 +59,7 @@ class CommHookState:
 
 
 class _Hooked:
-    """The collectives of one unit. All-gathers are as before, and reductions call the user's hook.
+    """The collectives of one flat parameter. All-gathers are as before, and reductions call the user's hook.
 
     ``widens`` is False, because a hook gets gradients in the dtype of its output.
     """
@@ -118,8 +118,9 @@ class CommHookHandle:
         """Remove the hook: from now on the units' own collectives reduce their gradients. Idempotent."""
         units, self._units = self._units, []
         for ref in units:
-            if (unit := ref()) is not None and isinstance(hooked := unit.handle.gradients.runtime.collectives, _Hooked):
-                unit.handle.gradients.runtime = hooked.before
+            for flat in () if (unit := ref()) is None else unit.handle.flats:
+                if isinstance(hooked := flat.gradients.runtime.collectives, _Hooked):
+                    flat.gradients.runtime = hooked.before
 
 
 def register_comm_hook(
@@ -176,7 +177,11 @@ def register_comm_hook(
             f"register_comm_hook: nothing in this {type(module).__name__} is sharded"
             f"{'' if recurse else ' as a unit of its own'}; call fully_shard first"
         )
-    found = [unit.fqn for unit in units if isinstance(unit.handle.gradients.runtime.collectives, _Hooked)]
+    found = [
+        unit.fqn
+        for unit in units
+        if any(isinstance(flat.gradients.runtime.collectives, _Hooked) for flat in unit.handle.flats)
+    ]
     if found:
         raise ValueError(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
@@ -193,8 +198,9 @@ def register_comm_hook(
     for unit in reduced:
         _check_hook(hook, state, unit)
     for unit in reduced:
-        runtime = unit.handle.gradients.runtime
-        unit.handle.gradients.runtime = runtime.replacing(_Hooked(runtime, state, hook))
+        for flat in unit.handle.flats:
+            runtime = flat.gradients.runtime
+            flat.gradients.runtime = runtime.replacing(_Hooked(runtime, state, hook))
     return CommHookHandle(reduced)
 
 

@@ -127,6 +127,7 @@ def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) ->
         try:
             check_reshard_after_forward(value, unit.config.strategy)
             size = as_reshard_after_forward(value, unit.context.runtime.world_size)
+            inner_shards.check_one_mesh(size, unit.handle.flats)
         except ValueError as e:
             raise ValueError(f"configure: unit {unit.fqn or '<root>'!r}: {e}") from None
         if size is not None and not isinstance(size, bool):
@@ -136,7 +137,7 @@ def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) ->
 
 def _check_all_reduce(units: list[Unit]) -> None:
     for unit in units:
-        if unit.handle.placement.replicas is None or not unit.config.strategy.is_hybrid:
+        if not unit.handle.has_replicas or not unit.config.strategy.is_hybrid:
             raise ValueError(
                 f"configure(all_reduce=...): unit {unit.fqn or '<root>'!r} has strategy {unit.config.strategy.name} and no "
                 "replicas to reduce over: use gradient_sync=..., or a hybrid strategy over more than one group"

@@ -12,16 +12,15 @@ import torch
 
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.reduction_input import views_of
 
 
 class Gathering:
     """One all-gather in flight. All ranks start the same ones in the same order."""
 
-    def __init__(self, handle: FlatParamHandle, flat: FlatParam, own: torch.Tensor | None = None) -> None:
+    def __init__(self, flat: FlatParam, own: torch.Tensor | None = None) -> None:
         """Start. ``own``: this rank's part of the values, like the shard; the same dtype on all ranks. None: the shard."""
-        self._handle, self._layout = handle, flat.layout
+        self._flat, self._layout = flat, flat.layout
         self._pending: Pending = Done()
         own = flat.shard if own is None else own
         if flat.is_whole:
@@ -31,7 +30,7 @@ class Gathering:
         self.flat = torch.zeros(self._layout.padded_numel, dtype=own.dtype, device=flat.kind.compute_device)
         place = self.flat[rank * size :][:size].copy_(own)
         if size:
-            self._pending = gather_exactly(handle, self.flat, place)
+            self._pending = gather_exactly(flat, self.flat, place)
 
     def wait(self) -> list[torch.Tensor]:
         """The whole tensor of each parameter, in its shape and stride: views of one buffer. Of a tensor subclass (a DTensor,
@@ -40,7 +39,7 @@ class Gathering:
         try:
             self._pending.wait()
         except Exception as e:
-            self._handle.runtime.fail("all-gather", self._handle.fqn, e)
+            self._flat.placement.runtime.fail("all-gather", self._flat.label.unit, e)
         return views_of(self.flat, self._layout)[0]
 
     @property
@@ -49,13 +48,13 @@ class Gathering:
         return self.flat.nbytes
 
 
-def gather_exactly(handle: FlatParamHandle, output: torch.Tensor, own: torch.Tensor) -> Pending:
-    """Start gathering ``own``, this rank's part of ``output``, bit for bit."""
-    runtime = handle.runtime.exact
+def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> Pending:
+    """Start gathering ``own``, this rank's part of ``output``, bit for bit, from the ranks that ``flat`` is sharded over."""
+    runtime = flat.placement.runtime.exact
     try:  # as bytes: no backend supports every dtype
-        return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), handle.label)
+        return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.label)
     except Exception as e:
-        runtime.fail("all-gather", handle.fqn, e)
+        runtime.fail("all-gather", flat.label.unit, e)
 
 
 def joined(flat: FlatParam, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:

@@ -63,6 +63,15 @@ def add_subgroup(runtime: Runtime, inner: Runtime) -> None:
         inner.streams = runtime.streams
 
 
+def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
+    """Raise if ``flats`` are sharded over different ranks, and ``size`` is a number of ranks to reshard to."""
+    if size is not None and not isinstance(size, bool) and len({flat.placement for flat in flats}) > 1:
+        raise ValueError(
+            f"reshard_after_forward={size} is for one group of ranks, and shard_mesh_fn has sharded some of its parameters "
+            "over others: pass True or False"
+        )
+
+
 def set_source(unit: Unit) -> None:
     """Have ``unit`` do as its config says, from its next forward on. Call ``split`` first."""
     unit.handle.source = None

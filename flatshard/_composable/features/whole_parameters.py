@@ -29,7 +29,7 @@ class WholeParameters:
         copies = {}
         for flat in self._handle.flats:
             if flat.kind.compute_dtype is not flat.kind.dtype or self._handle.is_sharded:
-                whole = gather_full_precision(self._handle, flat)
+                whole = gather_full_precision(flat)
             else:
                 whole = [_copy(c, w, device) for c, w in zip(flat.unsharded.computes, flat.wrappings, strict=True)]
             for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
@@ -87,7 +87,7 @@ class WholeParameters:
         for flat in self._handle.flats:
             if not flat.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
-            computes, whole = flat.unsharded.computes, _whole_gradients(self._handle, flat)
+            computes, whole = flat.unsharded.computes, _whole_gradients(flat)
             for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
                 target = compute if copies is None else copies[id(param)]
                 if grad is not None and wrapping is not None:
@@ -107,10 +107,10 @@ def _set_gradient(target: nn.Parameter, grad: torch.Tensor | None) -> None:
     target.grad = grad
 
 
-def gather_full_precision(handle: FlatParamHandle, flat: FlatParam) -> list[nn.Parameter]:
+def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
     """The whole parameters in their own dtype, in new memory."""
-    own = flat.on_compute_device(handle.runtime)
-    whole = Gathering(handle, flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
+    own = flat.on_compute_device()
+    whole = Gathering(flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
     result = []
     for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
         copy = nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)
@@ -123,14 +123,14 @@ def gather_full_precision(handle: FlatParamHandle, flat: FlatParam) -> list[nn.P
     return result
 
 
-def _whole_gradients(handle: FlatParamHandle, flat: FlatParam) -> list[torch.Tensor | None]:
+def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
     """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
     device, local = flat.kind.compute_device, flat.gradients.local()
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
     here = present[flat.placement.rank]
     here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
     if not flat.is_whole:
-        gather_exactly(handle, present.view(-1), here).wait()
+        gather_exactly(flat, present.view(-1), here).wait()
     seen: list[int] = present.amax(0).tolist()
     if not any(seen):
         return [None] * len(seen)
@@ -138,7 +138,7 @@ def _whole_gradients(handle: FlatParamHandle, flat: FlatParam) -> list[torch.Ten
         grad if grad is None or grad.dim() == 1 else in_memory_order(grad, info.stride)
         for grad, info in zip(local, flat.layout.params, strict=True)
     ]
-    whole = Gathering(handle, flat, joined(flat, pieces, flat.gradients.reduction.dtype)).wait()
+    whole = Gathering(flat, joined(flat, pieces, flat.gradients.reduction.dtype)).wait()
     return [grad if somewhere else None for grad, somewhere in zip(whole, seen, strict=True)]
 
 

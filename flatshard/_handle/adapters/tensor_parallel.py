@@ -109,8 +109,8 @@ class ManyRuntimes(Runtime):
 
     @classmethod
     def of(cls, runtimes: Sequence[Runtime]) -> ManyRuntimes:  # type: ignore[override]
-        """The object for ``runtimes``. It is shared, because gradients are grouped by their runtime's identity."""
-        key = tuple(map(id, runtimes))  # unique: the object keeps `runtimes` alive
+        """The object for ``runtimes``. It is shared, because gradients are grouped by their runtime."""
+        key = tuple(runtime.number for runtime in runtimes)
         found = cls._by_parts.get(key)
         if found is None:
             found = cls._by_parts[key] = cls(runtimes)

@@ -93,7 +93,7 @@ class Aggregate(NamedTuple):
         """
         rows = list(numbers.unbind())
         for runtime in in_order(runtimes):
-            indices = [i for i, each in enumerate(runtimes) if each is runtime]
+            indices = [i for i, each in enumerate(runtimes) if each == runtime]
             combined = self.over_ranks(torch.stack([rows[i] for i in indices]), runtime, question)
             for index, row in zip(indices, combined.unbind(), strict=True):
                 rows[index] = row
@@ -134,6 +134,13 @@ def total_norm(
         average_whole: replace ``whole`` by its average over the ranks of the first group, in the same all-reduce.
     """
     totals = [] if whole is None else [whole]
+    together: dict[Runtime, list[torch.Tensor]] = {}
+    for runtime, norm in sharded.items():
+        together.setdefault(runtime.around or runtime, []).append(norm)
+    sharded = {
+        r: norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
+        for r, norms in together.items()
+    }
     for number, runtime in enumerate(in_order(sharded)):
         norm, norms = sharded[runtime], Aggregate("norm", ord)
         if number == 0 and whole is not None and average_whole:

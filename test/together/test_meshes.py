@@ -1,0 +1,243 @@
+"""Parameters of one unit on different meshes: ``shard_mesh_fn``. Experts, which some ranks share, beside what all share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gather
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+
+WIDTH, EXPERTS = 6, 4
+FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
+
+
+class Moe(nn.Module):
+    """A dense part, and experts that every token goes through. ``group``: each of its ranks has some of the experts."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.norm, self.front = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.front(self.norm(x))
+        local = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        if self.group is None:
+            return x + torch.tanh(torch.einsum("bi,eij->bj", h, local))
+        mine = torch.einsum("rbi,eij->rbj", Gather.apply(h, self.group), local)
+        return x + torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Moe() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def is_expert(name: str) -> bool:
+    return name.endswith("experts")
+
+
+def build(mesh: Any, as_dtensor: bool) -> tuple[Model, Model]:
+    """The plain model with all experts, and one with this rank's. ``mesh``: its dimension "ep" has the experts."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        block.group = mesh.get_group("ep")
+        whole = distribute_tensor(block.experts.detach(), mesh["ep"], [Shard(0)])
+        block.experts = nn.Parameter(whole if as_dtensor else whole.to_local())
+    return plain, model
+
+
+def shard(ctx: Any, mesh: Any, model: nn.Module, strategy: ShardingStrategy, **options: Any) -> nn.Module:
+    own, rest = mesh["dp"], {"process_group": ctx.group}
+    if strategy is HYBRID:  # experts: replicated over "dp", and each on one rank of "one"
+        own, rest = mesh["dp", "one"], {"device_mesh": mesh["dp", "ep"]}
+    return fully_shard(
+        model,
+        policy={Moe},
+        strategy=strategy,
+        shard_mesh_fn=lambda fqn, param: own if is_expert(fqn) else None,
+        **rest,
+        **options,
+    )
+
+
+def local_experts(mesh: Any, whole: Tensor) -> Tensor:
+    return whole.chunk(mesh["ep"].size())[mesh["ep"].get_local_rank()]
+
+
+def assert_like(mesh: Any, model: nn.Module, plain: nn.Module, what: str) -> None:
+    """Weights, or gradients, equal to those of the plain model; of experts those that this rank has."""
+    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+        for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            got, want = getattr(param, what), getattr(expected, what)
+            got = got.to_local() if isinstance(got, DTensor) else got
+            want = local_experts(mesh, want) if is_expert(name) else want
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def meshes(ctx: Any, strategy: ShardingStrategy) -> Any:
+    return (
+        ctx.device_mesh((2, 1, 2), ("dp", "one", "ep")) if strategy is HYBRID else ctx.device_mesh((2, 2), ("dp", "ep"))
+    )
+
+
+def run_training(ctx: Any, strategy: ShardingStrategy, as_dtensor: bool, held: bool) -> None:
+    mesh = meshes(ctx, strategy)
+    plain, model = build(mesh, as_dtensor)
+    shard(ctx, mesh, model, strategy)
+    assert len(units_below(model)) == 3
+    assert [len(unit.handle.flats) for unit in units_below(model)] == [1, 2, 2]
+    assert len({unit.context for unit in units_below(model)}) == 1
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(3):
+        for micro in range(2 if held else 1):
+            x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro)).double()
+            expected = plain(x.flatten(0, 1)).square().mean()
+            expected.backward()
+            with flatshard.no_sync(model) if held and not micro else contextlib.nullcontext():
+                loss = model(x[ctx.rank]).square().mean()
+                loss.backward()
+            dist.all_reduce(loss := loss.detach(), group=ctx.group)
+            torch.testing.assert_close(loss / 4, expected.detach(), rtol=1e-9, atol=0)
+        assert_like(mesh, model, plain, "grad")
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-9, atol=0)
+        assert_like(mesh, model, plain, "grad")
+        torch.testing.assert_close(
+            flatshard.optim.get_total_norm(model).double(), torch.tensor(0.1).double(), rtol=1e-4, atol=0
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_like(mesh, model, plain, "data")
+
+
+@pytest.mark.parametrize("as_dtensor", [False, True], ids=["", "DTensor"])
+@pytest.mark.parametrize("held", [False, True], ids=["", "accumulated"])
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, HYBRID], ids=lambda s: s.value)
+def test_experts_in_the_unit_of_the_rest(pool, strategy: ShardingStrategy, held: bool, as_dtensor: bool):
+    pool.run(run_training, strategy, as_dtensor, held, world_size=4)
+
+
+def run_features(ctx: Any, path: str) -> None:
+    """What else a unit can do, with DTensors: checkpoints, copies, hooks, optimizers of whole parameters, ``describe``."""
+    mesh = meshes(ctx, FULL)
+    plain, model = build(mesh, True)
+    shard(ctx, mesh, model, FULL)
+    flats = [flat for unit in flatshard.describe(model).units for flat in unit.flats]
+    assert [flat.world_size for flat in flats] == [4, 2, 4, 2, 4]
+    assert [is_expert(flat.fqns[0]) for flat in flats] == [False, True, False, True, False]
+    assert str(flatshard.describe(model)).count(" of 2 ranks") == 2
+    copied = copy.deepcopy(model, {id(block.group): block.group for block in model.blocks})
+    calls: list[int] = []
+
+    def hook(state: Any, gradient: Tensor, output: Tensor) -> Any:
+        calls.append(state.world_size)
+        return state.reduce_scatter(output, gradient)
+
+    flatshard.comm.register_comm_hook(model, None, hook)
+    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    plain(x.flatten(0, 1)).square().mean().backward()
+    for each in (model, copied):
+        each(x[ctx.rank]).square().mean().backward()
+        assert_like(mesh, each, plain, "grad")
+    assert sorted(calls) == [2, 2, 4, 4, 4]
+    statistics = flatshard.optim.gradient_statistics(model)
+    for name, param in plain.named_parameters():
+        assert statistics[name].norm == pytest.approx(float(param.grad.norm()))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for optimizer in optimizers:
+        optimizer.step()
+    saved = flatshard.checkpoint.full_state_dict(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(saved[name], param.detach(), rtol=1e-9, atol=1e-12)
+    whole = flatshard.checkpoint.optim_state_dict(model, optimizers[1], full=True)
+    assert whole["state"]["blocks.1.experts"]["exp_avg"].shape == (EXPERTS, WIDTH, WIDTH)
+    flatshard.save_checkpoint(path, {"model": model, "optimizer": optimizers[1]})
+    _, other = build(mesh, True)
+    shard(ctx, mesh, other, GRAD_OP)
+    loaded = torch.optim.Adam(other.parameters(), lr=1e-2)
+    flatshard.load_checkpoint(path, {"model": other, "optimizer": loaded})
+    assert_like(mesh, other, plain, "data")
+    for model, optimizer in ((plain, optimizers[0]), (other, loaded)):
+        optimizer.zero_grad()
+        model(x.flatten(0, 1) if model is plain else x[ctx.rank]).square().mean().backward()
+        optimizer.step()
+    assert_like(mesh, other, plain, "data")
+
+
+def test_features_over_two_meshes(pool, tmp_path):
+    pool.run(run_features, str(tmp_path / "checkpoint"), world_size=4)
+
+
+def run_refusals(ctx: Any, path: str) -> None:
+    mesh = meshes(ctx, FULL)
+    _, model = build(mesh, False)
+    for options, message in (
+        ({"reshard_after_forward": 2}, r"'blocks\.0\.experts' .* reshard_after_forward=2 .* pass True or False"),
+        ({"strategy": ShardingStrategy.NO_SHARD}, r"'blocks\.0\.experts' .* use FULL_SHARD"),
+        ({"shard_mesh_fn": lambda fqn, param: mesh}, r"'head\.weight': device_mesh has 2 dimensions"),
+        ({"shard_mesh_fn": lambda fqn, param: 2}, r"'head\.weight': device_mesh must be a DeviceMesh"),
+        ({"shard_mesh_fn": mesh}, r"shard_mesh_fn must be a callable"),
+        ({"shard_placement_fn": None}, r"shard_mesh_fn="),
+    ):
+        options = {"shard_mesh_fn": lambda fqn, param: mesh["dp"] if is_expert(fqn) else None} | options
+        with pytest.raises((TypeError, ValueError), match=message):
+            fully_shard(model, policy={Moe}, process_group=ctx.group, **options)
+        assert not units_below(model)
+    shard(ctx, mesh, model, FULL)
+    with pytest.raises(ValueError, match=r"reshard_after_forward=2 is for one group of ranks"):
+        flatshard.configure(model.blocks[0], reshard_after_forward=2)
+    lost = r"blocks\.0\.experts'.*ranks \[0, 2\] and \[1, 3\] have different values of this name"
+    with pytest.raises(RuntimeError, match=lost):
+        flatshard.save_checkpoint(path, {"model": model})
+    with pytest.raises(ValueError, match=lost):
+        flatshard.checkpoint.full_state_dict(model)
+
+
+def test_what_is_refused(pool, tmp_path):
+    pool.run(run_refusals, str(tmp_path / "checkpoint"), world_size=4)
+
+
+def run_other_numbers(ctx: Any) -> None:
+    """The gradients are divided as the user says, those over a single rank too; weights are given from the first rank."""
+    mesh = ctx.device_mesh((1, 4), ("dp", "ep"))
+    plain, model = build(mesh, False)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ctx.rank and not is_expert(name):
+                param.zero_()
+    shard(ctx, mesh, model, FULL, sync_module_states=True)
+    assert_like(mesh, model, plain, "data")
+    flatshard.configure(model, divide_factor=8)
+    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    (plain(x.flatten(0, 1)).square().mean() / 2).backward()
+    model(x[ctx.rank]).square().mean().backward()
+    assert_like(mesh, model, plain, "grad")
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), expected)
+    assert_like(mesh, model, plain, "grad")
+
+
+def test_each_expert_on_one_rank(pool):
+    pool.run(run_other_numbers, world_size=4)
