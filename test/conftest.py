@@ -34,9 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--thorough", action="store_true", help="every case, where else pairs or some are run: see pairs.py"
     )
-    group.addoption("--fuzz", type=int, default=100, metavar="N", help="random cases that test_fuzz.py runs")
+    group.addoption("--fuzz", type=int, default=60, metavar="N", help="random cases that test_fuzz.py runs")
     group.addoption(
-        "--fuzz-programs", type=int, default=100, metavar="N", help="programs that test_fuzz_programs.py runs"
+        "--fuzz-programs", type=int, default=60, metavar="N", help="programs that test_fuzz_programs.py runs"
     )
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case or program")
     group.addoption(

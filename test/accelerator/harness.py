@@ -270,7 +270,7 @@ class Cases(dict[str, Case]):
 
     @property
     def on_ranks(self) -> list[str]:
-        """All cases that are not on the fake group as well, and of the others a third of each function's variants."""
+        """All cases that are not on the fake group as well, and of the others a fourth of each function's variants."""
         functions: dict[Any, list[str]] = {}
         for name, case in self.items():
             if case.ranks:
@@ -278,7 +278,7 @@ class Cases(dict[str, Case]):
         return [
             name
             for names in functions.values()
-            for name in (some(names, -(-len(names) // 3)) if self[names[0]].fake else names)
+            for name in (some(names, -(-len(names) // 4)) if self[names[0]].fake else names)
         ]
 
     @property

@@ -16,6 +16,7 @@ from clean import check_clean
 from event_lines import as_text, same_everywhere, train
 from expecttest import assert_expected_inline
 from models import Block
+from pairs import some
 from parity import check_parity, full_params
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -97,18 +98,20 @@ HOW = [by_list, by_policy, around, across, outermost]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def train_all(ctx) -> None:
-    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [(how, {}, {}) for how in HOW]
-    cases += [(how, {"tied": True}, {}) for how in (by_list, around, across)]
-    cases += [(how, {}, {"strategy": s}) for how, s in ((by_policy, GRAD_OP), (around, NO_SHARD), (by_list, GRAD_OP))]
-    cases += [(by_policy, {"call": call}, {}) for call in ("reentrant", "non-reentrant")]
-    cases += [(around, {"call": "non-reentrant", "tied": True}, {"reshard_after_forward": False})]
-    cases += [(how, {}, {"static_buffers": True}) for how in (by_policy, around)]
-    cases += [
-        (by_policy, {}, {"backward_prefetch": None}),
-        (around, {}, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-    ]
-    for how, model, options in cases:
+CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [(how, {}, {}) for how in HOW]
+CASES += [(how, {"tied": True}, {}) for how in (by_list, around, across)]
+CASES += [(how, {}, {"strategy": s}) for how, s in ((by_policy, GRAD_OP), (around, NO_SHARD), (by_list, GRAD_OP))]
+CASES += [(by_policy, {"call": call}, {}) for call in ("reentrant", "non-reentrant")]
+CASES += [(around, {"call": "non-reentrant", "tied": True}, {"reshard_after_forward": False})]
+CASES += [(how, {}, {"static_buffers": True}) for how in (by_policy, around)]
+CASES += [
+    (by_policy, {}, {"backward_prefetch": None}),
+    (around, {}, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
+]
+
+
+def train_some(ctx, numbers: list[int]) -> None:
+    for how, model, options in [CASES[number] for number in numbers]:
         ctx.note(f"{how.__name__} {model} {options}")
         run = check_parity(
             ctx,
@@ -124,7 +127,7 @@ def train_all(ctx) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_one_process(pool, world_size):
-    pool.run(train_all, world_size=world_size)
+    pool.run(train_some, some(range(len(CASES)), 8, turn=world_size), world_size=world_size)
 
 
 def frozen_and_skipped(ctx) -> None:

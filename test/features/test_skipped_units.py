@@ -354,7 +354,7 @@ def test_parity(pool, name: str):
         Case(name, strategy=GRAD_OP),
         Case(name, strategy=NO_SHARD),
     ]
-    cases = [Case(name, run_first=True), *some(others, 2, turn=list(MODELS).index(name))]
+    cases = [Case(name, run_first=True), *some(others, 1, turn=list(MODELS).index(name))]
     pool.run(run_cases, cases, world_size=2)
 
 
