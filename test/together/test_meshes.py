@@ -241,3 +241,26 @@ def run_other_numbers(ctx: Any) -> None:
 
 def test_each_expert_on_one_rank(pool):
     pool.run(run_other_numbers, world_size=4)
+
+
+def run_flat_parameters(ctx: Any) -> None:
+    """``flat_parameters``: one per mesh in each unit; their norm is that of all, and a copy has its own."""
+    mesh = meshes(ctx, FULL)
+    plain, model = build(mesh, False)
+    shard(ctx, mesh, model, FULL)
+    flats = flatshard.flat_parameters(model)
+    assert len(flats) == 5
+    copied = copy.deepcopy(model, {id(block.group): block.group for block in model.blocks})
+    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    plain(x.flatten(0, 1)).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.optim.SGD(plain.parameters(), lr=1e-2).step()
+    for each, own in ((model, flats), (copied, flatshard.flat_parameters(copied))):
+        each(x[ctx.rank]).square().mean().backward()
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(own, 0.1), expected, rtol=1e-9, atol=0)
+        torch.optim.SGD(own, lr=1e-2).step()
+        assert_like(mesh, each, plain, "data")
+
+
+def test_flat_parameters(pool):
+    pool.run(run_flat_parameters, world_size=4)

@@ -107,7 +107,6 @@ def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
                     f"shard_mesh_fn replicates parameter {owned.fqn!r} over ranks {sorted(twice)}, over which the rest of "
                     "the unit is sharded: let the first dimension of its mesh have none of these ranks but one"
                 )
-        owned.groups = chosen
         if size is not None and not isinstance(size, bool):
             raise ValueError(
                 f"shard_mesh_fn shards parameter {owned.fqn!r} over other ranks than the rest of unit "
@@ -115,6 +114,7 @@ def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
                 "False, or shard the module that has these parameters first, as a unit of its own: "
                 "fully_shard(experts, device_mesh=mesh)"
             )
+        owned.groups = chosen
 
 
 def resolve_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy) -> Groups:
