@@ -331,8 +331,8 @@ class Runtime:
         return result
 
     def __eq__(self, other: object) -> bool:
-        """Whether they have the same ranks: what those hold in parts is added up together."""
-        return isinstance(other, Runtime) and self.number == other.number
+        """Whether they have the same ranks, and the same around them: what these hold in parts is added up together."""
+        return isinstance(other, Runtime) and (self.number, self.around) == (other.number, other.around)
 
     def __hash__(self) -> int:
         return self.number

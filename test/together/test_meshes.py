@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import units_below
+from flatshard._runtime import Runtime
 
 WIDTH, EXPERTS = 6, 4
 FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
@@ -264,3 +265,17 @@ def run_flat_parameters(ctx: Any) -> None:
 
 def test_flat_parameters(pool):
     pool.run(run_flat_parameters, world_size=4)
+
+
+def compare_runtimes(ctx) -> None:
+    """Experts of a unit of their own, and others over the same ranks by ``shard_mesh_fn``, are added up over other ranks."""
+    group = ctx.device_mesh((2, 2), ("dp", "ep"))["dp"].get_group()
+    everyone, runtime = Runtime.of(ctx.group, torch.device("cpu")), Runtime.of(group, torch.device("cpu"))
+    among = runtime.within(everyone)
+    assert among == runtime.within(everyone)
+    assert among != runtime
+    assert runtime == runtime.beside(everyone)
+
+
+def test_runtimes_that_are_added_up_together(pool):
+    pool.run(compare_runtimes, world_size=4)
