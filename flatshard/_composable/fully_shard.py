@@ -201,9 +201,17 @@ def fully_shard(
             "fully_shard",
             stacklevel=2,
         )
-    for unit_below in units_below(root):  # units of earlier calls have FQNs that start further in
-        if unit_below.module not in made:
-            unit_below.rename(names)
+    below = [unit for unit in units_below(root) if unit.module not in made]
+    for unit_below in below:  # units of earlier calls have FQNs that start further in
+        unit_below.rename(names)
+    if experts := validate.taken_for_copies(below, group):
+        warnings.warn(
+            f"{name_list(experts)} were sharded by an earlier call, over some of the ranks of this one. Norms and "
+            "checkpoints take what the other ranks have under these names for copies. If they are other parameters, such as "
+            "other experts, shard them in this call: fully_shard(..., shard_mesh_fn=lambda fqn, param: mesh['dp'] if "
+            "'experts' in fqn else None), or make them DTensors first",
+            stacklevel=2,
+        )
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -148,7 +149,8 @@ def run_experts(ctx) -> None:
     fully_shard(model.experts[0], device_mesh=mesh["dp"])
     # Its gradient on a rank is the sum over the tokens of two ranks, so the mean over all ranks is a quarter of the sum.
     flatshard.configure(model.experts[0], divide_factor=4)
-    fully_shard(model, process_group=ctx.group)
+    with pytest.warns(UserWarning, match=r"'experts\.0\.\S+', .* were sharded by an earlier call.* shard_mesh_fn="):
+        fully_shard(model, process_group=ctx.group)
     assert unit_of(model.experts[0]).context is not unit_of(model).context
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(3):
@@ -211,7 +213,9 @@ def run_stacked_experts(ctx) -> None:
         fully_shard(model, process_group=ctx.group)
     fully_shard(model.experts, device_mesh=mesh["dp"])
     flatshard.configure(model.experts, divide_factor=4)
-    fully_shard(model, process_group=ctx.group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # DTensors say what the other ranks have
+        fully_shard(model, process_group=ctx.group)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(3):
         x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.partition import PlannedUnit, walk
 from flatshard._composable.policy import is_never_called
-from flatshard._composable.state import ModuleGroup, owner_of, unit_of, units_below
+from flatshard._composable.state import ModuleGroup, Unit, owner_of, unit_of, units_below
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
@@ -295,6 +295,19 @@ def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
                     f"unit around it, a {type(owner.module).__name__}: shard inner modules before outer ones, or call "
                     "fully_shard once, on the outermost module, with a policy that chooses them"
                 )
+
+
+def taken_for_copies(units: Iterable[Unit], group: dist.ProcessGroup) -> list[str]:
+    """The FQNs of plain parameters of ``units`` that are sharded over some of the ranks of ``group`` only, not replicated."""
+    ranks = set(dist.get_process_group_ranks(group))
+    return [
+        info.fqn
+        for unit in units
+        for flat in unit.handle.flats
+        if flat.placement.replicas is None and set(dist.get_process_group_ranks(flat.placement.runtime.group)) < ranks
+        for info, wrapping in zip(flat.layout.params, flat.wrappings, strict=True)
+        if wrapping is None
+    ]
 
 
 def check_parameters(units: list[PlannedUnit], device: torch.device | None, groups: Groups | None) -> torch.device:
