@@ -191,8 +191,8 @@ def _make_groups(rank: int, size: int, port: int, prefix: str, backend: str | No
 def _share_gloo_device() -> None:
     """Let all gloo groups of this process share one device.
 
-    Each device has a thread that wakes up a hundred times a second. A rank has dozens of groups, each with a device of its own
-    by default: in a run of all tests these threads took a quarter of the time.
+    Each device has a thread that wakes up a hundred times a second. A rank has dozens of groups, each with its own device
+    by default. In a run of all tests these threads took a quarter of the time.
     """
     from torch.distributed import ProcessGroupGloo
 
