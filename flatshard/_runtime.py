@@ -310,9 +310,7 @@ class Runtime:
         return result
 
     def beside(self, other: Runtime) -> Runtime:
-        """A runtime with the same group and device, whose collectives are in one order with those of ``other``: on its
-        streams.
-        """
+        """A runtime with the same group and device, and the streams of ``other``: their collectives run in one order."""
         if self.streams is other.streams:
             return self
         result = copy.copy(self)
@@ -320,8 +318,10 @@ class Runtime:
         return result
 
     def within(self, around: Runtime) -> Runtime | None:
-        """This runtime for parameters in whose place other ranks of ``around`` have others: experts. A total norm is over all
-        ranks of ``around``. None if not all ranks are of ``around``, or no others are.
+        """This runtime, for experts: other ranks of ``around`` have different parameters under the same names.
+
+        A total norm adds them up over all ranks of ``around``. Returns None unless this group has some of the ranks of
+        ``around``, and no others.
         """
         ours, others = (set(dist.get_process_group_ranks(each.group)) for each in (self, around))
         if not ours < others:
@@ -331,7 +331,7 @@ class Runtime:
         return result
 
     def __eq__(self, other: object) -> bool:
-        """Whether they have the same ranks, and the same around them: what these hold in parts is added up together."""
+        """Whether both have the same ranks, and the same ``around``: norms of what they shard are added up together."""
         return isinstance(other, Runtime) and (self.number, self.around) == (other.number, other.around)
 
     def __hash__(self) -> int:
@@ -343,7 +343,7 @@ class Runtime:
 
     @property
     def ranks_around(self) -> list[int] | None:
-        """Of what only these ranks of ``around`` have: their numbers there. None without ``around``."""
+        """The numbers that the ranks of this group have in ``around``. None without ``around``."""
         if self.around is None:
             return None
         every = dist.get_process_group_ranks(self.around.group)

@@ -127,13 +127,12 @@ def fully_shard(
             registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
             case. Collectives with an ``allocate`` always use such buffers. Two units that did not run at the same time in
             the first pass cannot do so later.
-        shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` for parameters that are sharded over other ranks than the rest
-            of their unit, such as experts over ``mesh["dp"]``, the ranks that have the same ones: a mesh like
-            ``device_mesh``. None: over those of the call. Their gradients are summed over these ranks, and divided by
-            the same number as those of the rest: that of the ranks of the call, or ``configure(divide_factor=...)``. Other
-            ranks of the call have other experts in their place, which a total norm adds. Make them DTensors over the other
-            dimension of the mesh, for checkpoints to have all of them under one name. A :class:`CustomPolicy` may override
-            it per unit.
+        shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` that chooses the mesh of single parameters, such as experts.
+            It returns a mesh as for ``device_mesh``, here of the ranks that hold the same experts (``mesh["dp"]``), or None
+            for the mesh of the call. The gradients are summed over that mesh, and divided by the number of ranks of the
+            call, or by ``configure(divide_factor=...)``. Total norms add the experts of all ranks. For a checkpoint with
+            all experts under one name, first make them DTensors over the other dimension of the mesh. A
+            :class:`CustomPolicy` may override it per unit. Not for ``NO_SHARD``, nor for ``reshard_after_forward=k``.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
             ``mp_policy``, ... See ``construct/renamed.py``.
 
