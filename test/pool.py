@@ -188,6 +188,32 @@ def _make_groups(rank: int, size: int, port: int, prefix: str, backend: str | No
     return groups
 
 
+def _yield_to_others() -> None:
+    """Let a rank that other tests' ranks wake up run on until it waits, as it may hold the lock of a connection.
+
+    gloo's thread does not wait for such a lock: it asks again at once, for as long as the holder is kept from its core.
+    """
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # threads inherit it
+
+
+def _make_gloo_device() -> Any:
+    """A device whose thread makes room for whoever holds the lock that it asks for: see :func:`_yield_to_others`."""
+    from torch.distributed import ProcessGroupGloo
+
+    devices: list[Any] = []
+
+    def make() -> None:
+        if sys.platform == "linux":
+            os.nice(10)  # this thread, and those that it makes
+        devices.append(ProcessGroupGloo.create_default_device())
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return devices[0]
+
+
 def _share_gloo_device() -> None:
     """Let all gloo groups of this process share one device.
 
@@ -196,7 +222,7 @@ def _share_gloo_device() -> None:
     """
     from torch.distributed import ProcessGroupGloo
 
-    device, make = ProcessGroupGloo.create_default_device(), ProcessGroupGloo.__init__
+    device, make = _make_gloo_device(), ProcessGroupGloo.__init__
 
     def make_with_device(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
         options = ProcessGroupGloo._Options()
@@ -277,6 +303,7 @@ def _rank_main(
     """Serve requests until the parent closes the connection or dies."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops the ranks
+    _yield_to_others()
     if not os.environ.get("POOL_CORES"):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), all_threads=True)

@@ -30,6 +30,13 @@ def one_thread_and_random(ctx):
     return torch.get_num_threads(), torch.rand(3), os.environ["GLOO_SOCKET_IFNAME"]
 
 
+def how_it_shares_cores(ctx):
+    """How this rank is scheduled, and whether gloo's threads are nicer than it is."""
+    names = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    nice, of_gloo = os.nice(0), [os.getpriority(os.PRIO_PROCESS, i) for i, n in names.items() if n == "gloo_tcp_loop"]
+    return os.sched_getscheduler(0), [of_one == min(nice + 10, 19) for of_one in of_gloo]
+
+
 def mesh_size(ctx):
     return ctx.mesh.size(), ctx.mesh.get_group() is not None
 
@@ -129,6 +136,11 @@ def test_bodies_start_from_the_same_state(pool):
         assert interface == pool_module._loopback()
     pool.run(change_defaults)
     assert pool.run(defaults) == [(torch.float32, True)] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_gloos_one_thread_keeps_no_rank_from_its_core(pool):
+    assert pool.run(how_it_shares_cores) == [(os.SCHED_BATCH, [True])] * 2
 
 
 def test_mesh(pool):
