@@ -129,6 +129,7 @@ def fire(ctx) -> None:
             calls = calls if before else note_calls(model)
             expected = note_calls(plain)
             for reentrant in (None, False, True):
+                ctx.note(f"{strategy.name}, {before=}, {reentrant=}")
                 model.use_checkpoint = plain.use_checkpoint = reentrant
                 for step in range(3):  # the first makes .grad, the others add to it
                     backward(ctx, model, plain, step)
