@@ -55,13 +55,13 @@ WIDTH, SMALL_WIDTH = 96, 24
 
 
 class NormBlock(nn.Module):
-    """A layer norm and two layers, and a way around them."""
+    """A layer norm and two layers, and a way around them. ``hidden``, ``bias``: see ``Mlp``."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None, bias: bool = True) -> None:
         super().__init__()
+        hidden = hidden or 2 * width
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from models import NormBlock
 from parity import adamw, full_params
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -17,21 +18,15 @@ from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard,
 WIDTH = 13
 
 
-class Block(nn.Module):
+class Block(NormBlock):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 29)
-        self.down = nn.Linear(29, WIDTH, bias=False)
+        super().__init__(WIDTH, 29, bias=False)
 
     def init_weights(self) -> None:
         self.norm.reset_parameters()
         self.up.reset_parameters()
         nn.init.trunc_normal_(self.down.weight, std=0.02)
         self.down.weight.data.mul_(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Lm(nn.Module):

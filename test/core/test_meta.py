@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clean import resident_nbytes
+from models import NormBlock
 from parity import adamw, full_params
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,15 +46,9 @@ def _is_pattern(t: Tensor) -> bool:
     return shows_pattern(t)
 
 
-class Block(nn.Module):
+class Block(NormBlock):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 29)
-        self.down = nn.Linear(29, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        super().__init__(WIDTH, 29, bias=False)
 
 
 class Lm(nn.Module):

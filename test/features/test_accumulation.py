@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from clean import storage_nbytes
+from models import Mlp
 from pairs import all_pairs
 from torch import nn
 
@@ -21,14 +22,9 @@ from flatshard._trace import record_events
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
 
-class Block(nn.Module):
+class Block(Mlp):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width + 3)
-        self.outer = nn.Linear(width + 3, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
+        super().__init__(width, width + 3)
 
 
 class Net(nn.Module):
@@ -175,8 +171,8 @@ def partly(ctx) -> None:
         model(x.chunk(ctx.world_size)[ctx.rank]).square().mean().backward()
         if i == 0:
             assert model.head.weight.grad is None
-            assert model.blocks[0].inner.weight.grad is None
-            assert model.blocks[1].inner.weight.grad is not None
+            assert model.blocks[0].up.weight.grad is None
+            assert model.blocks[1].up.weight.grad is not None
     check_gradients(model, reference)
 
 
@@ -397,7 +393,7 @@ def test_reduce_gradients(pool, strategy: ShardingStrategy):
 
 def refuse_to_reduce(ctx) -> None:
     model = fully_shard(Block(4), process_group=ctx.group)
-    model.inner.register_forward_hook(lambda *_: flatshard.reduce_gradients(model))
+    model.up.register_forward_hook(lambda *_: flatshard.reduce_gradients(model))
     with pytest.raises(RuntimeError, match="reduce_gradients: called inside a forward or a backward"):
         model(torch.ones(2, 4))
     with pytest.raises(ValueError, match="reduce_gradients: nothing in this Linear is sharded"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
+from models import NormBlock
 from parity import full_params
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -18,21 +19,11 @@ import flatshard
 import flatshard.fsdp2
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.layers = nn.ModuleList([NormBlock(8) for _ in range(3)])
         self.output = nn.Linear(8, 11)
 
     def reset_parameters(self) -> None:
@@ -149,7 +140,7 @@ def test_signatures():
 
 def test_methods(world):
     world(2)
-    model = flatshard.fully_shard(Model(), policy={Block})
+    model = flatshard.fully_shard(Model(), policy={NormBlock})
     assert not hasattr(model, "no_sync")
     flatshard.fsdp2.add_methods(model)
     clone = copy.deepcopy(model)
