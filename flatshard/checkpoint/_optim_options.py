@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 Group = dict[str, Any]
 
 
-def options_of(given: Group) -> Iterator[tuple[str, Any]]:
+def options_of(given: Group) -> Group:
     """All that a group has besides parameters."""
-    return ((k, v) for k, v in given.items() if k not in ("params", "param_names"))
+    return {k: v for k, v in given.items() if k not in ("params", "param_names")}
 
 
 def copy_options(given: Sequence[Group], groups: Sequence[Group]) -> None:
     """Give each of ``groups`` the options of one of ``given``, and no others."""
     for source, target in zip(given, groups, strict=True):
-        for key in [k for k, _ in options_of(target) if k not in source]:
+        for key in [k for k in options_of(target) if k not in source]:
             del target[key]
         target.update(options_of(source))
 
@@ -32,7 +32,7 @@ class SavedOptions:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._saved = [{k: (v, _copy(v)) for k, v in options_of(group)} for group in groups]
+        self._saved = [{k: (v, _copy(v)) for k, v in options_of(group).items()} for group in groups]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -58,7 +58,7 @@ def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict
     vars(stand_in).pop("step", None)  # a scheduler's, which counts
     stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     stand_in.state = defaultdict(dict)
-    stand_in.param_groups = [{**{k: _copy(v) for k, v in options_of(group)}, "params": [param]}]
+    stand_in.param_groups = [{**{k: _copy(v) for k, v in options_of(group).items()}, "params": [param]}]
     step: Any = kind.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # without hooks that are on all optimizers

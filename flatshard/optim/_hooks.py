@@ -25,8 +25,8 @@ from flatshard._composable.state import UnitConfig, all_units, owner_of
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_hooks import hook_optimizer
-from flatshard.checkpoint._optim_parts import take_loaded
+from flatshard.checkpoint._optim_params import take_loaded
+from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._moments import check_moment, holds_whole_ones
 from flatshard.optim._trial import Impossible, couples_parameters, looks_at_whole
 

@@ -104,7 +104,7 @@ class WholeParameterOptimizer(Optimizer):
         self._owned.update(found)
         self._proxies.update((p, _proxy(p, o)) for p, o in found.items())
         if self._inner is not None:
-            options = dict(options_of(made))
+            options = options_of(made)
             self._inner.add_param_group({**options, "params": [self._proxies[p] for p in made["params"]]})
             copy_options(self._inner.param_groups[-1:], [made])
 
