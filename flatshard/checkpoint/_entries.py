@@ -26,8 +26,7 @@ from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.unfilled import check_has_memory
-from flatshard.checkpoint._optim_options import options_of
-from flatshard.checkpoint._optim_params import Names, rekey, steps_only
+from flatshard.checkpoint._optim_params import Names, options_of, rekey, steps_only
 from flatshard.checkpoint._optim_state_dict import by_name, rows_of
 from flatshard.checkpoint._optim_state_load import stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue

@@ -26,6 +26,7 @@ from flatshard.checkpoint._state_dict import Flat
 
 Optimizers = Optimizer | Iterable[Optimizer]
 State = dict[str, dict[str, Any]]
+Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ class Names:
     def groups(self, optimizer: Optimizer) -> list[list[Named]]:
         """For each parameter group."""
         return [[named for p in group["params"] for named in self.of(p)] for group in optimizer.param_groups]
+
+
+def options_of(group: Group) -> Group:
+    """All that a group has besides parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:

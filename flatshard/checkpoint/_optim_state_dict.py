@@ -16,8 +16,10 @@ there. That is looked at before the first step: then each rank takes its part, o
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,14 +28,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._optim_options import Group, first_state, options_of
 from flatshard.checkpoint._optim_params import (
+    Group,
     Named,
     Names,
     Optimizers,
     Row,
     State,
     as_list,
+    options_of,
     parts_of_state,
     shown,
     steps_whole,
@@ -134,6 +137,9 @@ def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked 
     }
 
 
+# -- the state that a first step would make -----------------------------------------------------------------------------
+
+
 def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parameter) -> dict[str, Any]:
     if steps_whole(optimizer):
         state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
@@ -145,6 +151,36 @@ def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parame
             f"what the first step of {type(optimizer).__name__} would make is not known, as a step of a copy raised "
             f"{type(e).__name__}: {e}. Take a step before loading"
         ) from e
+
+
+@torch.no_grad()
+def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict[str, Any]:
+    """The state that a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
+
+    Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
+    keeps besides state and options, as ``copy.copy`` does.
+    """
+    kind = type(optimizer)
+    param = nn.Parameter(zeros)
+    param.grad = torch.zeros_like(zeros)
+    stand_in: Any = object.__new__(kind)
+    vars(stand_in).update(vars(optimizer))
+    vars(stand_in).pop("step", None)  # a scheduler's, which counts
+    stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [{**{k: copied_option(v) for k, v in options_of(group).items()}, "params": [param]}]
+    step: Any = kind.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # without hooks that are on all optimizers
+    step(stand_in)
+    return dict(stand_in.state.get(param, {}))
+
+
+def copied_option(value: Any) -> Any:
+    """One that a step of a copy may change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 # -- by number: [Note: What an optimizer hands out] --------------------------------------------------------------------

@@ -10,8 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._composable.state import flat_of
-from flatshard.checkpoint._optim_options import Group, options_of
-from flatshard.checkpoint._optim_params import Named, Names, Optimizers, State, as_list, rekey, steps_whole
+from flatshard.checkpoint._optim_params import (
+    Group,
+    Named,
+    Names,
+    Optimizers,
+    State,
+    as_list,
+    options_of,
+    rekey,
+    steps_whole,
+)
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats

@@ -14,7 +14,8 @@ from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._composable.state import owner_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_options import SavedOptions, copy_options, first_state, options_of
+from flatshard.checkpoint._optim_params import Group, options_of
+from flatshard.checkpoint._optim_state_dict import copied_option, first_state
 from flatshard.optim._owned import Owned, Stepped, move
 from flatshard.optim._trial import Impossible, couples_parameters
 
@@ -78,7 +79,7 @@ class WholeParameterOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._inner = optimizer_class([self._of_proxies(group) for group in self.param_groups], **defaults)
         self.defaults = dict(self._inner.defaults)
-        copy_options(self._inner.param_groups, self.param_groups)
+        _copy_options(self._inner.param_groups, self.param_groups)
 
     def __repr__(self) -> str:
         mine = sum(each.is_mine for each in self._owned.values())
@@ -88,7 +89,7 @@ class WholeParameterOptimizer(Optimizer):
             f"{mine} stepped here)\n{super().__repr__()}"
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As in torch."""
         super().add_param_group(param_group)
         made = self.param_groups[-1]
@@ -99,9 +100,9 @@ class WholeParameterOptimizer(Optimizer):
             raise
         if self._inner is not None:
             self._inner.add_param_group(self._of_proxies(made))
-            copy_options(self._inner.param_groups[-1:], [made])
+            _copy_options(self._inner.param_groups[-1:], [made])
 
-    def _of_proxies(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _of_proxies(self, group: Group) -> Group:
         """The group as the inner optimizer takes it."""
         return {**options_of(group), "params": [self._owned[p].proxy for p in group["params"]]}
 
@@ -136,19 +137,14 @@ class WholeParameterOptimizer(Optimizer):
         self._refuse_coupling(inner)
         inner.state.clear()
         inner.state.update({each.proxy: self.state[p] for p, each in self._owned.items() if p in self.state})
-        copy_options(self.param_groups, inner.param_groups)
-        before = SavedOptions(inner.param_groups)
+        _copy_options(self.param_groups, inner.param_groups)
         stepped = [self._owned[p] for group in self.param_groups for p in group["params"] if p.grad is not None]
         plain = [(each.param, each.param.grad) for each in stepped if not isinstance(each, Owned)]
         try:
-            self._step_all(inner, before, stepped)
-        except BaseException:
-            before.restore()
-            raise
+            self._step_all(inner, stepped)
         finally:
             for param, grad in plain:
                 param.grad = grad
-        copy_options(inner.param_groups, self.param_groups)
         return loss
 
     def _refuse_coupling(self, inner: Optimizer) -> None:
@@ -171,21 +167,24 @@ class WholeParameterOptimizer(Optimizer):
                         "before the step, or use an optimizer that treats parameters one by one"
                     )
 
-    def _step_all(self, inner: Optimizer, before: SavedOptions, stepped: list[Stepped]) -> None:
+    def _step_all(self, inner: Optimizer, stepped: list[Stepped]) -> None:
         """Each batch is gathered while the one before is stepped, and the first one while those are that are not cut."""
         owned = [each for each in stepped if isinstance(each, Owned)]
         batches = _batches([each for each in owned if each.is_cut], self.limit_bytes)
+        options = _copies(inner.param_groups)
         try:
             for first in batches[:1]:
                 first.start()
-            # Also if there are none, because options may count steps.
-            self._step_some(inner, before, [each for each in stepped if each.is_mine and not each.is_cut])
+            self._step_some(inner, [each for each in stepped if each.is_mine and not each.is_cut])
+            # Options that count steps count this one, also if it has no parameters, and no other batch.
+            _copy_options(inner.param_groups, self.param_groups)
             for earlier, batch, later in zip([None, *batches], batches, [*batches[1:], None], strict=False):
                 batch.wait()
                 if later is not None:
                     later.start()
                 if mine := [each for each in batch.owned if each.is_mine]:
-                    self._step_some(inner, before, mine)
+                    _copy_options(_copies(options), inner.param_groups)
+                    self._step_some(inner, mine)
                 if earlier is not None:
                     earlier.finish()
                 batch.start(back=True)
@@ -199,8 +198,7 @@ class WholeParameterOptimizer(Optimizer):
             if not each.is_cut and not each.is_mine:
                 each.finish()
 
-    def _step_some(self, inner: Optimizer, before: SavedOptions, stepped: Sequence[Stepped]) -> None:
-        before.restore()  # so that an option that counts steps counts all batches as one step
+    def _step_some(self, inner: Optimizer, stepped: Sequence[Stepped]) -> None:
         for each in stepped:
             each.show()
         try:
@@ -282,3 +280,16 @@ def _batches(cut: list[Owned], limit: int) -> list[_Batch]:
         of_group[number].owned.append(each)
         filled[each.flat.placement.runtime, each.owner] = number, held + each.nbytes
     return [batch for of_group in batches.values() for batch in of_group]
+
+
+def _copy_options(given: Sequence[Group], groups: Sequence[Group]) -> None:
+    """Give each of ``groups`` the options of one of ``given``, and no others."""
+    for source, target in zip(given, groups, strict=True):
+        for key in [k for k in options_of(target) if k not in source]:
+            del target[key]
+        target.update(options_of(source))
+
+
+def _copies(groups: Sequence[Group]) -> list[Group]:
+    """Their options, of which a step may change some in place: a count of steps may be a tensor."""
+    return [{key: copied_option(value) for key, value in options_of(group).items()} for group in groups]
