@@ -101,7 +101,10 @@ def by_name(rows: list[Row]) -> State:
 
 
 def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False) -> tuple[list[Row], list[Group]]:
-    """One for each parameter that is stepped; and the groups. ``for_load``: see :func:`optim_state_dict`."""
+    """The table that every form of state comes from: a row for each parameter that is stepped; and the groups.
+
+    ``for_load``: see :func:`optim_state_dict`.
+    """
     asked = None if isinstance(for_load, bool) else _Asked(for_load)
     rows: list[Row] = []
     groups: list[Group] = []
@@ -130,8 +133,10 @@ class _Asked:
 
 
 def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked | None) -> dict[str, Any]:
+    """``is_whole``: ``memory`` is the owner's, of the whole parameter."""
+    is_alone = is_whole and named.info is not None and named.info.shard_world_size > 1
     return {
-        key: value if is_whole else shown(named, key, value)
+        key: value if is_alone else shown(named, key, value, not is_whole)
         for key, value in memory.items()
         if asked is None or f"{named.fqn}.{key}" in asked.states
     }
@@ -140,7 +145,7 @@ def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked 
 # -- the state that a first step would make -----------------------------------------------------------------------------
 
 
-def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parameter) -> dict[str, Any]:
+def _first_state(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> dict[str, Any]:
     if steps_whole(optimizer):
         state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
         return state

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import flat_of
 from flatshard.checkpoint._optim_params import (
     Group,
     Named,
@@ -210,8 +208,4 @@ def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
 
 def _is_elsewhere(optimizer: Optimizer, param: nn.Parameter) -> bool:
     """Whether another rank steps it, and so has its state."""
-    owner: Callable[[nn.Parameter], int | None] | None = getattr(optimizer, "owner", None)
-    flat = flat_of(param)
-    if not steps_whole(optimizer) or owner is None or flat is None:
-        return False
-    return owner(param) not in (None, flat.placement.rank)
+    return steps_whole(optimizer) and not optimizer.steps_here(param)  # type: ignore[attr-defined]

@@ -23,8 +23,7 @@ Kinds = dict[str, list[Any]]
 
 - ``["part", dtype]``: a tensor of which ranks have parts;
 - ``["alone", dtype, shape]``: a tensor that only the rank has that steps the parameter;
-- ``["scalar", dtype, value]``: a tensor of no dimension, the same where it is;
-- ``["plain", value]``: no tensor, the same where it is;
+- ``["same", dtype, value]``: a number, text or None, the same where it is; with a dtype, a tensor of no dimension;
 - ``["own"]``: any other value, which a rank has or lacks.
 """
 Told = dict[str, tuple[bool, Kinds]]
@@ -55,10 +54,9 @@ def whole_state(flats: list[Flat], rows: list[Row], device: torch.device | None,
                     found[key] = export(value, device, None) if receives else None
                 elif key in row.values and kind[0] != "part":
                     found[key] = _copy(row, row.values[key], device) if receives else None
-                elif kind[0] == "scalar":
-                    found[key] = torch.tensor(kind[2], dtype=dtype_named(kind[1]))
-                elif kind[0] == "plain":
-                    found[key] = kind[1]
+                elif kind[0] == "same":
+                    _, dtype, number = kind
+                    found[key] = number if dtype is None else torch.tensor(number, dtype=dtype_named(dtype))
         every = ((key, kind) for row in present for key, kind in kinds[row.named.fqn].items())
         for key, dtype in dict.fromkeys((key, kind[1]) for key, kind in every if kind[0] == "part"):
             parts = [_part(row, key, dtype) for row in own]
@@ -103,9 +101,9 @@ def _kinds(values: dict[str, Any], is_whole: bool) -> Kinds:
         elif isinstance(value, torch.Tensor) and value.dim():
             kinds[key] = ["alone", str(value.dtype), list(value.shape)]
         elif isinstance(value, torch.Tensor) and not value.is_complex():
-            kinds[key] = ["scalar", str(value.dtype), value.item()]
+            kinds[key] = ["same", str(value.dtype), value.item()]
         elif value is None or isinstance(value, bool | int | float | str):
-            kinds[key] = ["plain", value]
+            kinds[key] = ["same", None, value]
         else:
             kinds[key] = ["own"]
     return kinds

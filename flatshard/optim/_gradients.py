@@ -210,7 +210,7 @@ def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
     device = device_for(parts, runtimes)
     local: dict[Runtime | None, torch.Tensor] = {}
     for runtime in [None, *in_order(runtimes)]:  # also of those process groups of which this rank has no gradient
-        own = [g.part for g in gradients if g.runtime == runtime] or [torch.empty(0)]
+        own = [g.part for g in gradients if g.runtime == runtime] or [torch.empty(0, device=device)]
         local[runtime] = torch.linalg.vector_norm(aggregate.local(own, device), p)
     whole = local.pop(None)
     # Whole gradients are averaged, so that the total is the same on all ranks.

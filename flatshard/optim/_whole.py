@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._comm.collectives import Done, Pending, settle
-from flatshard._composable.state import owner_of
+from flatshard._composable.state import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import Group, options_of
@@ -110,12 +110,16 @@ class WholeParameterOptimizer(Optimizer):
         """The rank of the shard group that steps ``param``. None: every rank steps it."""
         return self._owned[param].owner
 
+    def steps_here(self, param: nn.Parameter) -> bool:
+        """Whether this rank steps ``param``, and so has its state."""
+        return self._owned[param].is_mine
+
     def first_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The state that a first step would create for ``param``, on the rank that steps it; ``{}`` on other ranks.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
-        if self._inner is None or not self._owned[param].is_mine:
+        if self._inner is None or not self.steps_here(param):
             return {}
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
         return first_state(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
@@ -247,9 +251,8 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
         info = shard_info(param)
         if info is None:
             continue
-        unit = owner_of(param)
-        flats = [] if unit is None else [flat for flat in unit.handle.flats if flat.index_of(param) is not None]
-        if not flats or not isinstance(param, ShardedParameter):
+        flat = flat_of(param)
+        if flat is None or not isinstance(param, ShardedParameter):
             raise ValueError(
                 f"WholeParameterOptimizer cannot step {info.fqn!r}: pass model.parameters(), outside of a forward, unshard() "
                 "and summon_full_params, and not flat_parameters()"
@@ -260,7 +263,7 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
                 f"({info.parallel.placements}): no rank could have the whole. Use an optimizer that treats every element "
                 "alone, such as AdamW"
             )
-        places.append((info.owner is None, param, flats[0]))
+        places.append((info.owner is None, param, flat))
     for _, param, flat in sorted(places, key=lambda each: each[0]):
         found[param] = Owned(param, flat, loads.setdefault(flat.placement.runtime, [0] * flat.layout.world_size))
     return found
