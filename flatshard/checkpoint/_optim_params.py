@@ -126,9 +126,9 @@ class Names:
         return [[named for p in group["params"] for named in self.of(p)] for group in optimizer.param_groups]
 
 
-def options_of(group: Group) -> Group:
+def options_of(given: Group) -> Group:
     """All that a group has besides parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in given.items() if key not in ("params", "param_names")}
 
 
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:

@@ -36,7 +36,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardI
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
-from flatshard.optim._trial import Impossible, couples_parameters, looks_at_whole
+from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
 _looked_at = LookedAt()
 _watching: list[Any] = []
@@ -200,8 +200,8 @@ def _try_it(optimizer: Optimizer) -> None:
                 continue
             tried.add(case)
             try:
-                couples = type(optimizer) is torch.optim.LBFGS or couples_parameters(optimizer, settings, ndim)
-                looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
+                check_one_by_one(optimizer, settings, ndim, info.fqn, f". {allow}")
+                looks = is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
             except Impossible as e:
                 warnings.warn(
                     f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, because a "
@@ -211,12 +211,6 @@ def _try_it(optimizer: Optimizer) -> None:
                     stacklevel=5,
                 )
                 return
-            if couples:
-                raise RuntimeError(
-                    f"{name} steps a parameter differently if it has other parameters: it computes something over all "
-                    f"parameters, and this rank has only parts of them, such as {info.fqn!r}. Use an optimizer that treats "
-                    f"parameters one by one. {allow}"
-                )
             if looks:
                 raise RuntimeError(
                     f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "

@@ -37,14 +37,21 @@ class Impossible(Exception):
     """The optimizer cannot be tried, for example because its class takes other arguments. ``__cause__`` says why."""
 
 
-def couples_parameters(optimizer: Optimizer, settings: Group, ndim: int) -> bool:
-    """Whether the optimizer steps a parameter differently if it has a second parameter.
+def check_one_by_one(optimizer: Optimizer, settings: Group, ndim: int, fqn: str, cure: str = "") -> None:
+    """Raise if the optimizer steps a parameter, such as ``fqn``, differently if it has a second parameter.
 
     Raises:
+        RuntimeError: it does, or it is ``LBFGS``, which needs a closure.
         Impossible: it cannot be tried.
     """
     a, b = _start(ndim), 1.5 * _start(ndim).flip(0)
-    return _differ(optimizer, settings, [a, b], [[a], [b]])
+    if type(optimizer) is torch.optim.LBFGS or _differ(optimizer, settings, [a, b], [[a], [b]]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps a parameter differently if it has other parameters: it computes something "
+            f"over all of them (a norm to clip by, say), and this rank has only some, or parts of them, such as {fqn!r}. "
+            "Turn that option off, and call flatshard.clip_grad_norm_ before the step, or use an optimizer that treats "
+            f"parameters one by one{cure}"
+        )
 
 
 def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bool, block: int) -> bool:

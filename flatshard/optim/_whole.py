@@ -17,7 +17,7 @@ from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import Group, options_of
 from flatshard.checkpoint._optim_state_dict import copied_option, first_state
 from flatshard.optim._owned import Owned, Stepped, move
-from flatshard.optim._trial import Impossible, couples_parameters
+from flatshard.optim._trial import Impossible, check_one_by_one
 
 LIMIT_BYTES = 2**28
 
@@ -153,23 +153,15 @@ class WholeParameterOptimizer(Optimizer):
 
     def _refuse_coupling(self, inner: Optimizer) -> None:
         """Try once per ndim of each new param group whether ``inner`` treats parameters one by one."""
-        new, self._tried_groups = self.param_groups[self._tried_groups :], len(self.param_groups)
         if type(inner).__module__.startswith("torch.optim"):
             return  # LBFGS needs a closure, which it does not get here
-        for settings in new:
-            cut = [p for p in settings["params"] if self.owner(p) is not None]
-            for ndim, param in {max(1, len(full_shape(p))): p for p in cut}.items():
+        for settings in self.param_groups[self._tried_groups :]:
+            params = [(p, info) for p in settings["params"] if (info := shard_info(p)) is not None]
+            cut = {max(1, len(full_shape(p))): info.fqn for p, info in params if self.owner(p) is not None}
+            for ndim, fqn in cut.items():
                 with contextlib.suppress(Impossible):  # most likely it needs other arguments
-                    if not couples_parameters(inner, settings, ndim):
-                        continue
-                    info = shard_info(param)
-                    self._tried_groups = 0  # it raises again
-                    raise RuntimeError(
-                        f"{type(inner).__name__} steps a parameter differently if it has other parameters: it computes "
-                        f"something over all of them (a norm to clip by, say), and each rank steps only some, such as "
-                        f"{info.fqn if info else '?'!r}. Turn that option off, and call flatshard.clip_grad_norm_ "
-                        "before the step, or use an optimizer that treats parameters one by one"
-                    )
+                    check_one_by_one(inner, settings, ndim, fqn)
+        self._tried_groups = len(self.param_groups)
 
     def _step_all(self, inner: Optimizer, stepped: list[Stepped]) -> None:
         """Each batch is gathered while the one before is stepped, and the first one while those are that are not cut."""
