@@ -131,11 +131,16 @@ def options_of(given: Group) -> Group:
     return {key: value for key, value in given.items() if key not in ("params", "param_names")}
 
 
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """What it steps, in the order of ``state_dict()``'s numbers."""
+    return [param for given in optimizer.param_groups for param in given["params"]]
+
+
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
     """Whether all that ``optimizer`` steps is ``module``'s: parameters and flat parameters."""
     own = {id(p) for p in module.parameters()}
     own.update(id(flat.gradients.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
-    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    return all(id(param) in own for param in params_of(optimizer))
 
 
 def steps_whole(optimizer: Optimizer) -> bool:

@@ -37,6 +37,7 @@ from flatshard.checkpoint._optim_params import (
     State,
     as_list,
     options_of,
+    params_of,
     parts_of_state,
     shown,
     steps_whole,
@@ -205,7 +206,7 @@ def hook_optimizer(optimizer: Optimizer) -> None:
 
 def _handed_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Sharded values in the place of this rank's parts; for a helper that asks for them, whole ones."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     asked = request("optim")
     if steps_whole(optimizer):
         if asked is not None:
@@ -239,7 +240,7 @@ def _handed_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 def _taken_in(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """This rank's parts in the place of sharded values and whole tensors."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     if steps_whole(optimizer) or len(params) != len(keys):  # of the latter the optimizer tells
         return None
@@ -248,7 +249,3 @@ def _taken_in(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
         if isinstance(param, ShardedParameter) and key in state:
             state[key] = parts_of_state(param, state[key])
     return {**state_dict, "state": state}
-
-
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

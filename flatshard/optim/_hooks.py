@@ -34,7 +34,7 @@ from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_params import take_loaded
+from flatshard.checkpoint._optim_params import params_of, take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
@@ -55,7 +55,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _check_moment(optimizer)
     if optimizer in _looked_at:
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
         if _holds_whole_ones(type(optimizer).__name__, plain):
             return
@@ -76,7 +76,7 @@ def _check_moment(optimizer: Optimizer) -> None:
     """
     if not held_back_units and not summoned_units:
         return
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    params = {id(p) for p in params_of(optimizer)}
     name = type(optimizer).__name__
     held = [u for units in held_back_units for u in units if u.handle.gradients.is_held]
     if units := _stepped(held, params):
