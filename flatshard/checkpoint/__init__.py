@@ -10,7 +10,7 @@ from flatshard.checkpoint._changed_params import (
 )
 from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
 from flatshard.checkpoint._meeting import MeetingError
-from flatshard.checkpoint._optim_names import rekey
+from flatshard.checkpoint._optim_params import rekey
 from flatshard.checkpoint._optim_state_dict import optim_state_dict
 from flatshard.checkpoint._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
 from flatshard.checkpoint._safetensors import export_safetensors

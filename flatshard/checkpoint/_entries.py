@@ -26,9 +26,8 @@ from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.unfilled import check_has_memory
-from flatshard.checkpoint._optim_names import Names, as_list, rekey, steps_only
-from flatshard.checkpoint._optim_options import options_of
-from flatshard.checkpoint._optim_state_dict import own_optim_state, pieces_of
+from flatshard.checkpoint._optim_params import Names, options_of, rekey, steps_only
+from flatshard.checkpoint._optim_state_dict import by_name, rows_of
 from flatshard.checkpoint._optim_state_load import stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
@@ -118,24 +117,24 @@ class Optimized(Stateful):
         self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(names, value))
 
     def saved(self) -> Any:
-        return own_optim_state(self._names, self.value)
+        rows, groups = rows_of(self._names, self.value)
+        return {"state": by_name(rows), "param_groups": groups}
 
     def template(self, names: Iterable[str]) -> Any:
         prefix = f"{self.key}."
         wanted = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
         if not self.strict:  # what the checkpoint lacks stays
             wanted += [f"state.{n}.{k}" for n, values in self.saved()["state"].items() for k in values]
-        pieces = pieces_of(self._names, self.value, wanted)
-        state = pieces.values()
-        for named in pieces.named:
-            for key, value in state.get(named.fqn, {}).items():
-                memory = pieces.states[named.stepped][key]
+        rows, groups = rows_of(self._names, self.value, wanted)
+        for named, memories, values in rows:
+            for key, value in values.items():
+                memory = memories[key]
                 if isinstance(memory, torch.Tensor) and memory.dim():
                     self._memory.setdefault(named.stepped, {})[key] = memory
                     self._in_place.add(("state", named.fqn, key))
                 else:
-                    state[named.fqn][key] = copied(value)
-        return {"state": state, "param_groups": copied(pieces.groups)}
+                    values[key] = copied(value)
+        return {"state": by_name(rows), "param_groups": copied(groups)}
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:
         return way in self._in_place
@@ -148,7 +147,7 @@ class Optimized(Stateful):
         self._load = self._by_number({**loaded, "state": small})
 
     def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        (load,) = to_load(self._names, as_list(self.value), loaded, self.strict)
+        ((_, load),) = to_load(self._names, self.value, loaded, self.strict)
         return load
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
@@ -174,7 +173,7 @@ class PlainOptimized(Optimized):
 
     def saved(self) -> Any:
         result = rekey(self.value.state_dict(), self._order)
-        groups = [{"params": g["params"], **dict(options_of(g))} for g in result["param_groups"]]
+        groups = [{"params": g["params"], **options_of(g)} for g in result["param_groups"]]
         return {**result, "param_groups": groups}
 
     def template(self, names: Iterable[str]) -> Any:

@@ -1,51 +1,51 @@
-"""An optimizer's state by name, sharded or whole, and back: also from runs that were not sharded.
+"""An optimizer's state by name, sharded or whole: also of one that was never sharded. And by number, as torch has it.
 
 The form is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {name: value}}, "param_groups": [{"params":
-[fqn, ...], "lr": ...}]}``. A value that lies as the parameter does (an average, a momentum) is sharded as the parameter is;
-others (a step count, 0-dim) are the same on all ranks. An optimizer over ``flat_parameters`` looks no different.
+[fqn, ...], "lr": ...}]}``. An optimizer over ``flat_parameters`` looks no different.
+
+[Note: What an optimizer hands out]
+``torch.distributed.checkpoint.save({"optim": optimizer})``, ``get_optimizer_state_dict`` and ``torch.save`` take what
+``optimizer.state_dict()`` has for whole tensors, unless they can see otherwise, and would save one rank's part of each for
+all of it. So it has sharded values, as the model's. What is loaded may be sharded values of this rank, whole tensors, or
+parts.
+
+torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
+on sharded parameters, or by ``load_optim_state_dict``; before that it has no state, but what plain ``load_state_dict`` put
+there. That is looked at before the first step: then each rank takes its part, or refuses what isn't its own.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import copy
 import re
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.features.gathering import Gathering, joined
-from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._runtime import on_any_rank
-from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
-from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, steps_whole
-from flatshard.checkpoint._optim_options import first_state, options_of
-from flatshard.checkpoint._optim_parts import take_loaded
-from flatshard.checkpoint._roll_call import roll_call
-from flatshard.checkpoint._sharded_value import sharded_value
-from flatshard.checkpoint._state_dict import dtype_named, export, idle_flats, is_first_rank
-
-
-class Like(NamedTuple):
-    """A tensor that lies as its parameter does: this rank's part."""
-
-    tensor: torch.Tensor
-
-
-class Alone(NamedTuple):
-    """A tensor that only this rank has, whole, as the owner of the parameter."""
-
-    tensor: torch.Tensor
-
-
-State = dict[str, dict[str, Any]]
-Kinds = dict[str, dict[str, list[Any]]]
-Told = dict[str, tuple[bool, dict[str, list[Any]]]]
-"""By one rank, of each parameter: whether it has any element; its state."""
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard.checkpoint._optim_params import (
+    Group,
+    Named,
+    Names,
+    Optimizers,
+    Row,
+    State,
+    as_list,
+    options_of,
+    params_of,
+    parts_of_state,
+    shown,
+    steps_whole,
+    take_loaded,
+)
+from flatshard.checkpoint._optim_whole import whole_state
+from flatshard.checkpoint._standard_helpers import request
+from flatshard.checkpoint._state_dict import idle_flats, is_first_rank
 
 
 def optim_state_dict(
@@ -88,68 +88,44 @@ def optim_state_dict(
     if for_load is not False and full:
         raise ValueError("optim_state_dict(for_load=True) is for loading into sharded values: leave out full=True")
     names = Names(module, "optim_state_dict", idle_flats(module, "optim_state_dict"))
-    if full:
-        receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
-        state, groups = whole_optim_state(names, optim, receives, torch.device("cpu") if offload_to_cpu else None)
-        return {"state": state, "param_groups": groups} if receives else {}
-    return own_optim_state(names, optim, for_load)
+    rows, groups = rows_of(names, optim, for_load)
+    if not full:
+        return {"state": by_name(rows), "param_groups": groups}
+    receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])
+    state = whole_state(names.flats, rows, torch.device("cpu") if offload_to_cpu else None, receives)
+    return {"state": state, "param_groups": groups} if receives else {}
 
 
-def own_optim_state(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False) -> dict[str, Any]:
-    """``optim_state_dict(full=False)``."""
-    pieces = pieces_of(names, optim, for_load)
-    return {"state": pieces.values(), "param_groups": pieces.groups}
+def by_name(rows: list[Row]) -> State:
+    """As ``torch.distributed.checkpoint`` takes them."""
+    return {row.named.fqn: row.values for row in rows if row.values}
 
 
-def whole_optim_state(
-    names: Names, optim: Optimizers, receives: bool, device: torch.device | None
-) -> tuple[State, list[dict[str, Any]]]:
-    """``optim_state_dict(full=True)``: state and groups. Who does not receive gets no state."""
-    pieces = pieces_of(names, optim, False)
-    return _gather(names, pieces.named, pieces.state, device, receives), pieces.groups
+def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False) -> tuple[list[Row], list[Group]]:
+    """The table that every form of state comes from: a row for each parameter that is stepped; and the groups.
 
-
-class Pieces(NamedTuple):
-    """The state of optimizers, here."""
-
-    named: list[Named]  # all that they step
-    state: State  # of each, tensors in ``Like`` and ``Alone``
-    states: dict[nn.Parameter, dict[str, Any]]  # what the pieces are of, by what is stepped
-    groups: list[dict[str, Any]]
-
-    def values(self) -> State:
-        """As ``torch.distributed.checkpoint`` takes them."""
-        return {
-            n.fqn: {k: _value(n, v) for k, v in self.state[n.fqn].items()} for n in self.named if n.fqn in self.state
-        }
-
-
-def pieces_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str]) -> Pieces:
-    """``for_load``: see ``optim_state_dict``."""
-    saved = None if isinstance(for_load, bool) else _Saved(for_load)
-    found = Pieces([], {}, {}, [])
+    ``for_load``: see :func:`optim_state_dict`.
+    """
+    asked = None if isinstance(for_load, bool) else _Asked(for_load)
+    rows: list[Row] = []
+    groups: list[Group] = []
     for optimizer in as_list(optim):
         take_loaded(optimizer)
-        is_whole = steps_whole(optimizer)
-        for given, named in zip(optimizer.param_groups, names.groups(optimizer), strict=True):
-            found.groups.append({"params": [n.fqn for n in named], **dict(options_of(given))})
-            found.named.extend(named)
-            for each in named:
-                own = optimizer.state.get(each.stepped, {})
-                if not own and (
-                    for_load is True and each.param.requires_grad if saved is None else each.fqn in saved.params
-                ):
-                    own = found.states.get(each.stepped) or _first_state(optimizer, given, each.stepped)
-                if own:
-                    found.states[each.stepped] = own
-                if saved is not None:
-                    own = {k: v for k, v in own.items() if f"{each.fqn}.{k}" in saved.states}
-                if own:
-                    found.state[each.fqn] = {key: _piece(each, key, value, is_whole) for key, value in own.items()}
-    return found
+        for group in optimizer.param_groups:
+            fqns: list[str] = []
+            groups.append({"params": fqns, **options_of(group)})
+            for stepped in group["params"]:
+                held = names.of(stepped)
+                fqns += [named.fqn for named in held]
+                memory = optimizer.state.get(stepped, {})
+                if not memory and for_load is not False:
+                    wanted = (n.param.requires_grad if asked is None else n.fqn in asked.params for n in held)
+                    memory = _first_state(optimizer, group, stepped) if any(wanted) else {}
+                rows += [Row(n, memory, _values(n, memory, steps_whole(optimizer), asked)) for n in held]
+    return rows, groups
 
 
-class _Saved:
+class _Asked:
     """What a checkpoint has, by its keys. The user chose what comes before ``state.``, and any part may have dots."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -157,37 +133,20 @@ class _Saved:
         self.params = {name[: dot.start()] for name in self.states for dot in re.finditer(r"\.", name)}
 
 
-def _piece(named: Named, key: str, value: Any, whole: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() == 0 and (named.is_flat or named.stepped.dim()):
-        return value
-    if whole and named.info is not None:
-        if named.info.shard_world_size > 1:
-            return Alone(value.detach())
-        if value.shape != named.stepped.shape:
-            return value
-    piece = named.piece(value)
-    if piece is not None:
-        return Like(piece.detach())
-    if named.info is None:
-        return value
-    raise NotImplementedError(
-        f"optim_state_dict: state {key!r} of {named.fqn!r} has shape {tuple(value.shape)}, the parameter has "
-        f"{tuple(named.stepped.shape)} here: how it is sharded is known to the optimizer alone. Save "
-        "optimizer.state_dict() by each rank"
-    )
+def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked | None) -> dict[str, Any]:
+    """``is_whole``: ``memory`` is the owner's, of the whole parameter."""
+    is_alone = is_whole and named.info is not None and named.info.shard_world_size > 1
+    return {
+        key: value if is_alone else shown(named, key, value, not is_whole)
+        for key, value in memory.items()
+        if asked is None or f"{named.fqn}.{key}" in asked.states
+    }
 
 
-def _value(named: Named, value: Any) -> Any:
-    if isinstance(value, Alone):
-        return value.tensor
-    if not isinstance(value, Like):
-        return value
-    return value.tensor if named.info is None else sharded_value(value.tensor, named.param)
+# -- the state that a first step would make -----------------------------------------------------------------------------
 
 
-def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parameter) -> dict[str, Any]:
+def _first_state(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> dict[str, Any]:
     if steps_whole(optimizer):
         state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
         return state
@@ -200,143 +159,93 @@ def _first_state(optimizer: Optimizer, group: dict[str, Any], stepped: nn.Parame
         ) from e
 
 
-# -- whole values ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict[str, Any]:
+    """The state that a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
 
-
-def _gather(
-    names: Names, everything: list[Named], state: dict[str, dict[str, Any]], device: torch.device | None, receives: bool
-) -> State:
-    whole: State = {}
-    roll_call([flat.placement.runtime for _, flat in names.flats], "optim_state_dict(full=True)")
-    kinds = _agree(names, everything, state)
-    for _, flat, entries in names.unit_flats(everything):
-        present = [n for n in entries if n is not None]
-        for each in present:
-            own, told = state.get(each.fqn, {}), kinds.get(each.fqn, {})
-            if told or own:
-                given = {k: _from_text(kind) for k, kind in told.items() if kind[0] in ("scalar", "plain")}
-                rest = {k: _copy(v, device) for k, v in own.items() if not isinstance(v, Like | Alone)}
-                whole[each.fqn] = {**given, **rest}
-            for key, kind in told.items():
-                if kind[0] == "alone":
-                    here = own.get(key)
-                    tensor = here.tensor if isinstance(here, Alone) else None
-                    part = None if tensor is None else tensor.reshape(-1)
-                    value = from_parts(flat.placement.runtime, part, 0, math.prod(kind[2]), dtype_named(kind[1]))
-                    whole[each.fqn][key] = export(value.view(kind[2]), device, None) if receives else None
-        tensors = dict.fromkeys(
-            (key, kind[1]) for each in present for key, kind in kinds.get(each.fqn, {}).items() if kind[0] == "like"
-        )
-        for key, dtype in tensors:
-            pieces = [_part_for(n, state, key, dtype_named(dtype), flat.slices[i].numel) for i, n in enumerate(entries)]
-            gathered = Gathering(flat, joined(flat, pieces, dtype_named(dtype))).wait()
-            for named, param, value in zip(entries, flat.params, gathered, strict=True):
-                value = unwrapped_whole(value, shard_info(param))
-                if named is not None and receives and kinds.get(named.fqn, {}).get(key) == ["like", dtype]:
-                    whole[named.fqn][key] = export(value, device, None)
-            del gathered
-    for named in everything:
-        if named.flat is None and named.fqn in state:
-            whole[named.fqn] = {k: _copy(v, device) for k, v in state[named.fqn].items()}
-    return {n.fqn: whole[n.fqn] for n in everything if n.fqn in whole} if receives else {}
-
-
-def _agree(names: Names, everything: list[Named], state: State) -> Kinds:
-    """What any rank has of each parameter's state: the same on all that hold its parts, once every rank has looked.
-
-    Raises:
-        ValueError: on all ranks: the optimizers step different parameters, or have different states of one.
+    Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
+    keeps besides state and options, as ``copy.copy`` does.
     """
-    by_group: dict[int, list[FlatParam]] = {}
-    for _, flat in names.flats:
-        by_group.setdefault(flat.placement.runtime.number, []).append(flat)
-    entries = {id(b): [n for n in found if n is not None] for _, b, found in names.unit_flats(everything)}
-    result: Kinds = {}
-    problems: list[str] = []
-    for _, flats in sorted(by_group.items()):
-        whole = {n.fqn: _kinds(state.get(n.fqn, {})) for b in flats if b.is_whole for n in entries.get(id(b), ())}
-        result.update(whole)
-        sharded = [flat for flat in flats if not flat.is_whole]
-        if sharded:
-            here = [n for b in sharded for n in entries.get(id(b), ())]
-            told = {n.fqn: [_is_here(n), _kinds(state.get(n.fqn, {}))] for n in here}
-            ranks: list[Told] = [json.loads(text) for text in exchange(sharded[0], json.dumps(told))]
-            for fqn in dict.fromkeys(fqn for rank in ranks for fqn in rank):
-                problems += _differences(fqn, ranks)
-                having = sorted((rank[fqn] for rank in ranks if fqn in rank), key=lambda each: not each[0])
-                result[fqn] = {key: kind for _, kinds in reversed(having) for key, kind in kinds.items()}
-    shared = [flat.placement for _, flat in names.flats if not flat.is_whole]
-    replicas = [placement.replicas for placement in shared if placement.replicas is not None]
-    if on_any_rank(replicas, on_any_rank([placement.runtime for placement in shared], bool(problems))):
-        raise ValueError(
-            "optim_state_dict(full=True): the ranks' optimizers differ, so no whole state can be put together: "
-            + (
-                "; ".join(problems[:8])
-                or "not on the ranks that this one shares shards with, but on others, which tell more"
+    kind = type(optimizer)
+    param = nn.Parameter(zeros)
+    param.grad = torch.zeros_like(zeros)
+    stand_in: Any = object.__new__(kind)
+    vars(stand_in).update(vars(optimizer))
+    vars(stand_in).pop("step", None)  # a scheduler's, which counts
+    stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [{**{k: copied_option(v) for k, v in options_of(group).items()}, "params": [param]}]
+    step: Any = kind.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # without hooks that are on all optimizers
+    step(stand_in)
+    return dict(stand_in.state.get(param, {}))
+
+
+def copied_option(value: Any) -> Any:
+    """One that a step of a copy may change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+
+
+# -- by number: [Note: What an optimizer hands out] --------------------------------------------------------------------
+
+_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def hook_optimizer(optimizer: Optimizer) -> None:
+    """Have ``state_dict()`` and ``load_state_dict()`` know that parameters are sharded."""
+    if optimizer in _hooked:
+        return
+    _hooked.add(optimizer)
+    if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # else the optimizer inside has, as of timm's Lookahead
+        optimizer.register_state_dict_post_hook(_handed_out)
+        optimizer.register_load_state_dict_pre_hook(_taken_in)
+
+
+def _handed_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Sharded values in the place of this rank's parts; for a helper that asks for them, whole ones."""
+    params = params_of(optimizer)
+    asked = request("optim")
+    if steps_whole(optimizer):
+        if asked is not None:
+            raise NotImplementedError(
+                f"torch's helper wants every parameter's state on every rank, and {type(optimizer).__name__} keeps each on "
+                "one: call flatshard.checkpoint.optim_state_dict(module, optimizer)"
             )
-            + (f"; ... ({len(problems) - 8} more)" if len(problems) > 8 else "")
-            + ". Give every rank's optimizer the same parameters, step all of them together, and load all or none"
+        return state_dict
+    if asked is not None and any(hasattr(p, "fqns") for p in params):
+        raise RuntimeError(
+            "get_optimizer_state_dict knows no flat parameters (flatshard.flat_parameters): call "
+            "flatshard.checkpoint.optim_state_dict(module, optimizer)"
         )
-    return result
+    if asked is not None and asked.whole:
+        call = "get_optimizer_state_dict(full_state_dict=True)"
+        names = Names(asked.module, call, idle_flats(asked.module, call))
+        rows, _ = rows_of(names, optimizer)
+        whole = whole_state(names.flats, rows, asked.device, asked.receives)
+        order = enumerate(row.named.fqn for row in rows)
+        return {**state_dict, "state": {number: whole[fqn] for number, fqn in order if fqn in whole}}
+    state = dict(state_dict["state"])
+    for number, param in enumerate(params):
+        if number in state and isinstance(param, ShardedParameter):
+            info = param._flatshard_info
+            named = Named(info.fqn, param, param)
+            # The helper would take a value in a shape of its own for the whole.
+            raises = asked is not None and (info.shard_world_size > 1 or info.parallel is not None)
+            state[number] = {key: shown(named, key, value, raises) for key, value in state[number].items()}
+    return {**state_dict, "state": state}
 
 
-def _is_here(named: Named) -> bool:
-    """Whether this rank has any element of it."""
-    assert named.flat is not None
-    return named.flat.slices[named.index].numel > 0
-
-
-def _differences(fqn: str, ranks: list[Told]) -> list[str]:
-    """What keeps the state of one parameter from being put together, in words."""
-    if lacking := [i for i, rank in enumerate(ranks) if fqn not in rank]:
-        has = next(i for i, rank in enumerate(ranks) if fqn in rank)
-        return [f"{fqn!r} is stepped on rank {has}, and not by the optimizer of {_rank_list(lacking)}"]
-    here = {i: rank[fqn][1] for i, rank in enumerate(ranks) if rank[fqn][0]}
-    found = []
-    for key in dict.fromkeys(key for kinds in here.values() for key, kind in kinds.items() if kind[0] == "like"):
-        of_ranks = {i: kinds[key][1] if key in kinds else "none" for i, kinds in here.items()}
-        has, expected = next((i, dtype) for i, dtype in of_ranks.items() if dtype != "none")
-        if odd := {i: dtype for i, dtype in of_ranks.items() if dtype != expected}:
-            each = ", ".join(
-                f"{_rank_list([i for i in odd if odd[i] == d])} has {d}" for d in dict.fromkeys(odd.values())
-            )
-            found.append(f"rank {has} has {key!r} of {fqn!r} in {expected}, {each}")
-    return found
-
-
-def _rank_list(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _copy(value: Any, device: torch.device | None) -> Any:
-    value = value.tensor if isinstance(value, Like) else value
-    return export(value, device, None) if isinstance(value, torch.Tensor) else value
-
-
-def _part_for(named: Named | None, state: State, key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """This rank's part of one state of one parameter, 1-D; zeros where it has none."""
-    value = None if named is None else state.get(named.fqn, {}).get(key)
-    if isinstance(value, Like) and value.tensor.dtype is dtype:
-        assert named is not None
-        assert named.info is not None
-        return named.info.in_memory_order(value.tensor)
-    return torch.zeros(numel, dtype=dtype)
-
-
-def _kinds(state: dict[str, Any]) -> dict[str, list[Any]]:
-    """What others need to know of one parameter's state."""
-    kinds: dict[str, list[Any]] = {}
-    for key, value in state.items():
-        if isinstance(value, Like):
-            kinds[key] = ["like", str(value.tensor.dtype)]
-        elif isinstance(value, Alone):
-            kinds[key] = ["alone", str(value.tensor.dtype), list(value.tensor.shape)]
-        elif isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
-            kinds[key] = ["scalar", str(value.dtype), value.item()]
-        elif value is None or isinstance(value, bool | int | float | str):
-            kinds[key] = ["plain", value]
-    return kinds
-
-
-def _from_text(kind: list[Any]) -> Any:
-    return torch.tensor(kind[2], dtype=dtype_named(kind[1])) if kind[0] == "scalar" else kind[1]
+def _taken_in(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """This rank's parts in the place of sharded values and whole tensors."""
+    params = params_of(optimizer)
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if steps_whole(optimizer) or len(params) != len(keys):  # of the latter the optimizer tells
+        return None
+    state = dict(state_dict["state"])
+    for key, param in zip(keys, params, strict=True):
+        if isinstance(param, ShardedParameter) and key in state:
+            state[key] = parts_of_state(param, state[key])
+    return {**state_dict, "state": state}

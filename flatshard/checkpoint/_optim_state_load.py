@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import flat_of
-from flatshard.checkpoint._optim_hooks import hook_optimizer
-from flatshard.checkpoint._optim_names import Named, Names, Optimizers, as_list, rekey, steps_whole
-from flatshard.checkpoint._optim_options import options_of
-from flatshard.checkpoint._optim_state_dict import Like, State
-from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source
+from flatshard.checkpoint._optim_params import (
+    Group,
+    Named,
+    Names,
+    Optimizers,
+    State,
+    as_list,
+    options_of,
+    rekey,
+    steps_whole,
+)
+from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 
 
@@ -23,9 +29,7 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
 
     Everything is looked at before anything is changed. Arguments and errors: :func:`optim_state_dict_to_load`.
     """
-    optimizers = as_list(optim)
-    loads = to_load(_names(module), optimizers, state, strict)
-    for optimizer, load in zip(optimizers, loads, strict=True):
+    for optimizer, load in to_load(_names(module), optim, state, strict):
         optimizer.load_state_dict(load)
 
 
@@ -47,38 +51,30 @@ def optim_state_dict_to_load(
         ValueError: names, shapes or dtypes do not fit; the message has all of them. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    return to_load(_names(module), as_list(optim), state, strict)[0]
+    ((_, load),) = to_load(_names(module), optim, state, strict)
+    return load
 
 
 def _names(module: nn.Module) -> Names:
     return Names(module, "load_optim_state_dict", idle_flats(module, "load_optim_state_dict"))
 
 
-def to_load(names: Names, optimizers: list[Optimizer], state: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
+def to_load(
+    names: Names, optim: Optimizers, state: dict[str, Any], strict: bool
+) -> list[tuple[Optimizer, dict[str, Any]]]:
     """``optim_state_dict_to_load`` for each of the optimizers, or an error for all of them."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
         raise ValueError("load_optim_state_dict takes a dict with 'state' and 'param_groups'")
-    named = [names.groups(optimizer) for optimizer in optimizers]
-    own = [n for groups in named for group in groups for n in group]
+    optimizers = as_list(optim)
+    own = [named for optimizer in optimizers for group in names.groups(optimizer) for named in group]
     if any(isinstance(key, int) for group in state["param_groups"] for key in group["params"]):
         state = rekey(state, _order(names, own, state))
-    values: State = {names.aliases.get(fqn, fqn): value for fqn, value in state["state"].items()}
-    options = {
-        names.aliases.get(fqn, fqn): dict(options_of(given))
-        for given in state["param_groups"]
-        for fqn in given["params"]
-    }
-    problems: list[str] = []
+    load = _Load(names, own, state)
     if strict:
-        fqns = {n.fqn for n in own}
-        if missing := [n.fqn for n in own if n.fqn not in options]:
-            problems.append(f"missing: {', '.join(map(repr, missing))}")
-        if unexpected := [fqn for fqn in dict.fromkeys([*options, *values]) if fqn not in fqns]:
-            problems.append(f"unexpected: {', '.join(map(repr, unexpected))}")
-    like = _names_of_averages(own, values)
-    loads = [_load_one(o, groups, values, options, like, problems) for o, groups in zip(optimizers, named, strict=True)]
-    if problems:
-        lines = "\n\t".join(problems)
+        load.check_names(own)
+    loads = [(optimizer, load.into(optimizer)) for optimizer in optimizers]
+    if load.problems:
+        lines = "\n\t".join(load.problems)
         raise ValueError(f"load_optim_state_dict: the state does not fit, and nothing has been changed:\n\t{lines}")
     for optimizer in optimizers:
         hook_optimizer(optimizer)  # torch's helpers may see what is loaded before there is a step
@@ -95,7 +91,7 @@ def _order(names: Names, own: list[Named], state: dict[str, Any]) -> list[str]:
     count = sum(len(g["params"]) for g in state["param_groups"])
     if len(saved) == count:
         return [saved[i] for i in range(count)]
-    order = names.params if any(n.is_flat for n in own) else [n.fqn for n in own]
+    order = names.params if any(n.place is not None for n in own) else [n.fqn for n in own]
     if len(order) != count:
         raise ValueError(
             f"load_optim_state_dict: the state numbers {count} parameters, there are {len(order)}. Name them: "
@@ -104,54 +100,105 @@ def _order(names: Names, own: list[Named], state: dict[str, Any]) -> list[str]:
     return order
 
 
-def _names_of_averages(own: list[Named], values: State) -> set[str]:
-    """Which states lie as their parameters do: for 0-dim parameters cannot tell."""
-    found = {
-        key
-        for n in own
-        for key, value in values.get(n.fqn, {}).items()
-        if n.shape and isinstance(value, torch.Tensor) and value.dim()
-    }
-    scalars = {key for n in own if n.shape for key, v in values.get(n.fqn, {}).items() if key not in found}
-    alone = {key for n in own for key in values.get(n.fqn, {}) if key not in scalars and key != "step"}
-    return found | alone
+class _Load:
+    """A state dict by name on its way into optimizers. What does not fit is added to ``problems``."""
 
+    def __init__(self, names: Names, own: list[Named], state: dict[str, Any]) -> None:
+        self.names = names
+        self.problems: list[str] = []
+        self.values: State = {names.aliases.get(fqn, fqn): values for fqn, values in state["state"].items()}
+        self.options: dict[str, Group] = {}
+        for group in state["param_groups"]:
+            self.options.update((names.aliases.get(fqn, fqn), options_of(group)) for fqn in group["params"])
+        # What has no dimension for others either: parameters of none cannot tell whether it lies as they do.
+        self.counts = {"step"}
+        for named in own:
+            values = self.values.get(named.fqn, {}) if named.shape else {}
+            self.counts.update(k for k, v in values.items() if isinstance(v, torch.Tensor) and not v.dim())
 
-def _load_one(
-    optimizer: Optimizer,
-    groups: list[list[Named]],
-    values: State,
-    options: dict[str, dict[str, Any]],
-    like: set[str],
-    problems: list[str],
-) -> dict[str, Any]:
-    """``optimizer.load_state_dict``'s argument; adds to ``problems``."""
-    state: dict[int, dict[str, Any]] = {}
-    new_groups: list[dict[str, Any]] = []
-    number = 0
-    for given, named in zip(optimizer.param_groups, groups, strict=True):
-        new = {k: v for k, v in given.items() if k != "params"}
-        saved = [options[n.fqn] for n in named if n.fqn in options]
-        if any(s != saved[0] for s in saved):
-            odd = [n.fqn for n in named if n.fqn in options and options[n.fqn] != saved[0]]
-            problems.append(
+    def check_names(self, own: list[Named]) -> None:
+        """Every parameter is in a saved group, and everything saved is of one of them."""
+        fqns = dict.fromkeys(named.fqn for named in own)
+        if missing := [fqn for fqn in fqns if fqn not in self.options]:
+            self.problems.append(f"missing: {', '.join(map(repr, missing))}")
+        if unexpected := [fqn for fqn in dict.fromkeys([*self.options, *self.values]) if fqn not in fqns]:
+            self.problems.append(f"unexpected: {', '.join(map(repr, unexpected))}")
+
+    def into(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.load_state_dict``'s argument."""
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[Group] = []
+        number = 0
+        for given in optimizer.param_groups:
+            held = [self.names.of(param) for param in given["params"]]
+            ids = range(number, number + len(held))
+            number = ids.stop
+            own_options = {key: value for key, value in given.items() if key != "params"}
+            groups.append({**own_options, **self._options([n for each in held for n in each]), "params": list(ids)})
+            for i, param, of_param in zip(ids, given["params"], held, strict=True):
+                saved = [n for n in of_param if n.fqn in self.values]
+                if saved and not _is_elsewhere(optimizer, param):
+                    state[i] = self._joined(
+                        param, {n.fqn: self._parts(n, steps_whole(optimizer)) for n in saved}, saved
+                    )
+        return {"state": state, "param_groups": groups}
+
+    def _options(self, group: list[Named]) -> Group:
+        """Those that the parameters of one group were saved with."""
+        saved = {named.fqn: self.options[named.fqn] for named in group if named.fqn in self.options}
+        first: Group = next(iter(saved.values()), {})
+        if odd := [fqn for fqn, options in saved.items() if options != first]:
+            self.problems.append(
                 f"one group here, saved with other options than the first of it: {', '.join(map(repr, odd))}"
             )
-        new.update(saved[0] if saved else {})
-        ids = range(number, number + len(given["params"]))
-        new_groups.append({**new, "params": list(ids)})
-        number = ids.stop
-        by_param: dict[int, list[Named]] = {}
-        for each in named:
-            by_param.setdefault(id(each.stepped), []).append(each)
-        for i, param in zip(ids, given["params"], strict=True):
-            if _is_elsewhere(optimizer, param):
-                continue
-            found = [n for n in by_param[id(param)] if n.fqn in values]
-            parts = {n.fqn: _local(n, values[n.fqn], like, problems, steps_whole(optimizer)) for n in found}
-            if parts:
-                state[i] = _join(param, by_param[id(param)], parts, problems)
-    return {"state": state, "param_groups": new_groups}
+        return first
+
+    def _lies_as(self, named: Named, key: str, value: Any) -> bool:
+        """Whether ``value`` is of each element of the parameter."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        return value.dim() > 0 or isinstance(value, ShardedValue) or not (named.shape or key in self.counts)
+
+    def _parts(self, named: Named, is_whole: bool) -> dict[str, Any]:
+        """The parameter's state with this rank's parts; ``is_whole``: with all of it."""
+        result: dict[str, Any] = {}
+        for key, value in self.values[named.fqn].items():
+            if is_whole and isinstance(value, ShardedValue):
+                self.problems.append(
+                    f"{named.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
+                    "torch.distributed.checkpoint.save and load, or give the other run's optim_state_dict(full=True)"
+                )
+            elif is_whole:
+                result[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            elif self._lies_as(named, key, value):
+                try:
+                    result[key] = named.part(value)
+                except ValueError as e:
+                    self.problems.append(f"{named.fqn}: {key}: {e}")
+            else:
+                result[key] = value
+        return result
+
+    def _joined(self, param: nn.Parameter, parts: dict[str, dict[str, Any]], saved: list[Named]) -> dict[str, Any]:
+        """The state of what the optimizer steps: one parameter's, or put together for a flat one."""
+        if saved[0].place is None:
+            return parts[saved[0].fqn]
+        result: dict[str, Any] = {}
+        for key in dict.fromkeys(key for values in parts.values() for key in values):
+            having = [named for named in saved if key in parts[named.fqn]]
+            first = parts[having[0].fqn][key]
+            if self._lies_as(having[0], key, self.values[having[0].fqn][key]):
+                result[key] = torch.zeros(param.shape, dtype=first.dtype, device=first.device)
+                for named in having:
+                    target = named.piece(result[key])
+                    assert target is not None
+                    target.copy_(parts[named.fqn][key])
+            elif any(parts[named.fqn][key] != first for named in having):
+                odd = ", ".join(repr(named.fqn) for named in having)
+                self.problems.append(f"one flat parameter here, saved with different {key!r}: {odd}")
+            else:
+                result[key] = first
+        return result
 
 
 def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
@@ -161,60 +208,4 @@ def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
 
 def _is_elsewhere(optimizer: Optimizer, param: nn.Parameter) -> bool:
     """Whether another rank steps it, and so has its state."""
-    owner: Callable[[nn.Parameter], int | None] | None = getattr(optimizer, "owner", None)
-    flat = flat_of(param)
-    if not steps_whole(optimizer) or owner is None or flat is None:
-        return False
-    return owner(param) not in (None, flat.placement.rank)
-
-
-def _local(named: Named, saved: dict[str, Any], like: set[str], problems: list[str], whole: bool) -> dict[str, Any]:
-    """One parameter's state with this rank's parts; ``whole``: with all of it."""
-    result: dict[str, Any] = {}
-    for key, value in saved.items():
-        if whole and isinstance(value, ShardedValue):
-            problems.append(
-                f"{named.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
-                "torch.distributed.checkpoint.save and load, or give the other run's optim_state_dict(full=True)"
-            )
-            continue
-        if whole and isinstance(value, torch.Tensor):
-            result[key] = value.clone()
-            continue
-        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedValue)
-        if not isinstance(value, torch.Tensor) or (is_plain and value.dim() == 0 and (named.shape or key not in like)):
-            result[key] = value
-        elif named.info is None:
-            if tuple(value.shape) != named.shape:
-                problems.append(f"{named.fqn}: {key}: shape {tuple(value.shape)}, the parameter has {named.shape}")
-            result[key] = Like(value.clone())
-        elif problem := check_source(named.info, value.dtype, value):
-            problems.append(f"{named.fqn}: {key}: {problem}")
-        else:
-            result[key] = Like(local_source(named.info, value).clone())
-    return result
-
-
-def _join(
-    param: nn.Parameter, named: list[Named], parts: dict[str, dict[str, Any]], problems: list[str]
-) -> dict[str, Any]:
-    """The state of what the optimizer steps: one parameter's, or put together for a flat one."""
-    if not named[0].is_flat:
-        (state,) = parts.values()
-        return {k: v.tensor if isinstance(v, Like) else v for k, v in state.items()}
-    result: dict[str, Any] = {}
-    for key in dict.fromkeys(k for state in parts.values() for k in state):
-        found = {n.fqn: parts[n.fqn][key] for n in named if key in parts.get(n.fqn, {})}
-        first = next(iter(found.values()))
-        if isinstance(first, Like):
-            result[key] = torch.zeros(param.shape, dtype=first.tensor.dtype, device=first.tensor.device)
-            for each in named:
-                if isinstance(value := found.get(each.fqn), Like):
-                    target = each.piece(result[key])
-                    assert target is not None
-                    target.copy_(value.tensor)
-        elif any(v != first for v in found.values()):
-            problems.append(f"one flat parameter here, saved with different {key!r}: {', '.join(map(repr, found))}")
-        else:
-            result[key] = first
-    return result
+    return steps_whole(optimizer) and not optimizer.steps_here(param)  # type: ignore[attr-defined]

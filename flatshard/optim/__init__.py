@@ -2,10 +2,9 @@
 
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.optim._flat_parameters import flat_parameters
+from flatshard.optim._gradients import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard.optim._hooks import check_whole_parameters
-from flatshard.optim._norm import clip_grad_norm_, get_total_norm
 from flatshard.optim._segments import segment_reduce
-from flatshard.optim._statistics import GradientStatistics, gradient_statistics
 from flatshard.optim._whole import WholeParameterOptimizer
 
 __all__ = [

@@ -1,5 +1,11 @@
 """Checks an optimizer of sharded parameters before it steps.
 
+[Note: Steps that change nothing]
+Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync`` gradients are accumulated,
+but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the exit overwrites them by the
+unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which nobody reads afterwards.
+Active contexts are kept in two lists, so a step outside of them only checks that the lists are empty.
+
 [Note: Optimizers that look at shapes]
 Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
 checked before their first step, and again when they got more parameters or more modules were sharded. All ranks come to the
@@ -19,16 +25,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._composable.extensions import Extension
+from flatshard._composable.features.full_params import copy_names, summoned_units
+from flatshard._composable.features.grad_sync import held_back_units
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
-from flatshard._composable.state import UnitConfig, all_units, owner_of
+from flatshard._composable.state import Unit, UnitConfig, all_units, flat_of
 from flatshard._errors import name_list
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._handle.slots import UNSHARDED
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_hooks import hook_optimizer
-from flatshard.checkpoint._optim_parts import take_loaded
-from flatshard.optim._moments import check_moment, holds_whole_ones
-from flatshard.optim._trial import Impossible, couples_parameters, looks_at_whole
+from flatshard.checkpoint._optim_params import params_of, take_loaded
+from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
 _looked_at = LookedAt()
 _watching: list[Any] = []
@@ -44,12 +52,12 @@ class Optimizers(Extension):
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    check_moment(optimizer)
+    _check_moment(optimizer)
     if optimizer in _looked_at:
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
-        if holds_whole_ones(type(optimizer).__name__, plain):
+        if _holds_whole_ones(type(optimizer).__name__, plain):
             return
         _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
     if any(isinstance(p, ShardedParameter) for p in params):
@@ -58,6 +66,62 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         take_loaded(optimizer)
         _warn_of_lost_rule(optimizer)
     _looked_at.add(optimizer)
+
+
+def _check_moment(optimizer: Optimizer) -> None:
+    """Check that a step now has an effect. [Note: Steps that change nothing]
+
+    Raises:
+        RuntimeError: the step is inside ``no_sync`` or ``summon_full_params``.
+    """
+    if not held_back_units and not summoned_units:
+        return
+    params = {id(p) for p in params_of(optimizer)}
+    name = type(optimizer).__name__
+    held = [u for units in held_back_units for u in units if u.handle.gradients.is_held]
+    if units := _stepped(held, params):
+        raise RuntimeError(
+            f"{name}.step inside no_sync: units {name_list(units, 3)} hold gradients that no rank has reduced, and that are "
+            "not in .grad. Run the last backward outside of no_sync, or call flatshard.reduce_gradients(module) after it; "
+            "then step"
+        )
+    if units := _stepped([u for units in summoned_units for u in units], params):
+        raise RuntimeError(
+            f"{name}.step inside summon_full_params of units {name_list(units, 3)}: the step would change the sharded "
+            "parameters, and the end of the `with` block would overwrite them. Step after the block"
+        )
+
+
+def _stepped(units: Iterable[Unit], params: set[int]) -> list[str]:
+    """The FQNs of the ``units`` that own some of ``params``, which are ids."""
+    owned = [(u.fqn, p) for u in units for f in u.handle.flats for p in (f.gradients.shard_param, *f.params)]
+    return list(dict.fromkeys(fqn for fqn, param in owned if id(param) in params))
+
+
+def _holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
+    """Whether some of ``params`` are unsharded parameters that modules have now. Then the next step must check again.
+
+    Raises:
+        RuntimeError: they are unsharded parameters of before. [Note: Steps that change nothing]
+    """
+    wanted = {id(p) for p in params}
+    found: dict[int, tuple[str, bool]] = {}  # by id: the FQN, and whether a module has it now
+    for unit in all_units():
+        shows = unit.handle.slots.shows
+        copies = shows.values() if isinstance(shows, dict) else ()
+        found.update((id(p), (copy_names.get(p, ""), True)) for p in copies if id(p) in wanted)
+        whole = shows is UNSHARDED and not any(claim.uses and not claim.by_user for claim in unit.claims)
+        for flat in unit.handle.flats:
+            for info, compute in zip(flat.layout.params, flat.unsharded.computes, strict=True):
+                if id(compute) in wanted:
+                    found[id(compute)] = info.fqn, whole
+    found = {id(p): (name, False) for p, name in copy_names.items() if id(p) in wanted} | found
+    if gone := [fqn for fqn, is_shown in found.values() if not is_shown]:
+        raise RuntimeError(
+            f"{optimizer} was built inside summon_full_params or unshard: it steps {name_list(gone, 3)} as unsharded "
+            "parameters, which get no gradients and which nobody reads any more. Build it outside, from model.parameters()"
+        )
+    return bool(found)
 
 
 def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
@@ -131,15 +195,13 @@ def _try_it(optimizer: Optimizer) -> None:
             info = shard_info(param)
             if info is None or info.shard_world_size == 1:
                 continue
-            ndim, by_rows = max(1, len(info.shape)), info.by_rows
-            is_cut = info.owner is None or not (by_rows or ndim < 2)
-            block = _block_of(param)
+            ndim, is_cut, by_rows, block = max(1, len(info.shape)), _is_cut(info), info.by_rows, _block_of(param)
             if (case := (options, ndim, is_cut, by_rows, block)) in tried:
                 continue
             tried.add(case)
             try:
-                couples = type(optimizer) is torch.optim.LBFGS or couples_parameters(optimizer, settings, ndim)
-                looks = not couples and is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
+                check_one_by_one(optimizer, settings, ndim, info.fqn, f". {allow}")
+                looks = is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
             except Impossible as e:
                 warnings.warn(
                     f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, because a "
@@ -149,12 +211,6 @@ def _try_it(optimizer: Optimizer) -> None:
                     stacklevel=5,
                 )
                 return
-            if couples:
-                raise RuntimeError(
-                    f"{name} steps a parameter differently if it has other parameters: it computes something over all "
-                    f"parameters, and this rank has only parts of them, such as {info.fqn!r}. Use an optimizer that treats "
-                    f"parameters one by one. {allow}"
-                )
             if looks:
                 raise RuntimeError(
                     f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
@@ -164,14 +220,11 @@ def _try_it(optimizer: Optimizer) -> None:
                 )
 
 
-def _block_of(param: torch.Tensor) -> int:
+def _block_of(param: nn.Parameter) -> int:
     """A sharded parameter is cut between blocks of so many elements."""
-    owner = owner_of(param)  # type: ignore[arg-type]
-    for flat in () if owner is None else owner.handle.flats:
-        for info, own in zip(flat.layout.params, flat.params, strict=True):
-            if own is param:
-                return info.block
-    return 1
+    flat = flat_of(param)
+    index = None if flat is None else flat.index_of(param)
+    return 1 if flat is None or index is None else flat.layout.params[index].block
 
 
 def _warn_of_lost_rule(optimizer: Optimizer) -> None:
@@ -215,10 +268,14 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
             f"{optimizer} looks at whole parameters, and no rank has the whole of {name_list(parallel, 3)}, which are "
             "sharded by tensor parallelism: use an optimizer that treats every element alone, such as AdamW"
         )
-    cut = [i.fqn for i in infos if i.shard_world_size > 1 and (i.owner is None or not (i.by_rows or len(i.shape) < 2))]
-    if cut:
+    if cut := [i.fqn for i in infos if _is_cut(i)]:
         raise RuntimeError(
             f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
             f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any "
             "layout, or shard with layout=flatshard.layouts.Whole()"
         )
+
+
+def _is_cut(info: ShardInfo) -> bool:
+    """Whether ranks have parts of a parameter, or its owner has it in another shape."""
+    return info.shard_world_size > 1 and (info.owner is None or not (info.by_rows or len(info.shape) < 2))

@@ -1,4 +1,4 @@
-"""Moves the parts of a parameter to the rank that steps the whole parameter, and back.
+"""Which rank steps a whole parameter, and how its parts come there and go back.
 
 [Note: Owners]
 Each parameter has an owner, the rank that steps it. A parameter that lies on one rank is stepped there, in place. A parameter
@@ -18,66 +18,83 @@ from torch.autograd.graph import increment_version
 
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
+from flatshard.layouts import work_of
+
+Addressed = list[tuple[torch.Tensor, int]]
+"""Messages: each with the rank that it goes to, or comes from."""
 
 
-class Owned:
-    """One sharded parameter, and the rank that steps it."""
+class Stepped:
+    """A parameter, and the ``proxy`` that the inner optimizer has in its place. Here a plain one, which is its own proxy."""
 
-    def __init__(self, flat: FlatParam, index: int, work: int, loads: list[int]) -> None:
-        """``loads``: the work that each rank of the shard group has so far. ``work`` is added to the owner's entry."""
+    owner: int | None = None  # the rank of the shard group that steps it; None: every rank does
+    is_mine = True  # this rank steps it
+    is_cut = False  # its parts are sent to the owner
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = self.proxy = param
+
+    def show(self) -> None:
+        """Make the proxy the whole parameter with its gradient, in the original shape, for an optimizer to step."""
+
+    def hide(self) -> None:
+        """The proxy has been stepped, and no later batch steps it again."""
+        self.proxy.grad = None
+
+
+class Owned(Stepped):
+    """A sharded parameter. The proxy has the whole shape, and memory only while it is shown."""
+
+    def __init__(self, param: nn.Parameter, flat: FlatParam, loads: list[int]) -> None:
+        """``loads``: the work that each rank of the shard group has so far, to which this is added."""
+        super().__init__(param)
+        index = flat.index_of(param)
+        assert index is not None
         self.flat, self.index = flat, index
-        self.param: nn.Parameter = flat.params[index]
-        layout = flat.layout
+        layout, work = flat.layout, work_of(full_shape(param))
         holders = layout.holders(index)
         self.is_cut = len(holders) > 1
-        self.owner = self._choose(holders, work, loads)
-        loads[self.owner] += work
-        self.is_mine = flat.is_whole or self.owner == flat.placement.rank
+        if not flat.is_whole:
+            self.owner = _chosen(holders, work, loads)
+            self.is_mine = self.owner == flat.placement.rank
+            loads[self.owner] += work
+        self.proxy = nn.Parameter(self._placeholder(), param.requires_grad)
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
         self._whole: torch.Tensor | None = None  # the whole values of a cut parameter, while this rank steps it
         self._grad: torch.Tensor | None = None
 
-    @staticmethod
-    def _choose(holders: range, work: int, loads: list[int]) -> int:
-        """The owner. [Note: Owners]"""
-        if len(holders) == 1:
-            return holders[0]
-        best = min(holders, key=lambda r: loads[r], default=0)
-        least = min(range(len(loads)), key=lambda r: loads[r])
-        return best if loads[best] <= loads[least] + work else least
+    def _placeholder(self) -> torch.Tensor:
+        return torch.empty((), dtype=self.param.dtype, device=self.param.device).expand(full_shape(self.param))
 
     @property
     def nbytes(self) -> int:
         """Bytes that are gathered for a step."""
         grad = 0 if self.param.grad is None else self.param.grad.element_size()
-        return self.flat.layout.params[self.index].numel * (self.param.element_size() + grad) if self.is_cut else 0
+        return self.flat.layout.params[self.index].numel * (self.param.element_size() + grad)
 
-    def gather(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
+    def gather(self, sent: Addressed, received: Addressed) -> None:
         """Add what this rank must send and receive, so that the owner gets the whole gradient and parameter."""
-        info, rank = self.flat.layout.params[self.index], self.flat.placement.rank
-        known = shard_info(self.param)
-        assert known is not None
-        grad = self.param.grad
+        info, grad = shard_info(self.param), self.param.grad
+        assert info is not None
         assert grad is not None
+        assert self.owner is not None
         with torch.no_grad():
-            own = [known.in_memory_order(plain(grad)), known.in_memory_order(self.param.detach())]
+            own = (info.in_memory_order(plain(grad)), self._own())
         if not self.is_mine:
             sent += [(part, self.owner) for part in own if part.numel()]
             return
-        device = grad.device
-        self._grad = torch.empty(info.numel, dtype=grad.dtype, device=device)
-        self._whole = torch.empty(info.numel, dtype=self.param.dtype, device=device)
+        self._grad = torch.empty(info.numel, dtype=grad.dtype, device=grad.device)
+        self._whole = torch.empty(info.numel, dtype=self.param.dtype, device=grad.device)
         for holder, part in self._parts:
             for target, mine in zip((self._grad, self._whole), own, strict=True):
                 piece = target[part.offset : part.offset + part.numel]
-                if holder == rank:
+                if holder == self.owner:
                     piece.copy_(mine)
                 else:
                     received.append((piece, holder))
 
-    def show(self, proxy: nn.Parameter) -> None:
-        """Make ``proxy`` the whole parameter with its gradient, in the original shape, for an optimizer to step."""
+    def show(self) -> None:
         info, grad = self.flat.layout.params[self.index], self.param.grad
         assert grad is not None
         if self.is_cut:
@@ -86,24 +103,31 @@ class Owned:
             value, grad = self._whole, self._grad
         else:
             value, grad = self.param.detach(), plain(grad)
-        proxy.data = value if value.shape == info.shape else value.as_strided(info.shape, info.stride)
-        if grad.dtype is not proxy.dtype:
-            proxy.grad_dtype = grad.dtype  # keep_low_precision_grads
-        proxy.grad = grad if grad.shape == info.shape else grad.as_strided(info.shape, info.stride)
+        self.proxy.data = value if value.shape == info.shape else value.as_strided(info.shape, info.stride)
+        if grad.dtype is not self.proxy.dtype:
+            self.proxy.grad_dtype = grad.dtype  # keep_low_precision_grads
+        self.proxy.grad = grad if grad.shape == info.shape else grad.as_strided(info.shape, info.stride)
 
-    def scatter(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
+    def hide(self) -> None:
+        super().hide()
+        self.proxy.data = self._placeholder()
+        if not self.is_cut:
+            self.finish()
+
+    def scatter(self, sent: Addressed, received: Addressed) -> None:
         """Add what this rank must send and receive, so that all holders get their new parts. Afterwards call ``finish``."""
-        if self.is_cut and self.is_mine:
-            assert self._whole is not None
-            self._grad = None
-            for holder, part in self._parts:
-                piece = self._whole[part.offset : part.offset + part.numel]
-                if holder == self.flat.placement.rank:
-                    self._own().copy_(piece)
-                else:
-                    sent.append((piece, holder))
-        elif self.is_cut and self.param.numel():
-            received.append((self._own(), self.owner))
+        assert self.owner is not None
+        if not self.is_mine:
+            received += [(part, self.owner) for part in (self._own(),) if part.numel()]
+            return
+        assert self._whole is not None
+        self._grad = None
+        for holder, part in self._parts:
+            piece = self._whole[part.offset : part.offset + part.numel]
+            if holder == self.owner:
+                self._own().copy_(piece)
+            else:
+                sent.append((piece, holder))
 
     def finish(self) -> None:
         """End the step. The version grows on all ranks, also where the part is empty."""
@@ -119,6 +143,15 @@ class Owned:
         return self.flat.shard[part.start : part.stop]
 
 
+def _chosen(holders: range, work: int, loads: list[int]) -> int:
+    """The owner. [Note: Owners]"""
+    if len(holders) == 1:
+        return holders[0]
+    best = min(holders, key=lambda r: loads[r], default=0)
+    least = min(range(len(loads)), key=lambda r: loads[r])
+    return best if loads[best] <= loads[least] + work else least
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A gradient as a plain tensor, whose norm does not communicate."""
     return tensor.detach().as_subclass(torch.Tensor)
@@ -126,22 +159,16 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def move(owned: Sequence[Owned], back: bool = False) -> Pending:
     """Start to gather cut parameters to their owners, or to send them ``back``, in one batch of messages."""
-    sent: list[tuple[torch.Tensor, int]] = []
-    received: list[tuple[torch.Tensor, int]] = []
     if not owned:
         return Done()
     flat = owned[0].flat
     runtime = flat.placement.runtime
+    sent: Addressed = []
+    received: Addressed = []
     try:
         with runtime.reducing():
-            return _start(owned, back, sent, received)
+            for each in owned:
+                (each.scatter if back else each.gather)(sent, received)
+            return runtime.exchange(sent, received, flat.label)
     except Exception as e:
         runtime.fail("exchange", flat.label.unit, e)
-
-
-def _start(
-    owned: Sequence[Owned], back: bool, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]
-) -> Pending:
-    for each in owned:
-        (each.scatter if back else each.gather)(sent, received)
-    return owned[0].flat.placement.runtime.exchange(sent, received, owned[0].flat.label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -41,8 +41,8 @@ def segment_reduce(
         ValueError: the two lists differ in length, the shape of a tensor differs from its parameter's, or ``op`` is unknown.
         RuntimeError: over gloo, if ranks ask for different things.
     """
-    if op not in _AGGREGATES:
-        raise ValueError(f"segment_reduce: op={op!r} must be one of {', '.join(map(repr, _AGGREGATES))}")
+    if op not in get_args(Op):
+        raise ValueError(f"segment_reduce: op={op!r} must be one of {', '.join(map(repr, get_args(Op)))}")
     if len(tensors) != len(params):
         raise ValueError(f"segment_reduce: {len(tensors)} tensors for {len(params)} parameters")
     infos = [shard_info(p) for p in params]
@@ -55,24 +55,14 @@ def segment_reduce(
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     if not tensors:
         return torch.zeros(0)
-    aggregate = Aggregate("norm", ord) if op == "norm" else _AGGREGATES[op]
+    aggregate = Aggregate("sum" if op == "mean" else op, ord)
     runtimes = [None if info is None else info.runtime for info in infos]
     with torch.no_grad(), plainly():
-        device = next((runtime.device for runtime in runtimes if runtime is not None), tensors[0].device)
         question = f"the {op} of {len(tensors)} parameters, the first of which is {_name(infos[0])}"
-        values = aggregate.over_groups(aggregate.local(tensors, device), runtimes, question)
+        values = aggregate.of(tensors, runtimes, question)
         if op == "mean":
-            values /= torch.tensor([full_shape(p).numel() for p in params], dtype=torch.float64).to(device)
+            values /= torch.tensor([full_shape(p).numel() for p in params], dtype=torch.float64, device=values.device)
     return values if wide else values.float()
-
-
-_AGGREGATES = {
-    "norm": Aggregate("norm"),
-    "sum": Aggregate("sum"),
-    "mean": Aggregate("sum"),
-    "max": Aggregate("max"),
-    "min": Aggregate("min"),
-}
 
 
 def _name(info: ShardInfo | None) -> str:

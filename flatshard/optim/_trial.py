@@ -16,7 +16,7 @@ import copy
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
+from flatshard.checkpoint._optim_params import Group, options_of
 
 # Even, and above 128, because some optimizers factor their state from that size on.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
@@ -36,17 +37,24 @@ class Impossible(Exception):
     """The optimizer cannot be tried, for example because its class takes other arguments. ``__cause__`` says why."""
 
 
-def couples_parameters(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> bool:
-    """Whether the optimizer steps a parameter differently if it has a second parameter.
+def check_one_by_one(optimizer: Optimizer, settings: Group, ndim: int, fqn: str, cure: str = "") -> None:
+    """Raise if the optimizer steps a parameter, such as ``fqn``, differently if it has a second parameter.
 
     Raises:
+        RuntimeError: it does, or it is ``LBFGS``, which needs a closure.
         Impossible: it cannot be tried.
     """
     a, b = _start(ndim), 1.5 * _start(ndim).flip(0)
-    return _differ(optimizer, settings, [a, b], [[a], [b]])
+    if type(optimizer) is torch.optim.LBFGS or _differ(optimizer, settings, [a, b], [[a], [b]]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps a parameter differently if it has other parameters: it computes something "
+            f"over all of them (a norm to clip by, say), and this rank has only some, or parts of them, such as {fqn!r}. "
+            "Turn that option off, and call flatshard.clip_grad_norm_ before the step, or use an optimizer that treats "
+            f"parameters one by one{cure}"
+        )
 
 
-def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int, by_rows: bool, block: int) -> bool:
+def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bool, block: int) -> bool:
     """Whether the optimizer steps a parameter of ``ndim`` dimensions differently from two parts of it.
 
     The parts are 1-D, or have whole rows (``by_rows``). ``block``: 1-D parts are cut between blocks of so many elements.
@@ -63,7 +71,7 @@ def looks_at_whole(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int,
 
 
 def _differ(
-    optimizer: Optimizer, settings: Mapping[str, Any], whole: list[torch.Tensor], ranks: Sequence[list[torch.Tensor]]
+    optimizer: Optimizer, settings: Group, whole: list[torch.Tensor], ranks: Sequence[list[torch.Tensor]]
 ) -> bool:
     start = torch.cat([t.flatten() for t in whole])
     with _unseen():
@@ -109,7 +117,7 @@ class _TrialGradient(torch.Tensor):
 
 def _stepped(
     optimizer: Optimizer,
-    settings: Mapping[str, Any],
+    settings: Group,
     starts: Sequence[list[torch.Tensor]],
     seed: int,
     are_parts: bool = False,
@@ -143,17 +151,16 @@ def _stepped(
     return torch.cat([param.detach().flatten() for params in ranks for param in params])
 
 
-def _like(optimizer: Optimizer, settings: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+def _like(optimizer: Optimizer, settings: Group, params: list[nn.Parameter]) -> Optimizer:
     """An optimizer of the same class, with the options of the group ``settings``."""
     kind: Any = type(optimizer)
-    options = {key: copy.deepcopy(value) for key, value in settings.items() if key not in ("params", "param_names")}
+    options = copy.deepcopy(options_of(settings))
     if "lr" in options:
         options["lr"] = 0.01  # it may be 0 at the beginning of a warm-up
     options |= {key: False for key in ("capturable", "fused") if key in options}
     known = inspect.signature(kind).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    given = {key: options[key] for key in copy.deepcopy(optimizer.defaults) if key in options}
-    given = {key: value for key, value in given.items() if takes_any or key in known}
+    given = {key: options[key] for key in optimizer.defaults if key in options and (takes_any or key in known)}
     result: Optimizer = kind([{**options, "params": params}], **given)
     return result
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._comm.collectives import Pending
-from flatshard._composable.state import owner_of
+from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._composable.state import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_options import SavedOptions, copy_options, first_state, options_of
-from flatshard.layouts import work_of
-from flatshard.optim._owned import Owned, move
-from flatshard.optim._trial import Impossible, couples_parameters
+from flatshard.checkpoint._optim_params import Group, options_of
+from flatshard.checkpoint._optim_state_dict import copied_option, first_state
+from flatshard.optim._owned import Owned, Stepped, move
+from flatshard.optim._trial import Impossible, check_one_by_one
 
 LIMIT_BYTES = 2**28
 
@@ -59,7 +59,7 @@ class WholeParameterOptimizer(Optimizer):
         NotImplementedError: a parameter is sharded by tensor parallelism as well, so that no rank could have the whole.
     """
 
-    steps_whole_parameters = True  # `checkpoint/_optim_state_dict.py`
+    steps_whole_parameters = True  # `checkpoint/_optim_params.py`
 
     def __init__(
         self,
@@ -72,57 +72,57 @@ class WholeParameterOptimizer(Optimizer):
         if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         self.limit_bytes = limit_bytes
-        self._owned: dict[nn.Parameter, Owned | None] = {}  # None: a plain parameter
-        self._proxies: dict[nn.Parameter, nn.Parameter] = {}
-        self._loads: dict[Runtime, list[int]] = {}
+        self._owned: dict[nn.Parameter, Stepped] = {}
+        self._loads: dict[Runtime, list[int]] = {}  # the work of each rank
         self._inner: Optimizer | None = None
         self._tried_groups = 0
         super().__init__(params, defaults)
-        groups = [{**g, "params": [self._proxies[p] for p in g["params"]]} for g in self.param_groups]
-        self._inner = optimizer_class([{k: v for k, v in g.items() if k != "param_names"} for g in groups], **defaults)
+        self._inner = optimizer_class([self._of_proxies(group) for group in self.param_groups], **defaults)
         self.defaults = dict(self._inner.defaults)
-        copy_options(self._inner.param_groups, self.param_groups)
+        _copy_options(self._inner.param_groups, self.param_groups)
 
     def __repr__(self) -> str:
-        mine = sum(o is None or o.is_mine for o in self._owned.values())
-        cut = sum(o is not None and o.is_cut for o in self._owned.values())
+        mine = sum(each.is_mine for each in self._owned.values())
+        cut = sum(each.is_cut for each in self._owned.values())
         return (
             f"WholeParameterOptimizer of {type(self._inner).__name__} ({len(self._owned)} parameters, {cut} of them cut; "
             f"{mine} stepped here)\n{super().__repr__()}"
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As in torch."""
         super().add_param_group(param_group)
         made = self.param_groups[-1]
-        new = [p for p in made["params"] if p not in self._owned]
         try:
-            found = _find_owned(new, self._loads)
+            self._owned.update(_find_owned([p for p in made["params"] if p not in self._owned], self._loads))
         except Exception:
             self.param_groups.pop()
             raise
-        self._owned.update(found)
-        self._proxies.update((p, _proxy(p, o)) for p, o in found.items())
         if self._inner is not None:
-            options = dict(options_of(made))
-            self._inner.add_param_group({**options, "params": [self._proxies[p] for p in made["params"]]})
-            copy_options(self._inner.param_groups[-1:], [made])
+            self._inner.add_param_group(self._of_proxies(made))
+            _copy_options(self._inner.param_groups[-1:], [made])
+
+    def _of_proxies(self, group: Group) -> Group:
+        """The group as the inner optimizer takes it."""
+        return {**options_of(group), "params": [self._owned[p].proxy for p in group["params"]]}
 
     def owner(self, param: nn.Parameter) -> int | None:
         """The rank of the shard group that steps ``param``. None: every rank steps it."""
-        owned = self._owned[param]
-        return None if owned is None or owned.flat.is_whole else owned.owner
+        return self._owned[param].owner
+
+    def steps_here(self, param: nn.Parameter) -> bool:
+        """Whether this rank steps ``param``, and so has its state."""
+        return self._owned[param].is_mine
 
     def first_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The state that a first step would create for ``param``, on the rank that steps it; ``{}`` on other ranks.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
-        inner, owned, proxy = self._inner, self._owned[param], self._proxies[param]
-        if inner is None or not (owned is None or owned.is_mine):
+        if self._inner is None or not self.steps_here(param):
             return {}
-        group = next(g for g in inner.param_groups if any(p is proxy for p in g["params"]))
-        return first_state(inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        return first_state(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -140,137 +140,111 @@ class WholeParameterOptimizer(Optimizer):
         assert inner is not None
         self._refuse_coupling(inner)
         inner.state.clear()
-        for param, proxy in self._proxies.items():
-            if param in self.state:
-                inner.state[proxy] = self.state[param]
-        copy_options(self.param_groups, inner.param_groups)
-        before = SavedOptions(inner.param_groups)
-        stepped = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        batches = _batches([o for p in stepped if (o := self._owned[p]) is not None and o.is_cut], self.limit_bytes)
-        uncut = [p for p in stepped if (o := self._owned[p]) is None or (o.is_mine and not o.is_cut)]
-        elsewhere = [o for p in stepped if (o := self._owned[p]) is not None and not (o.is_mine or o.is_cut)]
-        plain = [(p, p.grad) for p in stepped if self._owned[p] is None]
+        inner.state.update({each.proxy: self.state[p] for p, each in self._owned.items() if p in self.state})
+        _copy_options(self.param_groups, inner.param_groups)
+        stepped = [self._owned[p] for group in self.param_groups for p in group["params"] if p.grad is not None]
+        plain = [(each.param, each.param.grad) for each in stepped if not isinstance(each, Owned)]
         try:
-            self._step_batches(inner, before, uncut, batches)
-            for each in elsewhere:
-                each.finish()
-        except BaseException:
-            before.restore()
-            raise
+            self._step_all(inner, stepped)
         finally:
             for param, grad in plain:
                 param.grad = grad
-        copy_options(inner.param_groups, self.param_groups)
         return loss
 
     def _refuse_coupling(self, inner: Optimizer) -> None:
         """Try once per ndim of each new param group whether ``inner`` treats parameters one by one."""
-        new, self._tried_groups = self.param_groups[self._tried_groups :], len(self.param_groups)
         if type(inner).__module__.startswith("torch.optim"):
             return  # LBFGS needs a closure, which it does not get here
-        for settings in new:
-            cut = [p for p in settings["params"] if self.owner(p) is not None]
-            for ndim, param in {max(1, len(full_shape(p))): p for p in cut}.items():
+        for settings in self.param_groups[self._tried_groups :]:
+            params = [(p, info) for p in settings["params"] if (info := shard_info(p)) is not None]
+            cut = {max(1, len(full_shape(p))): info.fqn for p, info in params if self.owner(p) is not None}
+            for ndim, fqn in cut.items():
                 with contextlib.suppress(Impossible):  # most likely it needs other arguments
-                    if not couples_parameters(inner, settings, ndim):
-                        continue
-                    info = shard_info(param)
-                    self._tried_groups = 0  # it raises again
-                    raise RuntimeError(
-                        f"{type(inner).__name__} steps a parameter differently if it has other parameters: it computes "
-                        f"something over all of them (a norm to clip by, say), and each rank steps only some, such as "
-                        f"{info.fqn if info else '?'!r}. Turn that option off, and call flatshard.clip_grad_norm_ "
-                        "before the step, or use an optimizer that treats parameters one by one"
-                    )
+                    check_one_by_one(inner, settings, ndim, fqn)
+        self._tried_groups = len(self.param_groups)
 
-    def _step_batches(
-        self, inner: Optimizer, before: SavedOptions, uncut: list[nn.Parameter], batches: list[list[Owned]]
-    ) -> None:
-        """Step everything. Each batch is gathered while the batch before is stepped, and the first one with ``uncut``."""
-        with _UnderWay() as under_way:
-            under_way.gather(batches[:1])
-            self._step_some(inner, before, uncut)  # also if there are none, because options may count steps
-            for number, batch in enumerate(batches):
-                under_way.wait_for_gathers()
-                under_way.gather(batches[number + 1 : number + 2])
-                if mine := [o.param for o in batch if o.is_mine]:
-                    self._step_some(inner, before, mine)
-                under_way.wait_for_sends()  # frees the memory of the batch before
-                under_way.send(batch)
+    def _step_all(self, inner: Optimizer, stepped: list[Stepped]) -> None:
+        """Each batch is gathered while the one before is stepped, and the first one while those are that are not cut."""
+        owned = [each for each in stepped if isinstance(each, Owned)]
+        batches = _batches([each for each in owned if each.is_cut], self.limit_bytes)
+        options = _copies(inner.param_groups)
+        try:
+            for first in batches[:1]:
+                first.start()
+            self._step_some(inner, [each for each in stepped if each.is_mine and not each.is_cut])
+            # Options that count steps count this one, also if it has no parameters, and no other batch.
+            _copy_options(inner.param_groups, self.param_groups)
+            for earlier, batch, later in zip([None, *batches], batches, [*batches[1:], None], strict=False):
+                batch.wait()
+                if later is not None:
+                    later.start()
+                if mine := [each for each in batch.owned if each.is_mine]:
+                    _copy_options(_copies(options), inner.param_groups)
+                    self._step_some(inner, mine)
+                if earlier is not None:
+                    earlier.finish()
+                batch.start(back=True)
+            for last in batches[-1:]:
+                last.finish()
+        except BaseException:
+            for batch in batches:
+                batch.abandon()
+            raise
+        for each in owned:
+            if not each.is_cut and not each.is_mine:
+                each.finish()
 
-    def _step_some(self, inner: Optimizer, before: SavedOptions, params: Sequence[nn.Parameter]) -> None:
-        before.restore()  # so that an option that counts steps counts all batches as one step
-        for param in params:
-            if (owned := self._owned[param]) is not None:
-                owned.show(self._proxies[param])
+    def _step_some(self, inner: Optimizer, stepped: Sequence[Stepped]) -> None:
+        for each in stepped:
+            each.show()
         try:
             inner.step()
         finally:
-            for param in params:
-                proxy, owned = self._proxies[param], self._owned[param]
-                proxy.grad = None  # also of plain parameters, so that later batches do not step them again
-                if owned is not None:
-                    proxy.data = _placeholder(param)
-                    if not owned.is_cut:
-                        owned.finish()
-        for param in params:
-            if self._proxies[param] in inner.state:
-                self.state[param] = inner.state[self._proxies[param]]
+            for each in stepped:
+                each.hide()
+        for each in stepped:
+            if each.proxy in inner.state:
+                self.state[each.param] = inner.state[each.proxy]
 
 
-class _UnderWay:
-    """The messages in progress. When the ``with`` block ends, all are complete and their memory is freed, even on errors."""
+class _Batch:
+    """Cut parameters of one process group that are stepped together."""
 
     def __init__(self) -> None:
-        self._gathers: list[tuple[list[Owned], Pending]] = []
-        self._sends: list[tuple[list[Owned], Pending]] = []
+        self.owned: list[Owned] = []
+        self._pending: Pending = Done()
 
-    def __enter__(self) -> Self:
-        return self
+    def start(self, back: bool = False) -> None:
+        """Gather them to their owners, or send them ``back``."""
+        self._pending = move(self.owned, back)
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:
-            self.wait_for_sends()
-            return
-        for batch, pending in [*self._gathers, *self._sends]:
-            with contextlib.suppress(Exception):  # only to free memory, while another error propagates
-                pending.wait()
-            for each in batch:
-                each.drop()
+    def wait(self) -> None:
+        self._pending.wait()
+        self._pending = Done()
 
-    def gather(self, batches: Sequence[list[Owned]]) -> None:
-        self._gathers += [(batch, move(batch)) for batch in batches]
+    def finish(self) -> None:
+        """Wait, and free the memory."""
+        self.wait()
+        for each in self.owned:
+            each.finish()
 
-    def wait_for_gathers(self) -> None:
-        for _, pending in self._gathers:
-            pending.wait()
-        self._gathers.clear()
-
-    def send(self, batch: list[Owned]) -> None:
-        self._sends.append((batch, move(batch, back=True)))
-
-    def wait_for_sends(self) -> None:
-        while self._sends:
-            batch, pending = self._sends[0]
-            pending.wait()
-            for each in batch:
-                each.finish()
-            del self._sends[0]
+    def abandon(self) -> None:
+        """Free the memory while an error propagates."""
+        settle([self._pending])
+        for each in self.owned:
+            each.drop()
 
 
-def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]]) -> dict[nn.Parameter, Owned | None]:
+def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]]) -> dict[nn.Parameter, Stepped]:
     """Choose the owner of each parameter. Parameters on one rank come first; the others are then balanced over the ranks."""
-    found: dict[nn.Parameter, Owned | None] = dict.fromkeys(params)
+    found: dict[nn.Parameter, Stepped] = {param: Stepped(param) for param in params}
     places = []
     for param in params:
         info = shard_info(param)
         if info is None:
             continue
-        unit = owner_of(param)
-        places_of = (
-            [] if unit is None else [(b, i) for b in unit.handle.flats for i, p in enumerate(b.params) if p is param]
-        )
-        if not places_of or not isinstance(param, ShardedParameter):
+        flat = flat_of(param)
+        if flat is None or not isinstance(param, ShardedParameter):
             raise ValueError(
                 f"WholeParameterOptimizer cannot step {info.fqn!r}: pass model.parameters(), outside of a forward, unshard() "
                 "and summon_full_params, and not flat_parameters()"
@@ -281,44 +255,36 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
                 f"({info.parallel.placements}): no rank could have the whole. Use an optimizer that treats every element "
                 "alone, such as AdamW"
             )
-        places.append((info.owner is None, param, places_of[0]))
-    for _, param, (flat, index) in sorted(places, key=lambda each: each[0]):
-        of_ranks = [0] if flat.is_whole else loads.setdefault(flat.placement.runtime, [0] * flat.layout.world_size)
-        found[param] = Owned(flat, index, work_of(full_shape(param)), of_ranks)
+        places.append((info.owner is None, param, flat))
+    for _, param, flat in sorted(places, key=lambda each: each[0]):
+        found[param] = Owned(param, flat, loads.setdefault(flat.placement.runtime, [0] * flat.layout.world_size))
     return found
 
 
-def _proxy(param: nn.Parameter, owned: Owned | None) -> nn.Parameter:
-    """The parameter that the inner optimizer gets instead of ``param``: of the whole shape, without memory between steps."""
-    if owned is None:
-        return param
-    return nn.Parameter(_placeholder(param), param.requires_grad)
-
-
-def _placeholder(param: nn.Parameter) -> torch.Tensor:
-    return torch.empty((), dtype=param.dtype, device=param.device).expand(full_shape(param))
-
-
-def _batches(cut: list[Owned], limit: int) -> list[list[Owned]]:
-    """Divide parameters into batches of one process group each. Each has from every owner what fits the limit, or one."""
-    batches: list[list[Owned]] = []
-    by_runtime: dict[Runtime, dict[int, list[Owned]]] = {}
+def _batches(cut: list[Owned], limit: int) -> list[_Batch]:
+    """Each is of one process group, and has from every owner what fits the limit, or one parameter."""
+    batches: dict[Runtime, list[_Batch]] = {}
+    filled: dict[tuple[Runtime, int | None], tuple[int, int]] = {}  # by owner: its last batch, and its bytes in there
     for each in cut:
-        by_runtime.setdefault(each.flat.placement.runtime, {}).setdefault(each.owner, []).append(each)
-    for by_owner in by_runtime.values():
-        portions = [_portions(own, limit) for own in by_owner.values()]
-        for k in range(max(map(len, portions))):
-            batches.append([o for of_owner in portions if k < len(of_owner) for o in of_owner[k]])
-    return batches
+        of_group = batches.setdefault(each.flat.placement.runtime, [])
+        number, held = filled.get((each.flat.placement.runtime, each.owner), (0, 0))
+        if held and held + each.nbytes > limit:
+            number, held = number + 1, 0
+        if number == len(of_group):
+            of_group.append(_Batch())
+        of_group[number].owned.append(each)
+        filled[each.flat.placement.runtime, each.owner] = number, held + each.nbytes
+    return [batch for of_group in batches.values() for batch in of_group]
 
 
-def _portions(owned: list[Owned], limit: int) -> list[list[Owned]]:
-    portions: list[list[Owned]] = []
-    held = 0
-    for each in owned:
-        if not portions or held + each.nbytes > limit:
-            portions.append([])
-            held = 0
-        portions[-1].append(each)
-        held += each.nbytes
-    return portions
+def _copy_options(given: Sequence[Group], groups: Sequence[Group]) -> None:
+    """Give each of ``groups`` the options of one of ``given``, and no others."""
+    for source, target in zip(given, groups, strict=True):
+        for key in [k for k in options_of(target) if k not in source]:
+            del target[key]
+        target.update(options_of(source))
+
+
+def _copies(groups: Sequence[Group]) -> list[Group]:
+    """Their options, of which a step may change some in place: a count of steps may be a tensor."""
+    return [{key: copied_option(value) for key, value in options_of(group).items()} for group in groups]

@@ -337,7 +337,7 @@ def only_handles_start_collectives_and_construction_broadcasts():
 def only_hooks_registers_hooks():
     features = {n for n in TREES if n.startswith(("_composable.features.", "integrations."))}
     # Those of a copy on meta; and hooks of no forward.
-    others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_hooks", "optim._hooks")
+    others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_state_dict", "optim._hooks")
     for name, node in outside("_composable.hooks", *features, *others):
         if name == "_handle.tensors.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
             continue  # super().register_hook: what a user may call on a parameter includes this

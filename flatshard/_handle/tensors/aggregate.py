@@ -33,6 +33,10 @@ class Aggregate(NamedTuple):
     ord: float = 2.0
     """The order of the norm, if ``op`` is ``"norm"``: any order of a vector norm; 0 counts the nonzero elements."""
 
+    def of(self, parts: Sequence[torch.Tensor], runtimes: Sequence[Runtime | None], question: str) -> torch.Tensor:
+        """The number of each whole tensor: 1-D, float64. ``parts[i]``: what this rank has of it. See ``over_groups``."""
+        return self.over_groups(self.local(parts, device_for(parts, runtimes)), runtimes, question)
+
     def local(self, parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """The number of each of ``parts``, on this rank only: 1-D, float64, on ``device``.
 
@@ -98,6 +102,12 @@ class Aggregate(NamedTuple):
             for index, row in zip(indices, combined.unbind(), strict=True):
                 rows[index] = row
         return torch.stack(rows) if rows else numbers
+
+
+def device_for(parts: Sequence[torch.Tensor], runtimes: Iterable[Runtime | None]) -> torch.device:
+    """Where numbers of ``parts`` are combined: where ranks communicate, if they do."""
+    devices = [runtime.device for runtime in in_order(runtimes)] + [part.device for part in parts]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def local_norms(parts: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | None) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a module over all ranks, and clipping by it: one all-reduce for each process group.
+"""Norms and statistics of all gradients of a module over all ranks, and clipping: one or two all-reduces per process group.
 
 ``torch.nn.utils.clip_grad_norm_`` gives the same numbers (``_handle/tensors/sharded_gradient.py``). The functions here take
 the module instead of a list of parameters, so they also work on a rank that has no gradient at all.
@@ -6,7 +6,8 @@ the module instead of a list of parameters, so they also work on a rank that has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from flatshard._composable.state import owner_of, units_below
 from flatshard._errors import name_list
 from flatshard._handle.slots import SHARDED
-from flatshard._handle.tensors.aggregate import Aggregate, in_order, plainly, total_norm
+from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._names import plain_name
@@ -46,7 +47,7 @@ def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite
             finite and ``error_if_nonfinite`` is set.
         NotImplementedError: the gradient of an ignored parameter is a tensor subclass, such as a DTensor.
     """
-    return _total_norm(gradients_of(module, "get_total_norm"), norm_type, error_if_nonfinite)
+    return _total_norm(_gradients_of(module, "get_total_norm"), norm_type, error_if_nonfinite)
 
 
 def clip_grad_norm_(
@@ -62,13 +63,52 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping; see :func:`get_total_norm`.
     """
-    gradients = gradients_of(module, "clip_grad_norm_")
+    gradients = _gradients_of(module, "clip_grad_norm_")
     total = _total_norm(gradients, norm_type, error_if_nonfinite)
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     with torch.no_grad(), plainly():
         for (device, dtype), grads in _by_kind([g.grad for g in gradients if g.grad is not None]).items():
             torch._foreach_mul_(grads, factor.to(device, dtype.to_real()))
     return total
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """One parameter's gradient over all ranks."""
+
+    norm: float
+    """The 2-norm."""
+    max_abs: float
+    """The largest magnitude; NaN if there is a NaN."""
+    mean: float
+    """The mean; of a complex gradient, of real and imaginary parts."""
+    nonfinite: int
+    """How many elements are infinite or NaN."""
+    numel: int
+    """Elements of the whole parameter."""
+
+
+def gradient_statistics(module: nn.Module) -> dict[str, GradientStatistics]:
+    """Statistics of each gradient of ``module`` by the parameter's FQN: for logging, and for finding what went wrong.
+
+    Every rank must call it, and all ranks get the same statistics, except for ignored parameters, whose gradients may
+    differ. It takes two all-reduces for each process group in ``module``, and twice as many with tensor parallelism. The
+    host waits for an accelerator. A shared parameter has its first name. A parameter that has a gradient on no rank is left
+    out.
+
+    Raises:
+        RuntimeError, NotImplementedError: see :func:`get_total_norm`.
+    """
+    gradients = _gradients_of(module, "gradient_statistics")
+    found = {}
+    with torch.no_grad(), plainly():
+        for g, (squares, total, nonfinite, present, largest) in zip(gradients, _numbers(gradients), strict=True):
+            if present:
+                numel = full_shape(g.param).numel()
+                terms = numel * (2 if g.param.dtype.is_complex else 1)
+                mean = total / terms if terms else math.nan
+                found[g.fqn] = GradientStatistics(math.sqrt(squares), largest, mean, int(nonfinite), numel)
+    return found
 
 
 # -- finding gradients ------------------------------------------------------------------------------------------------
@@ -83,12 +123,12 @@ class Gradient(NamedTuple):
     runtime: Runtime | None  # of the ranks that hold the parts; None: each rank has the whole gradient
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole gradient."""
-        return full_shape(self.param).numel()
+    def part(self) -> torch.Tensor:
+        """This rank's part: empty, if the gradient is None."""
+        return torch.empty(0, device=self.param.device) if self.grad is None else self.grad
 
 
-def gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
+def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
     """One entry for each parameter of ``module``, in the same order on all ranks."""
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -140,7 +180,7 @@ def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return kinds
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
+# -- numbers over all ranks --------------------------------------------------------------------------------------------
 
 
 def _total_norm(gradients: list[Gradient], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
@@ -148,7 +188,7 @@ def _total_norm(gradients: list[Gradient], norm_type: float, error_if_nonfinite:
     if not p >= 0:
         raise ValueError(f"norm_type={norm_type}: the order of a norm is positive, math.inf or 0")
     with torch.no_grad(), plainly():
-        total = _count(gradients) if p == 0 else _norm(gradients, p)
+        total = _norm(gradients, p)
     if not any(g.param.dtype in (torch.float64, torch.complex128) for g in gradients):
         total = total.float()
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -161,41 +201,41 @@ def _total_norm(gradients: list[Gradient], norm_type: float, error_if_nonfinite:
 
 
 def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
-    """The total norm of an order that is not 0: float64, 0-dim."""
-    runtimes, device = in_order([g.runtime for g in gradients]), device_of(gradients)
+    """The total norm: float64, 0-dim. Of order 0 it is what torch calls so: how many gradients have a nonzero element."""
+    aggregate, parts, runtimes = Aggregate("norm", p), [g.part for g in gradients], [g.runtime for g in gradients]
+    question = f"the norm of order {p} of {_these(gradients)}"
+    if p == 0:
+        counted: torch.Tensor = torch.linalg.vector_norm(aggregate.of(parts, runtimes, question), 0)
+        return counted
+    device = device_for(parts, runtimes)
     local: dict[Runtime | None, torch.Tensor] = {}
-    nothing = torch.empty(0, device=device)
-    for runtime in [None, *runtimes]:  # also of those process groups of which this rank has no gradient: others may
-        parts = [g.grad for g in gradients if g.runtime == runtime and g.grad is not None] or [nothing]
-        local[runtime] = torch.linalg.vector_norm(Aggregate("norm", p).local(parts, device), p)
-    question = f"the norm of order {p} of {len(gradients)} gradients, the first of which is {first_name(gradients)}"
+    for runtime in [None, *in_order(runtimes)]:  # also of those process groups of which this rank has no gradient
+        own = [g.part for g in gradients if g.runtime == runtime] or [torch.empty(0, device=device)]
+        local[runtime] = torch.linalg.vector_norm(aggregate.local(own, device), p)
+    whole = local.pop(None)
     # Whole gradients are averaged, so that the total is the same on all ranks.
-    return total_norm({r: local[r] for r in runtimes}, local[None], p, question, average_whole=True)
+    return total_norm({r: n for r, n in local.items() if r is not None}, whole, p, question, average_whole=True)
 
 
-def _count(gradients: list[Gradient]) -> torch.Tensor:
-    """How many gradients have a nonzero element, which torch calls the total norm of order 0: float64, 0-dim."""
-    device, nonzero = device_of(gradients), Aggregate("norm", 0)
-    counts = nonzero.local(parts_of(gradients, device), device)
-    question = f"which of {len(gradients)} gradients are not zero"
-    counts = nonzero.over_groups(counts, [g.runtime for g in gradients], question)
-    total: torch.Tensor = torch.linalg.vector_norm(counts, 0)
-    return total
+def _numbers(gradients: list[Gradient]) -> list[list[float]]:
+    """For each gradient: sum of squares, sum, nonfinite elements, number of ranks that have it, and largest magnitude."""
+    if not gradients:
+        return []
+    parts, runtimes = [g.part for g in gradients], [g.runtime for g in gradients]
+    device, total = device_for(parts, runtimes), Aggregate("sum")
+    sums = [
+        Aggregate("norm").local(parts, device).square(),
+        total.local([torch.view_as_real(part) if part.is_complex() else part for part in parts], device),
+        total.local([~part.isfinite() for part in parts], device),
+        torch.tensor([float(g.grad is not None) for g in gradients], dtype=torch.float64, device=device),
+    ]
+    question = f"statistics of {_these(gradients)}"
+    summed = total.over_groups(torch.stack(sums, 1), runtimes, question)
+    largest = Aggregate("norm", math.inf).of(parts, runtimes, question)
+    numbers: list[list[float]] = torch.cat([summed, largest.unsqueeze(1)], 1).tolist()
+    return numbers
 
 
-def parts_of(gradients: Sequence[Gradient], device: torch.device) -> list[torch.Tensor]:
-    """This rank's parts. A gradient that is None counts as an empty part."""
-    return [torch.empty(0, device=device) if g.grad is None else g.grad for g in gradients]
-
-
-def first_name(gradients: Sequence[Gradient]) -> str:
+def _these(gradients: list[Gradient]) -> str:
     """For the description of a reduction."""
-    return repr(gradients[0].fqn) if gradients else "none"
-
-
-def device_of(gradients: Sequence[Gradient]) -> torch.device:
-    """Where numbers are computed: where the ranks communicate."""
-    runtimes = in_order([g.runtime for g in gradients])
-    if runtimes:
-        return runtimes[0].device
-    return next((g.grad.device for g in gradients if g.grad is not None), torch.device("cpu"))
+    return f"{len(gradients)} gradients, the first of which is {repr(gradients[0].fqn) if gradients else 'none'}"
