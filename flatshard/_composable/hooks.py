@@ -243,8 +243,6 @@ class UnitHooks:
                 context.keep_for_next(needed)
             else:
                 needed.free_unless_kept(forward.step)
-                if not comes_back:
-                    needed.handle.forget_cast()
         if outermost and not in_backward:
             context.end_pass()
 

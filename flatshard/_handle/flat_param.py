@@ -11,9 +11,7 @@ gathered or copied.
 
 [Note: The cast is the copy]
 With mixed precision the unsharded buffer has the compute dtype. The shard is copied to its place in the buffer in any case,
-and this copy casts it. The all-gather then runs in place, on the smaller elements. ``keep_cast`` keeps the cast shard from
-the forward's gather to the backward's, which copies it instead of casting again. This takes memory, and pays if the shard is
-on another device (CPU offload), because it is transferred once.
+and this copy casts it. The all-gather then runs in place, on the smaller elements.
 
 [Note: Stepping between forward and backward]
 Autograd's check for in-place changes doesn't see changes of the shards (see ``UnshardedBuffer``). So flatshard checks for
@@ -124,8 +122,6 @@ class FlatParam:
         # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
-        # The cast shard, and `FlatParamHandle.version` of its values. [Note: The cast is the copy]
-        self._cast: tuple[int, torch.Tensor] | None = None
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
         self.gradients = FlatGradients(self, common.averaging)
 
@@ -316,7 +312,7 @@ class FlatParam:
 
         Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
         """
-        self.kind, self._cast = self.kind.converted(dtype, device, self.options), None
+        self.kind = self.kind.converted(dtype, device, self.options)
         self.shard = self._new_shard()
         self.unsharded.place()
         self.gradients.follow_parameters()
@@ -346,22 +342,25 @@ class FlatParam:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, exactly: bool, version: int, again: bool) -> Pending:
-        """Fill the unsharded buffer from all ranks' shards. ``exactly``: see ``FlatParamHandle.unshard``. ``again``: the
-        shards have not changed since the last gather, unless their ``version`` has.
+    def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:
+        """Fill the unsharded buffer from all ranks' shards. ``exactly``, ``again``: see ``FlatParamHandle.unshard``.
+
+        ``kept``: what ``unsharded.own`` was after an earlier gather, to be used in place of the shard.
         """
         runtime, shard, target = self.placement.runtime, self.shard, self.unsharded
         if exactly:
             runtime = runtime.exact
-        if self.options.keep_cast:
-            shard = self._cast_shard(version, again)
+        if kept is not None:
+            shard = kept
         elif self.options.offload:
             shard = self.on_compute_device()
         if self.placement.shards is None:
             target.allocate(shard)
             return runtime.issued(Done())
         out_of_place = getattr(runtime.collectives, "out_of_place", False)
-        as_it_is = out_of_place and shard.dtype is target.own.dtype and shard.device == target.own.device
+        as_it_is = (
+            out_of_place and kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
+        )
         target.allocate(None if as_it_is else shard)
         return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.label, again)
 
@@ -373,16 +372,6 @@ class FlatParam:
         moved = self.shard.to(kind.compute_device, non_blocking=True, copy=True)
         self.placement.runtime.reads_host()
         return moved
-
-    def _cast_shard(self, version: int, again: bool) -> torch.Tensor:
-        if self._cast is None or not again or self._cast[0] != version:
-            self._cast = None  # frees the old one before the new one is allocated
-            self._cast = version, self.on_compute_device().to(self.kind.compute_dtype)
-        return self._cast[1]
-
-    def forget_cast(self) -> None:
-        """Free the cast shard: the parameters may change before the next gather."""
-        self._cast = None
 
     def keep_gathered(self) -> None:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""

@@ -224,7 +224,7 @@ class FlatParamHandle:
             self._settle_gathers()
         if self._began_on_meta:
             check_has_memory([self], "unshard")
-        runtime, version = self.runtime, self.version()
+        runtime = self.runtime
         exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
         if self._gathered:
             if self._pool is not None and self.is_blocked:
@@ -237,18 +237,18 @@ class FlatParamHandle:
             if _trace.sinks and instead is None:
                 _trace.event("cast" if self.placement.shards is None else "all-gather", self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(exactly, version, again, instead)
+                self._start_gathers(exactly, again, instead)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(exactly, version, again, instead)
-        self.gathered = Gathered(version, by, exactly)
+                    self._start_gathers(exactly, again, instead)
+        self.gathered = Gathered(self.version(), by, exactly)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, exactly: bool, version: int, again: bool, instead: Iterable[Pending] | None) -> None:
+    def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             if instead is None:
                 for flat in self._gathered:
-                    self._gathers.append(flat.gather(exactly, version, again))
+                    self._gathers.append(flat.gather(exactly, again))
             else:
                 for started in instead:
                     self._gathers.append(started)  # at once: a later one may raise
@@ -334,11 +334,6 @@ class FlatParamHandle:
         """The unsharded parameters are for ``by`` from now on: see ``Gathered``."""
         if self.gathered is not None:
             self.gathered = self.gathered._replace(by=by)
-
-    def forget_cast(self) -> None:
-        """Free the cast shards: no backward will need the values of a forward. See ``FlatOptions.keep_cast``."""
-        for flat in self._gathered:
-            flat.forget_cast()
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""

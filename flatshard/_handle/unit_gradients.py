@@ -101,7 +101,6 @@ class UnitGradients:
                     flat.gradients.complete(self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
                     flat.gradients.reduction.discard()
-                flat.forget_cast()
             if self._runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flatshard._composable.features import inner_shards
+from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, pool, reduction, reduction_input
 from flatshard.planning import _clock
 from flatshard.planning._clock import Clock
@@ -180,4 +180,4 @@ def _category(frame: Any) -> str:
         path = frame.f_code.co_filename
     if path in _OF_REDUCTIONS:
         return "reductions"
-    return "unsharded" if path.startswith(_HANDLE) or path == inner_shards.__file__ else "activations"
+    return "unsharded" if path.startswith(_HANDLE) or path == kept_shards.__file__ else "activations"
