@@ -146,7 +146,7 @@ class Unit:
         _units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in flat.params)
-        for label in self.handle.labels:
+        for label in [placement.label for placement in self.handle.placements]:
             label.contents = functools.partial(_contents, weakref.ref(self.handle), label.tag)
 
     def _reset(self) -> None:
@@ -224,7 +224,7 @@ class Unit:
         """The module's FQN, relative to the outermost module that ``fully_shard`` was called with. Of a group: all FQNs,
         as ``"norm, head"``.
         """
-        return self.handle.label.unit
+        return self.handle.placement.label.unit
 
     @property
     def kind(self) -> str:
@@ -279,7 +279,7 @@ def _contents(ref: weakref.ref[FlatParamHandle], tag: int) -> Flats:
     return [
         (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
         for b in (() if handle is None else handle.flats)
-        if b.label.tag == tag
+        if b.placement.label.tag == tag
     ]
 
 

@@ -23,13 +23,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from flatshard._comm.collectives import Done, Pending
-from flatshard._comm.progress import Label
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
@@ -37,8 +36,6 @@ from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions
-from flatshard._handle.pool import BufferPool
-from flatshard._handle.reduction import Averaging
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.unfilled import Filling, fill_with_pattern
@@ -83,15 +80,6 @@ class Kind:
         return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
 
 
-class Common(NamedTuple):
-    """What the flat parameters of a unit that are on the same ranks have in common."""
-
-    label: Label  # the unit, for collectives and errors
-    placement: Placement
-    pool: BufferPool | None  # allocates unsharded buffers and the reductions' memory; None: they do it themselves
-    averaging: Averaging
-
-
 class FlatParam:
     """One flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
 
@@ -101,19 +89,19 @@ class FlatParam:
         options: FlatOptions,
         params: Sequence[nn.Parameter],
         kind: Kind,
-        common: Common,
+        placement: Placement,
         shard: torch.Tensor | None = None,
     ) -> None:
         """Make each of ``params`` its part of a new shard, in place. ``shard``: its values; None: ``params`` are whole."""
         self.layout = layout
         self.options = options
         self.kind = kind
-        self.label, self.placement = common.label, common.placement
-        self.is_whole = self.placement.shards is None  # the shard is all of the flat parameter
-        self.slices = layout.shard_slices(self.placement.rank)
+        self.placement = placement
+        self.is_whole = placement.shards is None  # the shard is all of the flat parameter
+        self.slices = layout.shard_slices(placement.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
-        self.unsharded = UnshardedBuffer(self, params, common.pool)
+        self.unsharded = UnshardedBuffer(self, params)
         self.is_watched = False  # see `Home`
         self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
@@ -123,11 +111,11 @@ class FlatParam:
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
-        self.gradients = FlatGradients(self, common.averaging)
+        self.gradients = FlatGradients(self)
 
-    def copy_with(self, params: Sequence[nn.Parameter], common: Common) -> FlatParam:
+    def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
-        result = FlatParam(self.layout, self.options, params, self.kind, common, self.shard)
+        result = FlatParam(self.layout, self.options, params, self.kind, placement, self.shard)
         result.filling = self.filling and Filling(result)
         result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
@@ -362,7 +350,7 @@ class FlatParam:
             out_of_place and kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
         )
         target.allocate(None if as_it_is else shard)
-        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.label, again)
+        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.placement.label, again)
 
     def on_compute_device(self) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""

@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatshard._handle.reduction import Averaging, Reduction
+from flatshard._handle.reduction import Reduction
 from flatshard._handle.reduction_input import ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
@@ -72,10 +72,10 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. [Note: The gradient has two homes]"""
 
-    def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
         self.runtime = flat.placement.runtime  # a feature may replace its collectives
-        self.reduction = Reduction(flat, averaging)
+        self.reduction = Reduction(flat)
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
         self._any_wrapped = any(wrapping is not None for wrapping in flat.wrappings)

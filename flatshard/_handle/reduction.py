@@ -10,13 +10,11 @@ so that only the last microbatch averages over the replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
-from flatshard._handle.placement import Placement
 from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
@@ -24,21 +22,11 @@ if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
 
 
-@dataclass(slots=True)
-class Averaging:
-    """How the gradients of a unit are averaged, as the user has said (``configure``)."""
-
-    placement: Placement  # of the unit
-    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by how many have the unit
-    reduces_replicas: bool = True  # False: [Note: Accumulating within the shard group]
-
-
 class Reduction:
     """The reductions of one flat parameter, one at a time. It exists as long as the flat parameter."""
 
-    def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
-        self.averaging = averaging
         self.unused = Unused(flat.layout)
         # The output of earlier backwards, not averaged over the replicas yet; and the parameters that they did not use.
         self._partial: tuple[torch.Tensor, set[int]] | None = None
@@ -58,8 +46,9 @@ class Reduction:
     @property
     def factor(self) -> float | None:
         """By which to multiply the average over the ranks of the flat parameter. None: it is the average of the unit."""
-        divisor, mine, unit = self.averaging.divide_factor, self.flat.placement, self.averaging.placement
-        return None if divisor is None and mine is unit else mine.ranks / (divisor or unit.ranks)
+        ranks, averaging = self.flat.placement.ranks, self.flat.placement.averaging
+        divisor = averaging.divide_factor or averaging.ranks
+        return None if divisor == ranks else ranks / divisor
 
     @property
     def is_partial(self) -> bool:
@@ -71,7 +60,7 @@ class Reduction:
         if self.flat.is_whole:
             self._output = input
         else:
-            pool = self.flat.unsharded.pool
+            pool = self.flat.placement.pool
             make = input.new_empty if pool is None else pool.allocate
             self._output = make(self.flat.layout.shard_numel, dtype=self.reduce_dtype)
 
@@ -86,8 +75,8 @@ class Reduction:
             if self.flat.is_whole:
                 self._pending = self._reduce_replicas(runtime)
             else:
-                self.unused.tell(runtime, self.flat.label)
-                self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
+                self.unused.tell(runtime, self.flat.placement.label)
+                self._pending = runtime.reduce_scatter(self._output, input, self.flat.placement.label)
                 if self.flat.placement.replicas is not None:
                     self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
             if self.flat.kind.is_offloaded:
@@ -96,7 +85,7 @@ class Reduction:
             self._fail(runtime, e)
 
     def _fail(self, runtime: Runtime, error: Exception) -> NoReturn:
-        runtime.fail("all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.label.unit, error)
+        runtime.fail("all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.placement.label.unit, error)
 
     def _reduce_replicas(self, runtime: Runtime) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
@@ -110,11 +99,11 @@ class Reduction:
         if earlier is not None:
             output.add_(earlier[0])
             self.unused.found &= earlier[1]
-        if self.averaging.reduces_replicas:
+        if self.flat.placement.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
-            self.unused.tell(replicas, self.flat.label)
-            pending = replicas.all_reduce(output, self.flat.label)
+            self.unused.tell(replicas, self.flat.placement.label)
+            pending = replicas.all_reduce(output, self.flat.placement.label)
         else:
             self._partial, self._output = (output, self.unused.found), None
             pending = runtime.issued(Done())

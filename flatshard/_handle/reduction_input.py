@@ -35,7 +35,7 @@ class ReductionInput:
         """``dtype``: the usual one."""
         self._layout = flat.layout
         self._device = flat.kind.compute_device
-        self._pool = flat.unsharded.pool
+        self._pool = flat.placement.pool
         self._is_result = flat.is_whole
         self._slot: Slot | None = None  # in use
         self._known: dict[Slot, _Views] = {}  # the slots used so far, with their views

@@ -74,7 +74,7 @@ class Filling:
         index = next(i for i, own in enumerate(flat.params) if own is param)
         if index in self._whole:
             return self._whole[index][1]
-        if _shown and _shown[0]._flat.label.unit != flat.label.unit:
+        if _shown and _shown[0]._flat.placement.label.unit != flat.placement.label.unit:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)

@@ -9,12 +9,10 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
-from flatshard._comm.progress import Label
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState, Lifetime
 from flatshard._handle.placement import Placement
-from flatshard._handle.reduction import Averaging
 
 
 class Arrivals:
@@ -45,14 +43,13 @@ class Accumulators(NamedTuple):
 class UnitGradients:
     """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
 
-    def __init__(self, flats: list[FlatParam], label: Label, placement: Placement, lifetime: Lifetime) -> None:
+    def __init__(self, flats: list[FlatParam], placement: Placement, lifetime: Lifetime) -> None:
         self._flats = flats
-        self._label = label
         self._runtime = placement.runtime  # whose streams all flat parameters use
         self._placement = placement
         self._lifetime = lifetime
         self.arrivals = Arrivals()
-        self.averaging = Averaging(placement)
+        self.averaging = placement.averaging
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.on_reduced: Callable[[], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
@@ -93,7 +90,9 @@ class UnitGradients:
         """Start averaging the gradients over the ranks."""
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event("all-reduce" if self._placement.shards is None else "reduce-scatter", self._label.unit)
+            _trace.event(
+                "all-reduce" if self._placement.shards is None else "reduce-scatter", self._placement.label.unit
+            )
         self.arrivals.task = -1
         try:
             for flat in self._flats:
@@ -104,7 +103,7 @@ class UnitGradients:
             if self._runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
-                with _trace.labelled("reduce_scatter", self._label.unit, self._runtime.reducing()):
+                with _trace.labelled("reduce_scatter", self._placement.label.unit, self._runtime.reducing()):
                     self._start()
         except BaseException:
             self._settle()

@@ -292,7 +292,7 @@ def _check_experts(flats: list[Flat]) -> None:
         for info in (shard_info(p) for p in flat.params):
             if info is not None and info.runtime is not None and info.runtime.around is not None:
                 around = unit.handle.runtime
-                labels.setdefault(around, unit.handle.label)
+                labels.setdefault(around, unit.handle.placement.label)
                 apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around or []
     for around in in_order(apart):
         check_one_value(map(json.loads, exchange_over(around.exact, labels[around], json.dumps(apart[around]))))

@@ -136,7 +136,7 @@ def move(owned: Sequence[Owned], back: bool = False) -> Pending:
         with runtime.reducing():
             return _start(owned, back, sent, received)
     except Exception as e:
-        runtime.fail("exchange", flat.label.unit, e)
+        runtime.fail("exchange", flat.placement.label.unit, e)
 
 
 def _start(
@@ -144,4 +144,4 @@ def _start(
 ) -> Pending:
     for each in owned:
         (each.scatter if back else each.gather)(sent, received)
-    return owned[0].flat.placement.runtime.exchange(sent, received, owned[0].flat.label)
+    return owned[0].flat.placement.runtime.exchange(sent, received, owned[0].flat.placement.label)

@@ -469,7 +469,7 @@ def test_static_buffers(world):
             model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
         context = units_below(model)[0].context
-        pools = {id(u.handle.flats[0].unsharded.pool): u.handle.flats[0].unsharded.pool for u in units_below(model)}
+        pools = {id(u.handle.flats[0].placement.pool): u.handle.flats[0].placement.pool for u in units_below(model)}
         assert wire.sent == [(c.kind, c.nbytes) for c in predicted.collectives]
         held = predicted.between_steps
         assert held.unsharded + held.reductions == sum(pool.nbytes for pool in pools.values())

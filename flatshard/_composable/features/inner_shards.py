@@ -106,4 +106,4 @@ class FromInnerShards(KeptShards):
         assert kept is not None
         flat.unsharded.allocate(None)
         own = self.part(flat).copy_(kept)
-        return holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.label, again=True), kept)
+        return holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.placement.label, again=True), kept)

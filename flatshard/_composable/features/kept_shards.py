@@ -55,7 +55,7 @@ class KeptShards:
         if not (taken and again):
             return None
         if _trace.sinks:
-            _trace.event(self.verb(flats[0]), flats[0].label.unit)
+            _trace.event(self.verb(flats[0]), flats[0].placement.label.unit)
         return (self.gather(flat, taken.get(flat)) for flat in flats)
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
