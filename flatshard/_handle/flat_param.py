@@ -37,8 +37,7 @@ from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
-from flatshard._handle.unfilled import Filling, fill_with_pattern
+from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 from flatshard._runtime import Runtime
 
@@ -103,7 +102,7 @@ class FlatParam:
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
         self.unsharded = UnshardedBuffer(self, params)
         self.is_watched = False  # see `Home`
-        self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
+        self.filling: Filling | None = None
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
         for index, param in enumerate(params):
             self._adopt(index, param)
@@ -116,7 +115,6 @@ class FlatParam:
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
         result = FlatParam(self.layout, self.options, params, self.kind, placement, self.shard)
-        result.filling = self.filling and Filling(result)
         result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
             result.gradients.use_shard_param(shard_param._flatshard_info)
@@ -290,12 +288,12 @@ class FlatParam:
         values = {i: self.params[i].data for i in indices}
         (kind,) = kinds
         if kind != (self.kind.dtype, self.kind.device):
-            self._convert(*kind)
+            self.convert(*kind)
         for i, value in values.items():
             self.part_view(i).copy_(value)
             self.params[i].data = self.part_view(i)
 
-    def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
+    def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Rebuild the memory for a new dtype or device, without values: ``module.half()``, ``module.cuda()``.
 
         Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
@@ -304,29 +302,6 @@ class FlatParam:
         self.shard = self._new_shard()
         self.unsharded.place()
         self.gradients.follow_parameters()
-
-    def allocate(self, device: torch.device) -> None:
-        """Give parameters on meta their memory, to be filled. [Note: Filled later]
-
-        Raises:
-            RuntimeError: ``device`` is not where the shard belongs.
-        """
-        if device != self.kind.home:
-            raise RuntimeError(
-                f"parameter {self.layout.params[0].fqn!r} belongs on {self.kind.home}, and is given memory on {device}: "
-                f"call module.to_empty(device={str(self.kind.home)!r})"
-            )
-        if moved := self.moved():  # converted on meta: ``module.half()``
-            self.readopt(moved)
-        self._convert(self.kind.dtype, device)
-        fill_with_pattern(self.shard)
-        for index, param in enumerate(self.params):
-            real = nn.Parameter(self.part_view(index), param.requires_grad)
-            if param.grad_dtype is not real.grad_dtype:
-                real.grad_dtype = param.grad_dtype
-            torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
-        self.filling = Filling(self)
-        changes.count += 1
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
-from flatshard._errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam, Kind
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
@@ -28,7 +28,6 @@ from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.unfilled import check_has_memory, cut_all
 from flatshard._handle.unit_gradients import UnitGradients
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -103,6 +102,8 @@ class FlatParamHandle:
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, placements[flat.placement])
+            memo[id(flat)] = new
+            new.filling = copy.deepcopy(flat.filling, memo)
             result.flats.append(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.computes, strict=True):
                 for module, name in owned[id(old)]:
@@ -113,7 +114,7 @@ class FlatParamHandle:
     def _index(self) -> None:
         """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
-        self._began_on_meta = [b for b in self.flats if b.is_on_meta]
+        self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
@@ -156,11 +157,6 @@ class FlatParamHandle:
         return self.lifetime.params is ParamState.SHARDED
 
     @property
-    def on_meta(self) -> list[FlatParam]:
-        """The flat parameters that have no memory yet. [Note: Filled later]"""
-        return [b for b in self._began_on_meta if b.is_on_meta]
-
-    @property
     def has_static_buffers(self) -> bool:
         """Whether several units share the memory that they gather into. pool.py, [Note: Static buffers]"""
         return self.placement.pool is not None and not self.is_alias
@@ -193,7 +189,7 @@ class FlatParamHandle:
             return
         if self._gathers:  # left by an interrupted unshard
             self._settle_gathers()
-        if self._began_on_meta:
+        if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
         exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
@@ -320,7 +316,9 @@ class FlatParamHandle:
         """
         if self._checked_at == changes.count and not self.slots.unguarded:
             return
-        cut_all()
+        for flat in self.flats:
+            if flat.filling is not None:
+                flat.filling.cut()
         for module, name, sharded, new in self.slots.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(
@@ -336,8 +334,8 @@ class FlatParamHandle:
                 )
             flat, index = self._locate(sharded)
             flat.check_new(index, new)
-            if flat.is_on_meta and not new.is_meta:
-                flat.allocate(new.device)
+            if flat.filling is not None and not new.is_meta:
+                flat.filling.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             sharded.requires_grad_(new.requires_grad)
             self.slots.write(module, name, sharded)
@@ -385,3 +383,21 @@ class FlatParamHandle:
         for flat in self.flats:
             if flat.unsharded.changed() and keep:
                 flat.write_back()
+
+
+FILL = (
+    "Give them memory by module.to_empty(device=...), and values by init_weights(), load_state_dict() or "
+    "flatshard.load_checkpoint(), before the first forward. Or have fully_shard initialise them: param_init_fn=..., or "
+    "device_id=... for the modules' reset_parameters()"
+)
+"""The cure for parameters without values."""
+
+
+def check_has_memory(handles: Iterable[FlatParamHandle], verb: str) -> None:
+    """Raise for parameters on the meta device."""
+    left: list[str] = []
+    for handle in handles:
+        handle.check_parameters()
+        left += [info.fqn for flat in handle.on_meta for info in flat.layout.params]
+    if left:
+        raise RuntimeError(f"{verb}: {name_list(left)} are on the meta device. {FILL}")

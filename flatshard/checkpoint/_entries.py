@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.unfilled import check_has_memory
+from flatshard._handle.handle import check_has_memory
 from flatshard.checkpoint._optim_names import Names, as_list, rekey, steps_only
 from flatshard.checkpoint._optim_options import options_of
 from flatshard.checkpoint._optim_state_dict import own_optim_state, pieces_of
