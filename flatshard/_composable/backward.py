@@ -401,8 +401,6 @@ def gather(unit: Unit) -> None:
     for needed in unit.needs:
         if needed.record is None:
             context.backward.touch(needed)
-        if needed.context.pools:
-            context.make_room(needed)
         needed.handle.unshard(context.pass_id, again=True)
 
 

@@ -176,8 +176,6 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.is_sharded:
-            if context.pools:
-                context.make_room(unit)
             handle.unshard(context.pass_id, in_backward)
         elif handle.gathered is not None and handle.gathered.by != context.pass_id:
             handle.take_over(context.pass_id)

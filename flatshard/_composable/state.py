@@ -146,6 +146,7 @@ class Unit:
         _units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in flat.params)
+        self.handle.make_room = functools.partial(self.context.make_room, self)
         for label in [placement.label for placement in self.handle.placements]:
             label.contents = functools.partial(_contents, weakref.ref(self.handle), label.tag)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class FlatParamHandle:
         self._gathers: list[Pending] = []
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
+        self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
     @classmethod
     def shard(cls, flats: Sequence[PlannedFlat], placements: Mapping[Groups | None, Placement]) -> FlatParamHandle:
@@ -118,6 +119,8 @@ class FlatParamHandle:
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
+        # Whether units share the memory that they gather into. pool.py, [Note: Static buffers]
+        self.has_static_buffers = self.placement.pool is not None and not self.is_alias
         # Whether other ranks hold the same part of some parameters.
         self.has_replicas = any(p.replicas is not None for p in self.placements)
         self.gradients.find_accumulators()  # here, to save the time in the first step
@@ -157,14 +160,9 @@ class FlatParamHandle:
         return self.lifetime.params is ParamState.SHARDED
 
     @property
-    def has_static_buffers(self) -> bool:
-        """Whether several units share the memory that they gather into. pool.py, [Note: Static buffers]"""
-        return self.placement.pool is not None and not self.is_alias
-
-    @property
     def is_blocked(self) -> bool:
-        """Whether another unit is using the memory that this one gathers into. pool.py, [Note: Static buffers]"""
-        return self.placement.pool is not None and any([b.unsharded.is_taken for b in self._gathered])
+        """Whether another unit is using the static buffer that this one gathers into."""
+        return any([b.unsharded.is_taken for b in self._gathered])
 
     def unblock(self) -> None:
         """Gather into other memory from now on. No autograd graph of the unit may be alive."""
@@ -194,7 +192,9 @@ class FlatParamHandle:
         runtime = self.runtime
         exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
         if self._gathered:
-            if self.placement.pool is not None and self.is_blocked:
+            if self.has_static_buffers and self.is_blocked:
+                self.make_room()
+            if self.has_static_buffers and self.is_blocked:
                 raise RuntimeError(
                     f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
                     "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
