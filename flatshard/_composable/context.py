@@ -21,7 +21,7 @@ from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
-from flatshard._handle.pool import BufferPool
+from flatshard._handle.pool import Pool
 from flatshard._runtime import Runtime
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
@@ -61,6 +61,9 @@ class Context:
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
     """Called with the outermost unit before a pass starts. A check is removed when it returns False."""
 
+    make_pool: ClassVar[Callable[[Runtime], Pool] | None] = None
+    """Makes the pool of units with static buffers. None: there are no pools."""
+
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.backward = Backward(runtime)
@@ -69,7 +72,7 @@ class Context:
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
-        self._pools: dict[Collectives, BufferPool] = {}  # where there are static buffers
+        self._pools: dict[Collectives, Pool] = {}  # where there are static buffers
         self.follow(runtime)
 
     @classmethod
@@ -79,11 +82,12 @@ class Context:
             found = cls._instances[id(runtime)] = cls(runtime)
         return found
 
-    def pool_of(self, runtime: Runtime, static_buffers: bool) -> BufferPool | None:
+    def pool_of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
         """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
-        if not static_buffers and not hasattr(runtime.collectives, "allocate"):
+        make, wanted = type(self).make_pool, static_buffers or hasattr(runtime.collectives, "allocate")
+        if make is None or not wanted:
             return None
-        return self._pools.setdefault(runtime.collectives, BufferPool(runtime))
+        return self._pools.setdefault(runtime.collectives, make(runtime))
 
     def follow(self, runtime: Runtime) -> None:
         """Make errors and the watch on ``runtime`` report how far this rank has come."""
@@ -192,7 +196,7 @@ class Context:
         return sum(u.handle.unsharded_nbytes for u in ahead)
 
     def make_room(self, unit: Unit) -> None:
-        """Free the memory that ``unit`` needs and another unit is using. pool.py, [Note: Static buffers]"""
+        """Free the memory that ``unit`` needs and another unit is using. [Note: Static buffers]"""
         self.free_unused()
         if not unit.steps:
             unit.handle.unblock()

@@ -119,7 +119,7 @@ class FlatParamHandle:
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
-        # Whether units share the memory that they gather into. pool.py, [Note: Static buffers]
+        # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.placement.pool is not None and not self.is_alias
         # Whether other ranks hold the same part of some parameters.
         self.has_replicas = any(p.replicas is not None for p in self.placements)

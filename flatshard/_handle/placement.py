@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from flatshard._comm.progress import Label, digest
 from flatshard._handle.planned import Groups, PlannedFlat
-from flatshard._handle.pool import BufferPool
+from flatshard._handle.pool import Pool
 from flatshard._runtime import Runtime
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
@@ -36,7 +36,7 @@ class Placement:
     shards: Runtime | None  # None: this rank holds whole parameters
     replicas: Runtime | None  # None: no other rank holds the same part
     norms: Runtime | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
-    pool: BufferPool | None  # allocates what collectives read and write. pool.py, [Note: Static buffers]
+    pool: Pool | None  # allocates what collectives read and write. [Note: Static buffers]
     ranks: int  # how many have the parameters
     label: Label  # the unit, for collectives and errors
     averaging: Averaging  # that of the unit
@@ -48,7 +48,7 @@ class Placement:
         flats: Sequence[PlannedFlat],
         shards: Runtime | None,
         replicas: Runtime | None,
-        pool: BufferPool | None,
+        pool: Pool | None,
         unit: Placement | None = None,
     ) -> Placement:
         """The placement of ``flats``, of the unit ``fqn``, over these process groups, of any size: at least one.

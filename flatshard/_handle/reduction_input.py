@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import OwnSlot, Slot
+from flatshard._handle.pool import Slot
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -64,7 +64,7 @@ class ReductionInput:
         for slot in self._known:
             if slot.flat.dtype is dtype:
                 return slot
-        return OwnSlot(self._new(dtype))
+        return Slot(self._new(dtype))
 
     def _new(self, dtype: torch.dtype) -> torch.Tensor:
         numel = self._layout.padded_numel

@@ -22,7 +22,7 @@ from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.pool import OwnSlot, Slot
+from flatshard._handle.pool import Slot
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -67,7 +67,7 @@ class UnshardedBuffer:
         if self.is_alias:
             self._point_at(self._of.shard)
             return
-        own = OwnSlot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        own = Slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
         own.free()
         if self._pool is None:
@@ -126,7 +126,7 @@ class UnshardedBuffer:
 
     @property
     def is_taken(self) -> bool:
-        """Whether another flat parameter is using the pool's slot of this one. pool.py, [Note: Static buffers]"""
+        """Whether another flat parameter is using the pool's slot of this one. [Note: Static buffers]"""
         return self._slot is not None and self._slot.user not in (None, self)
 
     def changed(self) -> bool:
