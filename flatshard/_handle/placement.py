@@ -70,6 +70,12 @@ class Placement:
         return replace(self, label=label, averaging=averaging)
 
     @property
+    def factor(self) -> float | None:
+        """By which to multiply an average over these ranks. None: it is the average of the unit."""
+        divisor = self.averaging.divide_factor or self.averaging.ranks
+        return None if divisor == self.ranks else self.ranks / divisor
+
+    @property
     def rank(self) -> int:
         """The number of this rank's shard."""
         return 0 if self.shards is None else self.shards.rank

@@ -70,7 +70,12 @@ class Counted(TorchDispatchMode):
         unsharded = storages(b.unsharded.flat for b, _, _ in self.flats if not b.unsharded.is_alias)
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
         unsharded |= storages(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
-        reductions = storages(t for _, g, _ in self.flats for t in (g.input, g.reduction._output) if t is not None)
+        reductions = storages(
+            t
+            for _, g, _ in self.flats
+            for t in (g.input, None if g.reduction is None else g.reduction._output)
+            if t is not None
+        )
         arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.computes if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)

@@ -45,9 +45,8 @@ TYPE_CHECKING_IMPORTS = {
     # A unit holds its context and its features; the context orders units, and features take part in what they do.
     "_composable.state": {"_composable.context", "_composable.extensions"},
     # A flat parameter has its unsharded values and its gradients, and each of their parts reads its layout and memory.
-    **{
-        f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction", "reduction_input", "unsharded")
-    },
+    **{f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction_input", "unsharded")},
+    "_handle.reduction": {"_handle.gradients"},  # which it reduces
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
