@@ -94,9 +94,7 @@ class FlatGradients:
         self.dtype = dtype if options.keep_low_precision_grads else kind.dtype  # of the user's ``.grad``
         to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
-        self._sent_dtype = exactly_sent_as(kind.compute_dtype, dtype)  # [Note: Sent as it was computed]
         self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
-        # Gradients stay in the compute parameters' `.grad` until all have come, unless there are some in the input.
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
         # For each parameter, whether it has a gradient in the input (in `.grad`, if there is no input). None: none has one.
         self._filled: list[bool] | None = None
@@ -136,9 +134,14 @@ class FlatGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------
 
     @property
+    def _is_waiting(self) -> bool:
+        """Whether gradients are in the compute parameters' ``.grad``, until all have come."""
+        return self._waits_for_all and self._filled is None
+
+    @property
     def stays_away(self) -> bool:
         """Whether gradients stay where autograd puts them (later ones are added there) until all have come."""
-        return (self._waits_for_all and self._filled is None) or True not in self.flat.requires_grad
+        return self._is_waiting or True not in self.flat.requires_grad
 
     def receive(self, index: int) -> None:
         """Take the gradient from compute parameter ``index``. It may be None: a custom autograd function may return None.
@@ -147,7 +150,7 @@ class FlatGradients:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
         compute = self.flat.unsharded.computes[index]
-        if compute.grad is None or (self._waits_for_all and self._filled is None):
+        if compute.grad is None or self._is_waiting:
             return
         grad, compute.grad = compute.grad, None
         self._check(index, grad)
@@ -234,7 +237,7 @@ class FlatGradients:
 
     def hold(self) -> None:
         """End a backward without a reduction: the next backward adds to its gradients."""
-        if self._waits_for_all and self._filled is None:
+        if self._is_waiting:
             grads = map(_grad, self.flat.unsharded.computes)
             if not all(map(operator.is_, grads, _NONE)):
                 self._copy_to_input(self.reduce_dtype)
@@ -254,9 +257,10 @@ class FlatGradients:
         flat = self.flat
         if self._input is None:
             return
-        if self._waits_for_all and self._filled is None:
+        if self._is_waiting:
             narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
-            self._copy_to_input(self._sent_dtype if narrow else self.reduce_dtype)
+            sent = exactly_sent_as(flat.kind.compute_dtype, self.reduce_dtype) if narrow else self.reduce_dtype
+            self._copy_to_input(sent)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
@@ -275,13 +279,13 @@ class FlatGradients:
             self._input.free()
 
     def leave_memory(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        """See ``ReductionInput.leave``."""
         if self._input is not None:
             self._input.leave()
 
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        if self._waits_for_all and self._filled is None:
+        if self._is_waiting:
             set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
         self.partial = None
         self._drop()

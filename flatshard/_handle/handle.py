@@ -167,8 +167,7 @@ class FlatParamHandle:
     def unblock(self) -> None:
         """Gather into other memory from now on. No autograd graph of the unit may be alive."""
         for flat in self._gathered:
-            if flat.unsharded.is_taken:
-                flat.unsharded.unbind()
+            flat.unsharded.unbind()
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -115,11 +115,12 @@ class UnshardedBuffer:
             self._slot.free()
 
     def unbind(self) -> None:
-        """Bind to another slot of the pool next time. No graph may have views of the current slot."""
-        self._slot = None
+        """If the slot is taken, bind to another one next time. No graph may have views of the current one."""
+        if self.is_taken:
+            self._slot = None
 
     def leave_memory(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        """Stop using the current memory without freeing it. See ``ReductionInput.leave``."""
         if self._pool is not None and self._slot is not None and self._slot.user is self:
             self._pool.leave(self._slot)
         self.place()
