@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flatshard._comm.monitor.monitor import GroupMonitor
+from flatshard._composable.context import Context
 from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.escapes import Escapes
@@ -17,6 +18,7 @@ from flatshard._composable.features.pass_by import PassBy
 from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.replicated import Replicated
 from flatshard._composable.features.resized import Resized
+from flatshard._composable.features.static_buffers import BufferPool
 from flatshard._composable.features.transforms import Transforms
 from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._runtime import Runtime
@@ -27,6 +29,7 @@ from flatshard.optim._hooks import Optimizers
 def plug_in() -> None:
     """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
     Runtime.make_monitor = GroupMonitor
+    Context.make_pool = BufferPool
     use(
         Compile(),
         Optimizers(),

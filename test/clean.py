@@ -35,7 +35,8 @@ def check_clean(model: nn.Module) -> None:
         for flat in handle.flats:
             assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
             assert storage_nbytes(flat.gradients.input) == 0, unit
-            assert flat.gradients.is_empty, unit
+            assert flat.gradients._filled is flat.gradients.reduction is None, unit
+            assert all(c.grad is None for c in flat.unsharded.computes), unit
         assert (unit.claims, unit.handle.gradients.arrivals.pending, unit.record) == ([], 0, None), unit
         assert not unit.context.forwards
         assert backward._reducing is None

@@ -229,7 +229,7 @@ class Backward:
         for unit in allowed:
             self._reduce(unit)
             self._ready.remove(unit)
-            stays_open = unit.handle.has_replicas and not unit.handle.gradients.averaging.reduces_replicas
+            stays_open = unit.handle.has_replicas and not unit.handle.placement.averaging.reduces_replicas
             if not stays_open:
                 del self._open[weakref.ref(unit)]
 
@@ -401,8 +401,6 @@ def gather(unit: Unit) -> None:
     for needed in unit.needs:
         if needed.record is None:
             context.backward.touch(needed)
-        if needed.context.pools:
-            context.make_room(needed)
         needed.handle.unshard(context.pass_id, again=True)
 
 

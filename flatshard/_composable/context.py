@@ -21,7 +21,7 @@ from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.state import Step, Unit
-from flatshard._handle.pool import BufferPool
+from flatshard._handle.pool import Pool
 from flatshard._runtime import Runtime
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
@@ -61,6 +61,9 @@ class Context:
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
     """Called with the outermost unit before a pass starts. A check is removed when it returns False."""
 
+    make_pool: ClassVar[Callable[[Runtime], Pool] | None] = None
+    """Makes the pool of units with static buffers. None: there are no pools."""
+
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.backward = Backward(runtime)
@@ -69,7 +72,7 @@ class Context:
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
-        self.pools: dict[Collectives, BufferPool] = {}  # where there are static buffers
+        self._pools: dict[Collectives, Pool] = {}  # where there are static buffers
         self.follow(runtime)
 
     @classmethod
@@ -79,11 +82,12 @@ class Context:
             found = cls._instances[id(runtime)] = cls(runtime)
         return found
 
-    def pool_of(self, runtime: Runtime, static_buffers: bool) -> BufferPool | None:
+    def pool_of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
         """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
-        if not static_buffers and not hasattr(runtime.collectives, "allocate"):
+        make, wanted = type(self).make_pool, static_buffers or hasattr(runtime.collectives, "allocate")
+        if make is None or not wanted:
             return None
-        return self.pools.setdefault(runtime.collectives, BufferPool(runtime))
+        return self._pools.setdefault(runtime.collectives, make(runtime))
 
     def follow(self, runtime: Runtime) -> None:
         """Make errors and the watch on ``runtime`` report how far this rank has come."""
@@ -129,7 +133,7 @@ class Context:
         unit, in_backward = forward.unit, forward.in_backward
         step = Step(unit, None if in_backward else self.last_step, list(map(_unit, self.forwards)))
         forward.step = step
-        if self.pools and unit.handle.has_static_buffers:
+        if unit.handle.has_static_buffers:
             for needed in unit.needs:
                 needed.steps = weakref.WeakSet() if needed.steps is None else needed.steps
                 needed.steps.add(step)
@@ -176,7 +180,9 @@ class Context:
             return
         for needed in unit.needs:
             if needed.handle.is_sharded:
-                if (needed.context.pools and needed.handle.is_blocked) or (needed.claims and needed.shows_copies):
+                if (needed.handle.has_static_buffers and needed.handle.is_blocked) or (
+                    needed.claims and needed.shows_copies
+                ):
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()
@@ -190,11 +196,10 @@ class Context:
         return sum(u.handle.unsharded_nbytes for u in ahead)
 
     def make_room(self, unit: Unit) -> None:
-        """Free the memory that ``unit`` needs, if another unit is using it. pool.py, [Note: Static buffers]"""
-        if unit.handle.is_blocked:
-            self.free_unused()
-            if not unit.steps:
-                unit.handle.unblock()
+        """Free the memory that ``unit`` needs and another unit is using. [Note: Static buffers]"""
+        self.free_unused()
+        if not unit.steps:
+            unit.handle.unblock()
 
     def keep_for_next(self, unit: Unit) -> None:
         """Called when another module of ``unit`` is to run: it stays unsharded, as if it had been prefetched for it."""

@@ -33,8 +33,7 @@ def _options(
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
     compute = None if isinstance(wrapping, TensorSubclass) else policy.param_dtype
-    keeps_cast = policy.keep_cast_shard and compute not in (None, plain.dtype)
-    return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, keeps_cast, *placed)
+    return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, *placed)
 
 
 Loads = dict[Groups | None, list[int]]

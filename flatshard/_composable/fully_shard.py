@@ -35,7 +35,7 @@ from flatshard._config import (
 )
 from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.handle import FlatParamHandle, Location
+from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement, Runtimes
 from flatshard._handle.planned import Groups
 from flatshard._names import plain_name
@@ -315,15 +315,16 @@ def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads
         if (wrapping := wrapping_of(owned.param)) is not None:
             owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
     flats = plan_flats(planned, context.runtime.world_size, loads)
-    located: dict[Groups | None, Location] = {}
+    placements: dict[Groups | None, Placement] = {}
     for groups in planned.groups:
         shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes[groups])
+        assert shards is not None
+        pool = context.pool_of(shards, config.static_buffers)
         if config.strategy is ShardingStrategy.NO_SHARD:
-            placement = Placement.of(None, shards)
-        else:
-            placement = Placement.of(shards, replicas, None if groups is None else located[None].placement.runtime)
-        located[groups] = Location(placement, context.pool_of(placement.runtime, config.static_buffers))
-    handle = FlatParamHandle.shard(planned.fqn, flats, located)
+            shards, replicas = None, shards
+        on_these = [flat for flat in flats if flat.groups == groups]
+        placements[groups] = Placement.of(planned.fqn, on_these, shards, replicas, pool, placements.get(None))
+    handle = FlatParamHandle.shard(flats, placements)
     unit = Unit(planned.module, handle, context, config)
     set_unit(planned.module, unit)
     return unit

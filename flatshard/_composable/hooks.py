@@ -176,8 +176,6 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.is_sharded:
-            if context.pools:
-                context.make_room(unit)
             handle.unshard(context.pass_id, in_backward)
         elif handle.gathered is not None and handle.gathered.by != context.pass_id:
             handle.take_over(context.pass_id)
@@ -243,8 +241,6 @@ class UnitHooks:
                 context.keep_for_next(needed)
             else:
                 needed.free_unless_kept(forward.step)
-                if not comes_back:
-                    needed.handle.forget_cast()
         if outermost and not in_backward:
             context.end_pass()
 

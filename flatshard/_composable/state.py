@@ -50,7 +50,7 @@ class UnitConfig:
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
-    static_buffers: bool = False  # pool.py, [Note: Static buffers]
+    static_buffers: bool = False  # [Note: Static buffers]
     shard_mesh_fn: MeshChoice = None
 
     def stays_for_backward(self, outermost: bool) -> bool:
@@ -146,7 +146,8 @@ class Unit:
         _units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in flat.params)
-        for label in self.handle.labels:
+        self.handle.make_room = functools.partial(self.context.make_room, self)
+        for label in [placement.label for placement in self.handle.placements]:
             label.contents = functools.partial(_contents, weakref.ref(self.handle), label.tag)
 
     def _reset(self) -> None:
@@ -224,7 +225,7 @@ class Unit:
         """The module's FQN, relative to the outermost module that ``fully_shard`` was called with. Of a group: all FQNs,
         as ``"norm, head"``.
         """
-        return self.handle.label.unit
+        return self.handle.placement.label.unit
 
     @property
     def kind(self) -> str:
@@ -279,7 +280,7 @@ def _contents(ref: weakref.ref[FlatParamHandle], tag: int) -> Flats:
     return [
         (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
         for b in (() if handle is None else handle.flats)
-        if b.label.tag == tag
+        if b.placement.label.tag == tag
     ]
 
 

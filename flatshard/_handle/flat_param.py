@@ -11,9 +11,7 @@ gathered or copied.
 
 [Note: The cast is the copy]
 With mixed precision the unsharded buffer has the compute dtype. The shard is copied to its place in the buffer in any case,
-and this copy casts it. The all-gather then runs in place, on the smaller elements. ``keep_cast`` keeps the cast shard from
-the forward's gather to the backward's, which copies it instead of casting again. This takes memory, and pays if the shard is
-on another device (CPU offload), because it is transferred once.
+and this copy casts it. The all-gather then runs in place, on the smaller elements.
 
 [Note: Stepping between forward and backward]
 Autograd's check for in-place changes doesn't see changes of the shards (see ``UnshardedBuffer``). So flatshard checks for
@@ -25,13 +23,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from flatshard._comm.collectives import Done, Pending
-from flatshard._comm.progress import Label
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
@@ -39,11 +36,8 @@ from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions
-from flatshard._handle.pool import BufferPool
-from flatshard._handle.reduction import Averaging
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order
-from flatshard._handle.unfilled import Filling, fill_with_pattern
+from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 from flatshard._runtime import Runtime
 
@@ -85,15 +79,6 @@ class Kind:
         return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
 
 
-class Common(NamedTuple):
-    """What the flat parameters of a unit that are on the same ranks have in common."""
-
-    label: Label  # the unit, for collectives and errors
-    placement: Placement
-    pool: BufferPool | None  # allocates unsharded buffers and the reductions' memory; None: they do it themselves
-    averaging: Averaging
-
-
 class FlatParam:
     """One flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
 
@@ -103,36 +88,33 @@ class FlatParam:
         options: FlatOptions,
         params: Sequence[nn.Parameter],
         kind: Kind,
-        common: Common,
+        placement: Placement,
         shard: torch.Tensor | None = None,
     ) -> None:
         """Make each of ``params`` its part of a new shard, in place. ``shard``: its values; None: ``params`` are whole."""
         self.layout = layout
         self.options = options
         self.kind = kind
-        self.label, self.placement = common.label, common.placement
-        self.is_whole = self.placement.shards is None  # the shard is all of the flat parameter
-        self.slices = layout.shard_slices(self.placement.rank)
+        self.placement = placement
+        self.is_whole = placement.shards is None  # the shard is all of the flat parameter
+        self.slices = layout.shard_slices(placement.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
-        self.unsharded = UnshardedBuffer(self, params, common.pool)
+        self.unsharded = UnshardedBuffer(self, params)
         self.is_watched = False  # see `Home`
-        self.filling: Filling | None = None  # while they have memory and no values: see _handle/unfilled.py
+        self.filling: Filling | None = None
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
         for index, param in enumerate(params):
             self._adopt(index, param)
         # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
-        # The cast shard, and `FlatParamHandle.version` of its values. [Note: The cast is the copy]
-        self._cast: tuple[int, torch.Tensor] | None = None
         self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
-        self.gradients = FlatGradients(self, common.averaging)
+        self.gradients = FlatGradients(self)
 
-    def copy_with(self, params: Sequence[nn.Parameter], common: Common) -> FlatParam:
+    def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
-        result = FlatParam(self.layout, self.options, params, self.kind, common, self.shard)
-        result.filling = self.filling and Filling(result)
+        result = FlatParam(self.layout, self.options, params, self.kind, placement, self.shard)
         result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
             result.gradients.use_shard_param(shard_param._flatshard_info)
@@ -306,64 +288,44 @@ class FlatParam:
         values = {i: self.params[i].data for i in indices}
         (kind,) = kinds
         if kind != (self.kind.dtype, self.kind.device):
-            self._convert(*kind)
+            self.convert(*kind)
         for i, value in values.items():
             self.part_view(i).copy_(value)
             self.params[i].data = self.part_view(i)
 
-    def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
+    def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Rebuild the memory for a new dtype or device, without values: ``module.half()``, ``module.cuda()``.
 
         Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
         """
-        self.kind, self._cast = self.kind.converted(dtype, device, self.options), None
+        self.kind = self.kind.converted(dtype, device, self.options)
         self.shard = self._new_shard()
         self.unsharded.place()
         self.gradients.follow_parameters()
 
-    def allocate(self, device: torch.device) -> None:
-        """Give parameters on meta their memory, to be filled. [Note: Filled later]
-
-        Raises:
-            RuntimeError: ``device`` is not where the shard belongs.
-        """
-        if device != self.kind.home:
-            raise RuntimeError(
-                f"parameter {self.layout.params[0].fqn!r} belongs on {self.kind.home}, and is given memory on {device}: "
-                f"call module.to_empty(device={str(self.kind.home)!r})"
-            )
-        if moved := self.moved():  # converted on meta: ``module.half()``
-            self.readopt(moved)
-        self._convert(self.kind.dtype, device)
-        fill_with_pattern(self.shard)
-        for index, param in enumerate(self.params):
-            real = nn.Parameter(self.part_view(index), param.requires_grad)
-            if param.grad_dtype is not real.grad_dtype:
-                real.grad_dtype = param.grad_dtype
-            torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
-        self.filling = Filling(self)
-        changes.count += 1
-
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, exactly: bool, version: int, again: bool) -> Pending:
-        """Fill the unsharded buffer from all ranks' shards. ``exactly``: see ``FlatParamHandle.unshard``. ``again``: the
-        shards have not changed since the last gather, unless their ``version`` has.
+    def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:
+        """Fill the unsharded buffer from all ranks' shards. ``exactly``, ``again``: see ``FlatParamHandle.unshard``.
+
+        ``kept``: what ``unsharded.own`` was after an earlier gather, to be used in place of the shard.
         """
         runtime, shard, target = self.placement.runtime, self.shard, self.unsharded
         if exactly:
             runtime = runtime.exact
-        if self.options.keep_cast:
-            shard = self._cast_shard(version, again)
+        if kept is not None:
+            shard = kept
         elif self.options.offload:
             shard = self.on_compute_device()
         if self.placement.shards is None:
             target.allocate(shard)
             return runtime.issued(Done())
         out_of_place = getattr(runtime.collectives, "out_of_place", False)
-        as_it_is = out_of_place and shard.dtype is target.own.dtype and shard.device == target.own.device
+        as_it_is = (
+            out_of_place and kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
+        )
         target.allocate(None if as_it_is else shard)
-        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.label, again)
+        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.placement.label, again)
 
     def on_compute_device(self) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""
@@ -373,16 +335,6 @@ class FlatParam:
         moved = self.shard.to(kind.compute_device, non_blocking=True, copy=True)
         self.placement.runtime.reads_host()
         return moved
-
-    def _cast_shard(self, version: int, again: bool) -> torch.Tensor:
-        if self._cast is None or not again or self._cast[0] != version:
-            self._cast = None  # frees the old one before the new one is allocated
-            self._cast = version, self.on_compute_device().to(self.kind.compute_dtype)
-        return self._cast[1]
-
-    def forget_cast(self) -> None:
-        """Free the cast shard: the parameters may change before the next gather."""
-        self._cast = None
 
     def keep_gathered(self) -> None:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""

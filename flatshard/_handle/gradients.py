@@ -47,11 +47,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatshard._handle.reduction import Averaging, Reduction
+from flatshard._handle.reduction import Reduction
 from flatshard._handle.reduction_input import ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.unused import Unused
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -72,34 +73,36 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. [Note: The gradient has two homes]"""
 
-    def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
         self.runtime = flat.placement.runtime  # a feature may replace its collectives
-        self.reduction = Reduction(flat, averaging)
+        self.reduction: Reduction | None = None  # from `complete` to `finish`
+        self.unused = Unused(flat.layout)
+        # The output of earlier reductions, not averaged over the replicas yet; and the parameters that they did not use.
+        self.partial: tuple[torch.Tensor, set[int]] | None = None
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
-        self._any_wrapped = any(wrapping is not None for wrapping in flat.wrappings)
         self._begin()
         if flat.options.keep_low_precision_grads:
             for param in flat.params:
-                param.grad_dtype = self.reduction.dtype
+                param.grad_dtype = self.dtype
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
-        flat, dtype = self.flat, self.reduction.reduce_dtype
-        to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or flat.kind.is_offloaded
+        flat, options, kind = self.flat, self.flat.options, self.flat.kind
+        self.reduce_dtype = dtype = options.reduce_dtype or kind.compute_dtype  # of the sums
+        self.dtype = dtype if options.keep_low_precision_grads else kind.dtype  # of the user's ``.grad``
+        to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
-        self._sent_dtype = exactly_sent_as(flat.kind.compute_dtype, dtype)  # [Note: Sent as it was computed]
         self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
-        self._waiting = False  # gradients are in the compute parameters' `.grad`
         # For each parameter, whether it has a gradient in the input (in `.grad`, if there is no input). None: none has one.
         self._filled: list[bool] | None = None
         self.follow_names()
 
     def follow_names(self) -> None:
         """Adopt the FQNs of the parameters."""
-        self._parts = _Parts(self.flat, self.reduction.dtype)
+        self._parts = _Parts(self.flat, self.dtype)
 
     def follow_parameters(self) -> None:
         """Adopt a new dtype or device of the parameters, also for gradients that are held."""
@@ -117,7 +120,7 @@ class FlatGradients:
             flat = self.flat
             self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), info, flat)
             if flat.options.keep_low_precision_grads:
-                self.shard_param.grad_dtype = self.reduction.dtype
+                self.shard_param.grad_dtype = self.dtype
             self._begin()
             for param in flat.params:
                 param.grad = None
@@ -131,14 +134,14 @@ class FlatGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no gradient has come since the last reduction."""
-        return self._filled is None and not self._waiting
+    def _is_waiting(self) -> bool:
+        """Whether gradients are in the compute parameters' ``.grad``, until all have come."""
+        return self._waits_for_all and self._filled is None
 
     @property
     def stays_away(self) -> bool:
         """Whether gradients stay where autograd puts them (later ones are added there) until all have come."""
-        return self._waiting or True not in self.flat.requires_grad
+        return self._is_waiting or True not in self.flat.requires_grad
 
     def receive(self, index: int) -> None:
         """Take the gradient from compute parameter ``index``. It may be None: a custom autograd function may return None.
@@ -147,10 +150,7 @@ class FlatGradients:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
         compute = self.flat.unsharded.computes[index]
-        if self._waiting or compute.grad is None:
-            return
-        if self._filled is None and self._waits_for_all:
-            self._waiting = True
+        if compute.grad is None or self._is_waiting:
             return
         grad, compute.grad = compute.grad, None
         self._check(index, grad)
@@ -179,7 +179,7 @@ class FlatGradients:
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
-        filled = self._filled if self._filled is not None else self._make_room(self.reduction.reduce_dtype)
+        filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         if self._input is None:
             self._hand_over(self.flat.params[index], grad)
         elif filled[index]:
@@ -189,7 +189,7 @@ class FlatGradients:
         filled[index] = True
 
     def _hand_over(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        dtype, factor = self.reduction.dtype, self.reduction.factor
+        dtype, factor = self.dtype, self.flat.placement.factor
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
         if factor is not None:
@@ -210,13 +210,11 @@ class FlatGradients:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
         flat, computes, input = self.flat, self.flat.unsharded.computes, self._input
         assert input is not None
-        self._waiting = False
         if not flat.all_require_grad:  # drop gradients of those frozen since their forward, as autograd would
             for param, compute in zip(flat.params, computes, strict=True):
                 if not param.requires_grad:
                     compute.grad = None
-        if self._filled is None:
-            self._make_room(dtype)
+        self._make_room(dtype)
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
         here = list(map(operator.is_not, grads, _NONE))
@@ -226,7 +224,7 @@ class FlatGradients:
         if torch.is_grad_enabled() or not all([grad.layout is torch.strided for grad in grads]):
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
-        if self._any_wrapped:
+        if any(flat.wrappings):
             grads = list(map(self._local, places, grads))
         if self._is_small and grads:
             torch._foreach_copy_(slots, grads)
@@ -239,8 +237,10 @@ class FlatGradients:
 
     def hold(self) -> None:
         """End a backward without a reduction: the next backward adds to its gradients."""
-        if self._waiting:
-            self._copy_to_input(self.reduction.reduce_dtype)
+        if self._is_waiting:
+            grads = map(_grad, self.flat.unsharded.computes)
+            if not all(map(operator.is_, grads, _NONE)):
+                self._copy_to_input(self.reduce_dtype)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -250,17 +250,18 @@ class FlatGradients:
         return self.flat.is_trainable and self.flat.placement.ranks > 1 and self.flat.layout.padded_numel > 0
 
     def complete(self, accumulates: bool) -> None:
-        """Prepare the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
+        """Make the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
 
         Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
         """
-        flat, reduction = self.flat, self.reduction
+        flat = self.flat
         if self._input is None:
             return
-        if self._waiting or (self._filled is None and self._waits_for_all):
+        if self._is_waiting:
             narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
-            self._copy_to_input(self._sent_dtype if narrow else reduction.reduce_dtype)
-        filled = self._filled if self._filled is not None else self._make_room(reduction.reduce_dtype)
+            sent = exactly_sent_as(flat.kind.compute_dtype, self.reduce_dtype) if narrow else self.reduce_dtype
+            self._copy_to_input(sent)  # [Note: Sent as it was computed]
+        filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
             if self.shard_param is None:  # otherwise ranks need not agree on the parameters that none of them used
@@ -269,13 +270,8 @@ class FlatGradients:
             for slot, was_filled in zip(self._input.slots, filled, strict=True):
                 if not was_filled:
                     slot.fill_(unused)
-        reduction.unused.begin(no_gradient)
-        reduction.prepare(self._input.flat)
-
-    def reduce(self) -> None:
-        """Start averaging over the ranks, after ``complete``."""
-        if self._input is not None:
-            self.reduction.start(self.runtime, self._input.flat)
+        self.unused.begin(no_gradient)
+        self.reduction = Reduction(self, self._input.flat)
 
     def free_reduced(self) -> None:
         """Free the reduction input before ``finish``, because the device has already read it."""
@@ -283,20 +279,19 @@ class FlatGradients:
             self._input.free()
 
     def leave_memory(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        """See ``ReductionInput.leave``."""
         if self._input is not None:
             self._input.leave()
 
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        self.reduction.discard()
+        if self._is_waiting:
+            set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
+        self.partial = None
         self._drop()
 
     def _drop(self) -> None:
-        if self._waiting:
-            self._waiting = False
-            set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
-        self._filled = None
+        self._filled = self.reduction = None
         if self._input is not None:
             self._input.free()
 
@@ -314,10 +309,13 @@ class FlatGradients:
 
         Returns whether there were gradients to assign; ``given`` then lists the parameters that got one.
         """
-        shard, filled = self.reduction.take(), self._filled or []
+        filled = self._filled
+        if filled is None:
+            return False
+        shard = None if self.reduction is None else self.reduction.take()
         self._drop()
         if not assign:
-            self.reduction.discard()
+            self.partial = None
             return False
         if shard is None:  # handed over already, or held
             self.given = list(itertools.compress(self.flat.params, filled)) if self._input is None else ()
@@ -346,7 +344,7 @@ class FlatGradients:
                     torch._foreach_add_(there, parts)
                     return params
         given = []
-        unused = self.reduction.unused.found
+        unused = self.unused.found
         for index, (param, grad, was_filled) in enumerate(zip(params, parts, filled, strict=True)):
             # As in autograd, the current `requires_grad` counts: the user may have changed it since forward.
             if not param.requires_grad:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,19 +18,16 @@ from torch.autograd.graph import increment_version
 
 from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
-from flatshard._comm.progress import Label, digest
-from flatshard._errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
-from flatshard._handle.flat_param import Common, FlatParam, Kind
+from flatshard._handle.flat_param import FlatParam, Kind
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import Groups, PlannedFlat
-from flatshard._handle.pool import BufferPool
 from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.unfilled import check_has_memory, cut_all
 from flatshard._handle.unit_gradients import UnitGradients
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -50,50 +47,35 @@ class Source(Protocol):
         """Called before the gathered ``flats`` are freed. As long as ``until`` lives, ``gathers`` may be called ``again``."""
 
 
-class Location(NamedTuple):
-    """Where flat parameters of a unit are."""
-
-    placement: Placement  # which ranks hold what
-    pool: BufferPool | None  # allocates the memory that collectives read and write. pool.py, [Note: Static buffers]
-
-
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
-    def __init__(self, label: Label, placement: Placement, pool: BufferPool | None) -> None:
-        """A handle without flat parameters: see ``shard``."""
-        self.label = label
+    def __init__(self, placements: Sequence[Placement]) -> None:
+        """A handle without flat parameters: see ``shard``. ``placements``: that of the unit, and of parameters elsewhere."""
+        self.placements = placements
+        self.placement = placement = placements[0]
         self.runtime = placement.runtime
-        self.placement = placement
-        self._pool = pool
-        self.lifetime = Lifetime(label)
+        self.lifetime = Lifetime(placement.label)
         self.slots = Slots()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(self.flats, label, placement, self.lifetime)
+        self.gradients = UnitGradients(self.flats, placement, self.lifetime)
         self._checked_at = -1  # `changes.count` at the last `check_parameters`
         self._gathers: list[Pending] = []
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
-        self._labels = {placement: label}  # and of flat parameters on other ranks
+        self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
     @classmethod
-    def shard(
-        cls, fqn: str, flats: Sequence[PlannedFlat], locations: Mapping[Groups | None, Location]
-    ) -> FlatParamHandle:
+    def shard(cls, flats: Sequence[PlannedFlat], placements: Mapping[Groups | None, Placement]) -> FlatParamHandle:
         """Flatten and shard the parameters of ``flats`` in place.
 
-        Args:
-            fqn: the unit's FQN, for errors and traces.
-            flats: the unit's parameters, laid out over the ranks of their locations.
-            locations: of the unit, under None, and of parameters on other ranks, by ``PlannedFlat.groups``.
+        ``placements``: the unit's, under None, and those of parameters on other ranks, by ``PlannedFlat.groups``.
         """
-        identities = {groups: _identity([f for f in flats if f.groups == groups]) for groups in locations}
-        result = cls(_make_label(fqn, identities[None], locations[None].placement), *locations[None])
+        result = cls(list(placements.values()))
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            common = result._common_of(locations[planned.groups], identities[planned.groups])
-            flat = FlatParam(planned.layout, options, params, kind, common)
+            flat = FlatParam(planned.layout, options, params, kind, placements[planned.groups])
             result.flats.append(flat)
             for owned, compute in zip(planned.params, flat.unsharded.computes, strict=True):
                 for module, name in owned.slots:
@@ -112,15 +94,17 @@ class FlatParamHandle:
         owned: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name, sharded, _ in self.slots.entries:
             owned.setdefault(id(sharded), []).append((module, name))
-        result = FlatParamHandle(_make_label(self.fqn, self.label.identity, self.placement), self.placement, self._pool)
+        averaging = replace(self.placement.averaging)
+        placements = {old: old.copied(averaging) for old in self.placements}
+        result = FlatParamHandle(list(placements.values()))
         memo[id(self)] = result
-        result.gradients.averaging = replace(self.gradients.averaging)
         result.gradients.accumulates = self.gradients.accumulates
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
-            location = Location(flat.placement, flat.unsharded.pool)
-            new = flat.copy_with(params, result._common_of(location, flat.label.identity))
+            new = flat.copy_with(params, placements[flat.placement])
+            memo[id(flat)] = new
+            new.filling = copy.deepcopy(flat.filling, memo)
             result.flats.append(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.computes, strict=True):
                 for module, name in owned[id(old)]:
@@ -128,26 +112,17 @@ class FlatParamHandle:
         result._index()
         return result
 
-    def _common_of(self, location: Location, identity: str) -> Common:
-        label = self._labels.get(location.placement)
-        if label is None:
-            label = self._labels[location.placement] = _make_label(self.fqn, identity, location.placement)
-        return Common(label, *location, self.gradients.averaging)
-
-    @property
-    def labels(self) -> list[Label]:
-        """Its label, and those of its collectives over the ranks of other flat parameters."""
-        return list(self._labels.values())
-
     def _index(self) -> None:
         """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
-        self._began_on_meta = [b for b in self.flats if b.is_on_meta]
+        self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
+        # Whether units share the memory that they gather into. [Note: Static buffers]
+        self.has_static_buffers = self.placement.pool is not None and not self.is_alias
         # Whether other ranks hold the same part of some parameters.
-        self.has_replicas = any(b.placement.replicas is not None for b in self.flats)
+        self.has_replicas = any(p.replicas is not None for p in self.placements)
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
     def __repr__(self) -> str:
@@ -159,12 +134,12 @@ class FlatParamHandle:
     @property
     def fqn(self) -> str:
         """The unit's FQN."""
-        return self.label.unit
+        return self.placement.label.unit
 
     def rename(self, fqn: str, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit, and its parameters by the ``names`` of the modules in which they are registered."""
-        for label in self.labels:
-            label.unit = fqn
+        for placement in self.placements:
+            placement.label.unit = fqn
         for flat in self.flats:
             flat.rename(self.slots.fqns(names))
 
@@ -185,25 +160,14 @@ class FlatParamHandle:
         return self.lifetime.params is ParamState.SHARDED
 
     @property
-    def on_meta(self) -> list[FlatParam]:
-        """The flat parameters that have no memory yet. [Note: Filled later]"""
-        return [b for b in self._began_on_meta if b.is_on_meta]
-
-    @property
-    def has_static_buffers(self) -> bool:
-        """Whether several units share the memory that they gather into. pool.py, [Note: Static buffers]"""
-        return self._pool is not None and not self.is_alias
-
-    @property
     def is_blocked(self) -> bool:
-        """Whether another unit is using the memory that this one gathers into. pool.py, [Note: Static buffers]"""
-        return self._pool is not None and any([b.unsharded.is_taken for b in self._gathered])
+        """Whether another unit is using the static buffer that this one gathers into."""
+        return any([b.unsharded.is_taken for b in self._gathered])
 
     def unblock(self) -> None:
         """Gather into other memory from now on. No autograd graph of the unit may be alive."""
         for flat in self._gathered:
-            if flat.unsharded.is_taken:
-                flat.unsharded.unbind()
+            flat.unsharded.unbind()
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -222,12 +186,14 @@ class FlatParamHandle:
             return
         if self._gathers:  # left by an interrupted unshard
             self._settle_gathers()
-        if self._began_on_meta:
+        if self.on_meta:
             check_has_memory([self], "unshard")
-        runtime, version = self.runtime, self.version()
+        runtime = self.runtime
         exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
         if self._gathered:
-            if self._pool is not None and self.is_blocked:
+            if self.has_static_buffers and self.is_blocked:
+                self.make_room()
+            if self.has_static_buffers and self.is_blocked:
                 raise RuntimeError(
                     f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
                     "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
@@ -237,18 +203,18 @@ class FlatParamHandle:
             if _trace.sinks and instead is None:
                 _trace.event("cast" if self.placement.shards is None else "all-gather", self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(exactly, version, again, instead)
+                self._start_gathers(exactly, again, instead)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(exactly, version, again, instead)
-        self.gathered = Gathered(version, by, exactly)
+                    self._start_gathers(exactly, again, instead)
+        self.gathered = Gathered(self.version(), by, exactly)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, exactly: bool, version: int, again: bool, instead: Iterable[Pending] | None) -> None:
+    def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             if instead is None:
                 for flat in self._gathered:
-                    self._gathers.append(flat.gather(exactly, version, again))
+                    self._gathers.append(flat.gather(exactly, again))
             else:
                 for started in instead:
                     self._gathers.append(started)  # at once: a later one may raise
@@ -335,11 +301,6 @@ class FlatParamHandle:
         if self.gathered is not None:
             self.gathered = self.gathered._replace(by=by)
 
-    def forget_cast(self) -> None:
-        """Free the cast shards: no backward will need the values of a forward. See ``FlatOptions.keep_cast``."""
-        for flat in self._gathered:
-            flat.forget_cast()
-
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
         for flat in self._gathered:
@@ -354,7 +315,9 @@ class FlatParamHandle:
         """
         if self._checked_at == changes.count and not self.slots.unguarded:
             return
-        cut_all()
+        for flat in self.flats:
+            if flat.filling is not None:
+                flat.filling.cut()
         for module, name, sharded, new in self.slots.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(
@@ -370,8 +333,8 @@ class FlatParamHandle:
                 )
             flat, index = self._locate(sharded)
             flat.check_new(index, new)
-            if flat.is_on_meta and not new.is_meta:
-                flat.allocate(new.device)
+            if flat.filling is not None and not new.is_meta:
+                flat.filling.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             sharded.requires_grad_(new.requires_grad)
             self.slots.write(module, name, sharded)
@@ -421,12 +384,19 @@ class FlatParamHandle:
                 flat.write_back()
 
 
-def _identity(flats: Sequence[PlannedFlat]) -> str:
-    shapes = [(p.fqn, tuple(p.param.shape)) for flat in flats for p in flat.params]
-    starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
-    return digest([*shapes, starts])
+FILL = (
+    "Give them memory by module.to_empty(device=...), and values by init_weights(), load_state_dict() or "
+    "flatshard.load_checkpoint(), before the first forward. Or have fully_shard initialise them: param_init_fn=..., or "
+    "device_id=... for the modules' reset_parameters()"
+)
+"""The cure for parameters without values."""
 
 
-def _make_label(fqn: str, identity: str, placement: Placement) -> Label:
-    progress = placement.runtime.progress or (placement.replicas and placement.replicas.progress)
-    return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
+def check_has_memory(handles: Iterable[FlatParamHandle], verb: str) -> None:
+    """Raise for parameters on the meta device."""
+    left: list[str] = []
+    for handle in handles:
+        handle.check_parameters()
+        left += [info.fqn for flat in handle.on_meta for info in flat.layout.params]
+    if left:
+        raise RuntimeError(f"{verb}: {name_list(left)} are on the meta device. {FILL}")

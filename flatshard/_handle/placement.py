@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from flatshard._handle.planned import Groups
+from flatshard._comm.progress import Label, digest
+from flatshard._handle.planned import Groups, PlannedFlat
+from flatshard._handle.pool import Pool
 from flatshard._runtime import Runtime
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
 """The runtimes of the groups that parameters are sharded over, and of their replicas; those of the call under None."""
 
 
+@dataclass(slots=True)
+class Averaging:
+    """How the gradients of a unit are averaged, as the user has said (``configure``)."""
+
+    ranks: int  # that have the unit
+    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by ``ranks``
+    reduces_replicas: bool = True  # False: reduction.py, [Note: Accumulating within the shard group]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Each rank of ``shards`` holds another part of the parameters, and each rank of ``replicas`` the same part.
 
-    ``FULL_SHARD`` has no replicas, ``NO_SHARD`` no shards, a hybrid strategy has both. A group of one rank counts as none.
+    A unit has one, and one more for each other mesh that parameters of it are on (``shard_mesh_fn``). ``FULL_SHARD`` has no
+    replicas, ``NO_SHARD`` no shards, a hybrid strategy has both. A group of one rank counts as none.
     """
 
     runtime: Runtime  # issues the collectives: that of the shards or, where nothing is sharded, of the replicas
     shards: Runtime | None  # None: this rank holds whole parameters
     replicas: Runtime | None  # None: no other rank holds the same part
     norms: Runtime | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
+    pool: Pool | None  # allocates what collectives read and write. [Note: Static buffers]
+    ranks: int  # how many have the parameters
+    label: Label  # the unit, for collectives and errors
+    averaging: Averaging  # that of the unit
 
     @classmethod
-    def of(cls, shards: Runtime | None, replicas: Runtime | None, unit: Runtime | None = None) -> Placement:
-        """The placement over these process groups, of any size: at least one. ``unit``: over which the rest of the unit is
-        sharded, if these are other ranks.
+    def of(
+        cls,
+        fqn: str,
+        flats: Sequence[PlannedFlat],
+        shards: Runtime | None,
+        replicas: Runtime | None,
+        pool: Pool | None,
+        unit: Placement | None = None,
+    ) -> Placement:
+        """The placement of ``flats``, of the unit ``fqn``, over these process groups, of any size: at least one.
+
+        ``unit``: that of the rest of the unit, if it is on other ranks.
         """
         runtime = shards or replicas
         assert runtime is not None
+        norms = None if unit is None else runtime.within(unit.runtime)
         shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
-        return cls(runtime, shards, replicas, (unit and runtime.within(unit)) or shards)
+        label = _make_label(fqn, _identity(flats), runtime, replicas)
+        ranks = math.prod([each.world_size for each in (shards, replicas) if each is not None])
+        averaging = Averaging(ranks) if unit is None else unit.averaging
+        return cls(runtime, shards, replicas, norms or shards, pool, ranks, label, averaging)
+
+    def copied(self, averaging: Averaging) -> Placement:
+        """For a copy of the unit, which has ``averaging``."""
+        label = _make_label(self.label.unit, self.label.identity, self.runtime, self.replicas)
+        return replace(self, label=label, averaging=averaging)
+
+    @property
+    def factor(self) -> float | None:
+        """By which to multiply an average over these ranks. None: it is the average of the unit."""
+        divisor = self.averaging.divide_factor or self.averaging.ranks
+        return None if divisor == self.ranks else self.ranks / divisor
 
     @property
     def rank(self) -> int:
         """The number of this rank's shard."""
         return 0 if self.shards is None else self.shards.rank
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks have the unit."""
-        return (1 if self.shards is None else self.shards.world_size) * (
-            1 if self.replicas is None else self.replicas.world_size
-        )
 
     @property
     def is_first_replica(self) -> bool:
@@ -55,3 +89,14 @@ class Placement:
     def is_rank0(self) -> bool:
         """Whether this rank is the first of all ranks that have the unit."""
         return self.rank == 0 and self.is_first_replica
+
+
+def _identity(flats: Sequence[PlannedFlat]) -> str:
+    shapes = [(p.fqn, tuple(p.param.shape)) for flat in flats for p in flat.params]
+    starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
+    return digest([*shapes, starts])
+
+
+def _make_label(fqn: str, identity: str, runtime: Runtime, replicas: Runtime | None) -> Label:
+    progress = runtime.progress or (replicas and replicas.progress)
+    return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)

@@ -19,7 +19,6 @@ class FlatOptions:
     compute_dtype: torch.dtype | None = None  # None: that of the parameters
     reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: the compute dtype
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
-    keep_cast: bool = False  # flat_param.py, [Note: The cast is the copy]
     offload: bool = False  # the shard and its gradient are on the CPU
     pin_memory: bool = True  # they are in page-locked memory, under offload
 

@@ -4,132 +4,99 @@ The gradients are averaged over the ranks that the parameters are sharded over, 
 dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
 
 [Note: Accumulating within the shard group]
-With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next (``_partial``),
-so that only the last microbatch averages over the replicas.
+With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next
+(``FlatGradients.partial``), so that only the last microbatch averages over the replicas.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
-from flatshard._handle.placement import Placement
-from flatshard._handle.unused import Unused
-from flatshard._runtime import Runtime, Then, holding, wait_on_host
+from flatshard._runtime import Then, holding, wait_on_host
 
 if TYPE_CHECKING:
-    from flatshard._handle.flat_param import FlatParam
-
-
-@dataclass(slots=True)
-class Averaging:
-    """How the gradients of a unit are averaged, as the user has said (``configure``)."""
-
-    placement: Placement  # of the unit
-    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by how many have the unit
-    reduces_replicas: bool = True  # False: [Note: Accumulating within the shard group]
+    from flatshard._handle.gradients import FlatGradients
 
 
 class Reduction:
-    """The reductions of one flat parameter, one at a time. It exists as long as the flat parameter."""
+    """One reduction of one flat parameter's gradients: made when all have come, dropped when ``.grad`` has been set."""
 
-    def __init__(self, flat: FlatParam, averaging: Averaging) -> None:
-        self.flat = flat
-        self.averaging = averaging
-        self.unused = Unused(flat.layout)
-        # The output of earlier backwards, not averaged over the replicas yet; and the parameters that they did not use.
-        self._partial: tuple[torch.Tensor, set[int]] | None = None
-        self._output: torch.Tensor | None = None
-        self._pending: Pending | None = None  # from `start` to `take`
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The dtype of the sums and of the output."""
-        return self.flat.options.reduce_dtype or self.flat.kind.compute_dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the user's ``.grad``."""
-        return self.reduce_dtype if self.flat.options.keep_low_precision_grads else self.flat.kind.dtype
-
-    @property
-    def factor(self) -> float | None:
-        """By which to multiply the average over the ranks of the flat parameter. None: it is the average of the unit."""
-        divisor, mine, unit = self.averaging.divide_factor, self.flat.placement, self.averaging.placement
-        return None if divisor is None and mine is unit else mine.ranks / (divisor or unit.ranks)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether a result of earlier backwards is held, and has yet to be averaged over the replicas."""
-        return self._partial is not None
-
-    def prepare(self, input: torch.Tensor) -> None:
-        """Allocate the output, on the stream that will use it. If nothing is sharded, the input is the output."""
-        if self.flat.is_whole:
-            self._output = input
+    def __init__(self, gradients: FlatGradients, input: torch.Tensor) -> None:
+        """Allocate the output, on the stream that will use it. ``input``: ``padded_numel`` elements."""
+        self._of = gradients
+        self.flat = gradients.flat
+        self._runtime = gradients.runtime
+        self._input = input
+        self._pending: Pending | None = None  # from `start` on
+        if self.flat.is_whole:  # reduced in place
+            self._output: torch.Tensor | None = input
         else:
-            pool = self.flat.unsharded.pool
+            pool = self.flat.placement.pool
             make = input.new_empty if pool is None else pool.allocate
-            self._output = make(self.flat.layout.shard_numel, dtype=self.reduce_dtype)
+            self._output = make(self.flat.layout.shard_numel, dtype=gradients.reduce_dtype)
 
-    def start(self, runtime: Runtime, input: torch.Tensor) -> None:
-        """Start averaging ``input`` (``padded_numel`` elements). If nothing is sharded, this happens in place.
+    def start(self) -> None:
+        """Start averaging the input.
 
         Raises:
             CollectiveError: a collective could not be started.
         """
         assert self._output is not None
+        flat, runtime, unused = self.flat, self._runtime, self._of.unused
         try:
-            if self.flat.is_whole:
-                self._pending = self._reduce_replicas(runtime)
+            if flat.is_whole:
+                self._pending = self._reduce_replicas()
             else:
-                self.unused.tell(runtime, self.flat.label)
-                self._pending = runtime.reduce_scatter(self._output, input, self.flat.label)
-                if self.flat.placement.replicas is not None:
-                    self._pending = runtime.then(self._pending, lambda: self._reduce_replicas(runtime))
-            if self.flat.kind.is_offloaded:
-                self._pending = runtime.then(self._pending, lambda: self._copy_to_host(runtime))
+                unused.tell(runtime, flat.placement.label)
+                self._pending = runtime.reduce_scatter(self._output, self._input, flat.placement.label)
+                if flat.placement.replicas is not None:
+                    self._pending = runtime.then(self._pending, self._reduce_replicas)
+            if flat.kind.is_offloaded:
+                self._pending = runtime.then(self._pending, self._copy_to_host)
         except Exception as e:
-            self._fail(runtime, e)
+            self._fail(e)
 
-    def _fail(self, runtime: Runtime, error: Exception) -> NoReturn:
-        runtime.fail("all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.label.unit, error)
+    def _fail(self, error: Exception) -> NoReturn:
+        self._runtime.fail(
+            "all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.placement.label.unit, error
+        )
 
-    def _reduce_replicas(self, runtime: Runtime) -> Pending:
+    def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
-        output, replicas = self._output, self.flat.placement.replicas
+        gradients, placement, runtime = self._of, self.flat.placement, self._runtime
+        output, replicas, unused = self._output, placement.replicas, gradients.unused
         assert output is not None
         if replicas is None:
             return runtime.issued(Done())
         if self._pending is not None:
-            self.unused.ask(self._pending)
-        earlier, self._partial = self._partial, None
+            unused.ask(self._pending)
+        earlier, gradients.partial = gradients.partial, None
         if earlier is not None:
             output.add_(earlier[0])
-            self.unused.found &= earlier[1]
-        if self.averaging.reduces_replicas:
+            unused.found &= earlier[1]
+        if placement.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
-            self.unused.tell(replicas, self.flat.label)
-            pending = replicas.all_reduce(output, self.flat.label)
+            unused.tell(replicas, placement.label)
+            pending = replicas.all_reduce(output, placement.label)
         else:
-            self._partial, self._output = (output, self.unused.found), None
+            gradients.partial, self._output = (output, unused.found), None
             pending = runtime.issued(Done())
         return holding(pending, earlier)
 
-    def _copy_to_host(self, runtime: Runtime) -> Pending:
-        output = self._output
+    def _copy_to_host(self) -> Pending:
+        output, kind, pin = self._output, self.flat.kind, self.flat.options.pin_memory
         if output is None:
-            return runtime.issued(Done())
-        pin = self.flat.options.pin_memory
-        host = torch.empty(output.shape, dtype=self.dtype, device=self.flat.kind.device, pin_memory=pin)
-        self._output = host.copy_(output.to(self.dtype), non_blocking=pin)
-        return holding(runtime.issued(Done()), output)
+            return self._runtime.issued(Done())
+        dtype = self._of.dtype
+        host = torch.empty(output.shape, dtype=dtype, device=kind.device, pin_memory=pin)
+        self._output = host.copy_(output.to(dtype), non_blocking=pin)
+        return holding(self._runtime.issued(Done()), output)
 
-    def advance(self, runtime: Runtime) -> None:
+    def advance(self) -> None:
         """Start the second part of a reduction that has two parts, while later units compute.
 
         Raises:
@@ -139,10 +106,10 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                self._fail(runtime, e)
+                self._fail(e)
 
-    def wait(self, runtime: Runtime) -> None:
-        """Wait for the reduction, if one is in flight. On an accelerator only the current stream waits. Idempotent.
+    def wait(self) -> None:
+        """Wait for its end. On an accelerator only the current stream waits. Idempotent.
 
         Raises:
             CollectiveError: the reduction failed.
@@ -151,31 +118,24 @@ class Reduction:
             return
         try:
             self._pending.wait()
-            self.unused.ask(self._pending)
+            self._of.unused.ask(self._pending)
         except Exception as e:
             self._pending = None
-            self._fail(runtime, e)
+            self._fail(e)
 
     def settle(self) -> bool:
-        """Wait for the reduction and ignore its error. Returns whether it has ended, so that its memory can be freed."""
-        ended = self._pending is None or settle([self._pending])
-        self._pending = None
-        return ended
+        """Wait for its end and ignore its error. Returns whether it has ended, so that its memory can be freed."""
+        pending, self._pending = self._pending, None
+        return pending is None or settle([pending])
 
     def take(self) -> torch.Tensor | None:
-        """After ``wait``: take the gradient shard, or None if it is held or missing. Under offload the host waits for it."""
+        """After ``wait``: take the gradient shard, or None if it is held. Under offload the host waits for it."""
         output, self._output = self._output, None
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # it refers to this object
         if pending is not None and self.flat.kind.is_offloaded:
             wait_on_host(pending)
         if output is None:
             return None
-        if (factor := self.factor) is not None:
+        if (factor := self.flat.placement.factor) is not None:
             output.mul_(factor)
-        dtype = self.dtype
-        return output if output.dtype is dtype else output.to(dtype)
-
-    def discard(self) -> None:
-        """Reset, and drop held results, too."""
-        self.unused.discard()
-        self._pending = self._output = self._partial = None
+        return output.to(self._of.dtype)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import OwnSlot, Slot
+from flatshard._handle.pool import Slot
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -35,7 +35,7 @@ class ReductionInput:
         """``dtype``: the usual one."""
         self._layout = flat.layout
         self._device = flat.kind.compute_device
-        self._pool = flat.unsharded.pool
+        self._pool = flat.placement.pool
         self._is_result = flat.is_whole
         self._slot: Slot | None = None  # in use
         self._known: dict[Slot, _Views] = {}  # the slots used so far, with their views
@@ -64,7 +64,7 @@ class ReductionInput:
         for slot in self._known:
             if slot.flat.dtype is dtype:
                 return slot
-        return OwnSlot(self._new(dtype))
+        return Slot(self._new(dtype))
 
     def _new(self, dtype: torch.dtype) -> torch.Tensor:
         numel = self._layout.padded_numel

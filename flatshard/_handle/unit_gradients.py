@@ -9,12 +9,10 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
-from flatshard._comm.progress import Label
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState, Lifetime
 from flatshard._handle.placement import Placement
-from flatshard._handle.reduction import Averaging
 
 
 class Arrivals:
@@ -45,14 +43,11 @@ class Accumulators(NamedTuple):
 class UnitGradients:
     """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
 
-    def __init__(self, flats: list[FlatParam], label: Label, placement: Placement, lifetime: Lifetime) -> None:
+    def __init__(self, flats: list[FlatParam], placement: Placement, lifetime: Lifetime) -> None:
         self._flats = flats
-        self._label = label
-        self._runtime = placement.runtime  # whose streams all flat parameters use
         self._placement = placement
         self._lifetime = lifetime
         self.arrivals = Arrivals()
-        self.averaging = Averaging(placement)
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.on_reduced: Callable[[], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
@@ -72,7 +67,7 @@ class UnitGradients:
         An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
         backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
         """
-        if self._runtime.current_stream != self.accumulators.stream:
+        if self._placement.runtime.current_stream != self.accumulators.stream:
             self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
             self.find_accumulators()
 
@@ -81,7 +76,7 @@ class UnitGradients:
         leaves = [c for b in self._flats for c in b.unsharded.computes if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-        stream = now = self._runtime.current_stream
+        stream = now = self._placement.runtime.current_stream
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]
             # A live graph may keep nodes of another stream alive.
@@ -93,19 +88,20 @@ class UnitGradients:
         """Start averaging the gradients over the ranks."""
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event("all-reduce" if self._placement.shards is None else "reduce-scatter", self._label.unit)
+            _trace.event(
+                "all-reduce" if self._placement.shards is None else "reduce-scatter", self._placement.label.unit
+            )
         self.arrivals.task = -1
         try:
             for flat in self._flats:
                 if True in flat.requires_grad:
                     flat.gradients.complete(self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
-                    flat.gradients.reduction.discard()
-                flat.forget_cast()
-            if self._runtime.streams is None and not _trace.is_profiling():
+                    flat.gradients.partial = None
+            if self._placement.runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
-                with _trace.labelled("reduce_scatter", self._label.unit, self._runtime.reducing()):
+                with _trace.labelled("reduce_scatter", self._placement.label.unit, self._placement.runtime.reducing()):
                     self._start()
         except BaseException:
             self._settle()
@@ -113,14 +109,14 @@ class UnitGradients:
 
     def _start(self) -> None:
         for flat in self._flats:
-            if True in flat.requires_grad:
-                flat.gradients.reduce()
+            if (reduction := flat.gradients.reduction) is not None:
+                reduction.start()
 
     def advance(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute."""
         for flat in self._flats:
-            if flat.placement.replicas is not None:
-                flat.gradients.reduction.advance(flat.gradients.runtime)
+            if (reduction := flat.gradients.reduction) is not None and flat.placement.replicas is not None:
+                reduction.advance()
 
     def hold(self) -> None:
         """End a backward without a reduction: keep its gradients, to which the next backward adds.
@@ -138,14 +134,14 @@ class UnitGradients:
     @property
     def is_held(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self._lifetime.grads is GradState.HELD or any([b.gradients.reduction.is_partial for b in self._flats])
+        return self._lifetime.grads is GradState.HELD or any([b.gradients.partial is not None for b in self._flats])
 
     @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
         if self._lifetime.grads is GradState.HELD:
             return True
-        return self.averaging.reduces_replicas and self.is_held
+        return self._placement.averaging.reduces_replicas and self.is_held
 
     def finish(self, assign: bool = True) -> None:
         """Wait for the reduction, if one is in flight, and set the parameters' ``.grad``.
@@ -175,7 +171,8 @@ class UnitGradients:
     def _wait(self) -> None:
         try:
             for flat in self._flats:
-                flat.gradients.reduction.wait(flat.gradients.runtime)
+                if (reduction := flat.gradients.reduction) is not None:
+                    reduction.wait()
         except Exception as e:
             self._settle(isinstance(e, OutOfStepError))
             raise
@@ -190,8 +187,7 @@ class UnitGradients:
     def _finish(self, assign: bool) -> None:
         given = False
         for flat in self._flats:
-            if not flat.gradients.is_empty:
-                given |= flat.gradients.finish(assign)
+            given |= flat.gradients.finish(assign)
         self._lifetime.move_grads("finish")
         if given:
             self.on_reduced()
@@ -209,7 +205,7 @@ class UnitGradients:
             self._lifetime.move_grads("discard")
 
     def _settle(self, out_of_step: bool = False) -> None:
-        ended = all([flat.gradients.reduction.settle() for flat in self._flats])
+        ended = all([r.settle() for flat in self._flats if (r := flat.gradients.reduction) is not None])
         for flat in self._flats:
             if not ended or out_of_step:  # some may never end, so their memory must not be freed
                 flat.gradients.leave_memory()

@@ -22,7 +22,7 @@ from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.pool import BufferPool, OwnSlot, Slot
+from flatshard._handle.pool import Slot
 
 if TYPE_CHECKING:
     from flatshard._handle.flat_param import FlatParam
@@ -41,12 +41,10 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
 class UnshardedBuffer:
     """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
-    def __init__(self, flat_param: FlatParam, originals: Sequence[nn.Parameter], pool: BufferPool | None) -> None:
-        """``originals``: the user's parameters; the compute parameters share their attributes. ``pool``: provides the memory;
-        None: the buffer has memory of its own. pool.py, [Note: Static buffers]
-        """
+    def __init__(self, flat_param: FlatParam, originals: Sequence[nn.Parameter]) -> None:
+        """``originals``: the user's parameters; the compute parameters share their attributes."""
         self._of = flat_param
-        self.pool = pool
+        self._pool = flat_param.placement.pool  # provides the memory; None: the buffer has memory of its own
         self._version = 0  # of the compute parameters' values at the last ``changed``
         device, wrappings = flat_param.kind.compute_device, flat_param.wrappings
         self.computes = tuple([self._make_compute(p, w, device) for p, w in zip(originals, wrappings, strict=True)])
@@ -69,10 +67,10 @@ class UnshardedBuffer:
         if self.is_alias:
             self._point_at(self._of.shard)
             return
-        own = OwnSlot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        own = Slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
         own.free()
-        if self.pool is None:
+        if self._pool is None:
             self._slot = own
 
     def _point_at(self, flat: torch.Tensor) -> None:
@@ -104,8 +102,8 @@ class UnshardedBuffer:
     def allocate(self, shard: torch.Tensor | None) -> None:
         """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
         if self._slot is None:
-            assert self.pool is not None
-            self._slot = self.pool.slot_for_parameters(self.flat.numel(), self.flat.dtype)
+            assert self._pool is not None
+            self._slot = self._pool.slot_for_parameters(self.flat.numel(), self.flat.dtype)
             self._point_at(self._slot.flat[: self.flat.numel()])
         self._slot.take(self)
         if shard is not None:
@@ -117,18 +115,19 @@ class UnshardedBuffer:
             self._slot.free()
 
     def unbind(self) -> None:
-        """Bind to another slot of the pool next time. No graph may have views of the current slot."""
-        self._slot = None
+        """If the slot is taken, bind to another one next time. No graph may have views of the current one."""
+        if self.is_taken:
+            self._slot = None
 
     def leave_memory(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
-        if self.pool is not None and self._slot is not None and self._slot.user is self:
-            self.pool.leave(self._slot)
+        """Stop using the current memory without freeing it. See ``ReductionInput.leave``."""
+        if self._pool is not None and self._slot is not None and self._slot.user is self:
+            self._pool.leave(self._slot)
         self.place()
 
     @property
     def is_taken(self) -> bool:
-        """Whether another flat parameter is using the pool's slot of this one. pool.py, [Note: Static buffers]"""
+        """Whether another flat parameter is using the pool's slot of this one. [Note: Static buffers]"""
         return self._slot is not None and self._slot.user not in (None, self)
 
     def changed(self) -> bool:

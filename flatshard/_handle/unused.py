@@ -84,7 +84,3 @@ class Unused:
             number, place = divmod(self._positions[index], each)
             counters.setdefault(number, []).append((place * width, index))
         return counters
-
-    def discard(self) -> None:
-        """Reset."""
-        self.found, self._unread = set(), None

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from flatshard._composable.state import units_below
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.unfilled import check_has_memory
+from flatshard._handle.handle import check_has_memory
 from flatshard.checkpoint._optim_params import Names, options_of, rekey, steps_only
 from flatshard.checkpoint._optim_state_dict import by_name, rows_of
 from flatshard.checkpoint._optim_state_load import stepped_elsewhere, to_load

@@ -19,10 +19,10 @@ from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.handle import check_has_memory
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
-from flatshard._handle.unfilled import check_has_memory
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
@@ -292,7 +292,7 @@ def _check_experts(flats: list[Flat]) -> None:
         for info in (shard_info(p) for p in flat.params):
             if info is not None and info.runtime is not None and info.runtime.around is not None:
                 around = unit.handle.runtime
-                labels.setdefault(around, unit.handle.label)
+                labels.setdefault(around, unit.handle.placement.label)
                 apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around or []
     for around in in_order(apart):
         check_one_value(map(json.loads, exchange_over(around.exact, labels[around], json.dumps(apart[around]))))
@@ -310,8 +310,6 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
         raise RuntimeError(
             f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"
         )
-    for unit in units:
-        unit.handle.check_parameters()
     check_has_memory([unit.handle for unit in units], verb)
     return [(unit, flat) for unit in units for flat in unit.handle.flats]
 

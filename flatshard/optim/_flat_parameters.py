@@ -8,8 +8,8 @@ from flatshard._composable.state import units_below
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import common_runtime
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.handle import check_has_memory
 from flatshard._handle.tensors.sharded_parameter import ShardInfo
-from flatshard._handle.unfilled import check_has_memory
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:

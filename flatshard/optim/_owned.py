@@ -169,6 +169,6 @@ def move(owned: Sequence[Owned], back: bool = False) -> Pending:
         with runtime.reducing():
             for each in owned:
                 (each.scatter if back else each.gather)(sent, received)
-            return runtime.exchange(sent, received, flat.label)
+            return runtime.exchange(sent, received, flat.placement.label)
     except Exception as e:
-        runtime.fail("exchange", flat.label.unit, e)
+        runtime.fail("exchange", flat.placement.label.unit, e)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flatshard._composable.features import inner_shards
+from flatshard._composable.features import kept_shards, static_buffers
 from flatshard._handle import gradients, pool, reduction, reduction_input
 from flatshard.planning import _clock
 from flatshard.planning._clock import Clock
@@ -169,15 +169,16 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _HANDLE = str(Path(reduction.__file__).parent)
+_POOLS = (pool.__file__, static_buffers.__file__)
 _OF_REDUCTIONS = (gradients.__file__, reduction.__file__, reduction_input.__file__, _clock.__file__)
 
 
 def _category(frame: Any) -> str:
     """The category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
     path: str = frame.f_code.co_filename
-    while path == pool.__file__ and frame.f_back is not None:  # the pool allocates for its caller
+    while path in _POOLS and frame.f_back is not None:  # they allocate for their callers
         frame = frame.f_back
         path = frame.f_code.co_filename
     if path in _OF_REDUCTIONS:
         return "reductions"
-    return "unsharded" if path.startswith(_HANDLE) or path == inner_shards.__file__ else "activations"
+    return "unsharded" if path.startswith(_HANDLE) or path == kept_shards.__file__ else "activations"

@@ -230,7 +230,7 @@ def _unit_plan(program: Program, unit: Unit, described: UnitDescription) -> Unit
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [f for f in flats if f.gradients.is_reduced and any(f.requires_grad)]
-    outputs = [f.layout.shard_numel * f.gradients.reduction.reduce_dtype.itemsize for f in reduced if not f.is_whole]
+    outputs = [f.layout.shard_numel * f.gradients.reduce_dtype.itemsize for f in reduced if not f.is_whole]
     inputs = [c.nbytes for c in mine if c.kind == ("reduce-scatter" if outputs else "all-reduce")]
     return UnitPlan(
         **vars(described),

@@ -27,6 +27,7 @@ from flatshard._composable.backward import Backward
 from flatshard._composable.context import Context as UnitContext
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.reduction import Reduction
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Runtime, StreamEvent, Streams
 from flatshard.comm import DefaultCollectives
@@ -83,14 +84,14 @@ def do_not_wait_for_the_backend() -> Mutation:
     return within(Runtime, "issued", lambda: without(Work, "wait"))
 
 
-def complete_on_the_reduce_stream(original: Any, self: FlatGradients, runtime: Runtime, *args: Any) -> None:
-    with runtime.reducing():
-        original(self, runtime, *args)
+def complete_on_the_reduce_stream(original: Any, self: FlatGradients, *args: Any) -> None:
+    with self.runtime.reducing():
+        original(self, *args)
 
 
-def free_the_input_at_once(original: Any, self: FlatGradients, runtime: Runtime) -> None:
-    original(self, runtime)
-    self.free_reduced()
+def free_the_input_at_once(original: Any, self: Reduction) -> None:
+    original(self)
+    self._of.free_reduced()
 
 
 # -- cases that only matter here -------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ MUTANTS = {
     ),
     "input_freed_early": Mutant(
         "a reduction's input lives until the reduction has been waited for",
-        lambda: instead(FlatGradients, "reduce", free_the_input_at_once),
+        lambda: instead(Reduction, "start", free_the_input_at_once),
         _training("sharded-full"),
     ),
     "inner_shards": Mutant(

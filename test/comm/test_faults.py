@@ -50,7 +50,7 @@ def check_let_go(model: nn.Module) -> None:
         for flat in unit.handle.flats:
             assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0
             assert storage_nbytes(flat.gradients.input) == 0
-            assert flat.gradients.reduction._pending is None
+            assert flat.gradients.reduction is None
 
 
 def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:

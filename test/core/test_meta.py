@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard._composable.construct.materialize import shows_pattern
 from flatshard._composable.state import units_below
-from flatshard._handle.unfilled import shows_pattern
 
 WIDTH = 13
 

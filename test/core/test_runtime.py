@@ -87,7 +87,8 @@ def check_settled(model: nn.Module) -> None:
         assert unit.handle.lifetime.grads is GradState.NONE, unit
         assert (unit.claims, unit.record, unit.handle.gradients.arrivals.pending) == ([], None, 0), unit
         assert unit.handle.slots.shows is SHARDED, unit
-        assert all(f.gradients.is_empty for f in unit.handle.flats), unit
+        assert all(c.grad is None for f in unit.handle.flats for c in f.unsharded.computes), unit
+        assert all(f.gradients._filled is f.gradients.reduction is None for f in unit.handle.flats), unit
         backward = unit.context.backward
         assert not unit.context.forwards
         assert unit not in backward._reached

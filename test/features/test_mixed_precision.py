@@ -509,16 +509,24 @@ def kept_casts(ctx) -> None:
     """From forward to backward, and not a moment longer."""
     policy = MixedPrecision(BF16, reduce_dtype=FP32, keep_cast_shard=True)
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy)
-    flat = [b for u in units_below(model) for b in u.handle.flats]
+    handles = [u.handle for u in units_below(model)]
     ids, scale = torch.ones(2, 3, dtype=torch.long), torch.ones(())
+
+    def kept() -> list[torch.Tensor]:
+        return [cast for handle in handles for cast in handle.source.kept]
+
     loss = model(ids, scale).sum()
-    casts = [b._cast for b in flat]
-    assert [c[1].numel() for c in casts if c is not None] == [b.layout.shard_numel for b in flat]
+    freed = [b for handle in handles if handle.is_sharded for b in handle.flats]
+    assert [(cast.dtype, cast.numel()) for cast in kept()] == [(BF16, b.layout.shard_numel) for b in freed] != []
     loss.backward()
-    assert [b._cast for b in flat] == [None] * len(flat)
+    assert not kept()
+    loss = model(ids, scale).sum()
+    assert kept()
+    del loss
+    assert not kept()
     with torch.no_grad():
         model(ids, scale)
-    assert [b._cast for b in flat] == [None] * len(flat)
+    assert not kept()
 
 
 def test_a_kept_cast_lives_from_forward_to_backward(pool):

@@ -218,7 +218,7 @@ def bytes_of(ctx) -> list[Any]:
     found = [[(b.kind.dtype, b.layout.numel, any(b.requires_grad)) for b in unit.handle.flats]]
     found.append(
         [
-            b.layout.padded_numel * b.gradients.reduction.reduce_dtype.itemsize if any(b.requires_grad) else 0
+            b.layout.padded_numel * b.gradients.reduce_dtype.itemsize if any(b.requires_grad) else 0
             for b in unit.handle.flats
         ]
     )

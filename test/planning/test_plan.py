@@ -32,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
 from flatshard._composable.backward import Backward
+from flatshard._composable.features import kept_shards
+from flatshard._composable.features.inner_shards import FromInnerShards
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import units_below
 from flatshard._handle.unit_gradients import UnitGradients
@@ -65,15 +67,15 @@ class Counted(TorchDispatchMode):
     def held(self, *more: Tensor) -> Memory:
         shards = storages(b.shard for b, _, _ in self.flats)
         gradients = storages(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
-        unsharded = storages(
-            t
-            for b, _, _ in self.flats
-            for t in (b.unsharded.flat, None if b._cast is None else b._cast[1])
-            if t is not None and not (t is b.unsharded.flat and b.unsharded.is_alias)
-        )
+        unsharded = storages(b.unsharded.flat for b, _, _ in self.flats if not b.unsharded.is_alias)
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
         unsharded |= storages(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
-        reductions = storages(t for _, g, _ in self.flats for t in (g.input, g.reduction._output) if t is not None)
+        reductions = storages(
+            t
+            for _, g, _ in self.flats
+            for t in (g.input, None if g.reduction is None else g.reduction._output)
+            if t is not None
+        )
         arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.computes if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)
@@ -114,13 +116,21 @@ def _caller() -> str:
     return Path(frame.f_code.co_filename).name
 
 
+class Holding:
+    """``_runtime.holding`` on an accelerator: ``what`` lives until ``pending`` is waited for."""
+
+    def __init__(self, pending: Any, what: Tensor | None) -> None:
+        self.wait = pending.wait
+        self._what = [] if what is None else [what]
+
+
 def put_on_wire(model: nn.Module, accelerator: bool = False) -> Wire:
     wire = Wire(widens=not accelerator)  # as gloo
     for unit in units_below(model):
         for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.placement.replicas):
             if runtime is not None:
                 runtime.collectives = wire
-        if unit.handle.source is not None:
+        if isinstance(unit.handle.source, FromInnerShards):
             unit.handle.source.runtime.collectives = wire
     return wire
 
@@ -199,6 +209,8 @@ def check(
             (UnitHooks, "complete"),
         ):
             look_first(owner, name)
+        if accelerator:
+            patch.setattr(kept_shards, "holding", Holding)
         step()
         counted.look()
     planned = [(c.kind, c.nbytes) for c in predicted.collectives]
@@ -462,7 +474,7 @@ def test_static_buffers(world):
             model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
         context = units_below(model)[0].context
-        pools = {id(u.handle.flats[0].unsharded.pool): u.handle.flats[0].unsharded.pool for u in units_below(model)}
+        pools = {id(u.handle.flats[0].placement.pool): u.handle.flats[0].placement.pool for u in units_below(model)}
         assert wire.sent == [(c.kind, c.nbytes) for c in predicted.collectives]
         held = predicted.between_steps
         assert held.unsharded + held.reductions == sum(pool.nbytes for pool in pools.values())

@@ -45,10 +45,8 @@ TYPE_CHECKING_IMPORTS = {
     # A unit holds its context and its features; the context orders units, and features take part in what they do.
     "_composable.state": {"_composable.context", "_composable.extensions"},
     # A flat parameter has its unsharded values and its gradients, and each of their parts reads its layout and memory.
-    **{
-        f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction", "reduction_input", "unsharded")
-    },
-    "_handle.unfilled": {"_handle.flat_param", "_handle.handle"},  # which it fills
+    **{f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction_input", "unsharded")},
+    "_handle.reduction": {"_handle.gradients"},  # which it reduces
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
@@ -440,6 +438,7 @@ _composable.features.compile: torch._C._dynamo.eval_frame._FrameAction
 _composable.features.compile: torch._C._dynamo.eval_frame._FrameExecStrategy
 _composable.features.compile: torch._C._dynamo.eval_frame.set_code_exec_strategy
 _composable.features.compile: torch._dynamo.trace_rules
+_composable.features.filled_later: torch._C._swap_tensor_impl
 _composable.features.precision: torch.utils._pytree.tree_map
 _composable.features.transforms: forward_ad._current_level
 _composable.features.transforms: torch._C._functorch.get_unwrapped
@@ -447,7 +446,6 @@ _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
 _composable.hooks: torch.utils._pytree.tree_flatten
 _composable.hooks: torch.utils._pytree.tree_unflatten
-_handle.flat_param: torch._C._swap_tensor_impl
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append

@@ -26,8 +26,10 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_ten
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
 from flatshard._handle.placement import Runtimes
 from flatshard._handle.planned import Groups
-from flatshard._handle.unfilled import fill_with_pattern, shows_pattern
 from flatshard._runtime import Runtime, on_any_rank
+
+PATTERN = 0xA7
+"""Of the bytes of memory that nothing has initialised: no initialiser leaves it behind."""
 
 
 class Materialization:
@@ -253,3 +255,17 @@ def _broadcast(unit: PlannedUnit, groups: Groups | None, runtime: Runtime) -> No
                     each.broadcast_now(plain)
     except Exception as e:
         runtime.fail("broadcast", unit.fqn, e)
+
+
+def fill_with_pattern(tensor: torch.Tensor) -> None:
+    """Mark the whole storage of ``tensor`` as never initialised."""
+    _bytes(tensor).fill_(PATTERN)
+
+
+def shows_pattern(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, plain and not empty, is as ``fill_with_pattern`` left it."""
+    return bool((tensor.detach().reshape(-1).view(torch.uint8) == PATTERN).all())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -109,9 +109,9 @@ def configure(
         if gradient_sync is not UNCHANGED:
             set_gradient_sync(unit, gradient_sync)
         if all_reduce is not UNCHANGED:
-            unit.handle.gradients.averaging.reduces_replicas = all_reduce
+            unit.handle.placement.averaging.reduces_replicas = all_reduce
         if divide_factor is not UNCHANGED:
-            unit.handle.gradients.averaging.divide_factor = divide_factor
+            unit.handle.placement.averaging.divide_factor = divide_factor
     for unit, change in changes:
         if "ahead_in_forward" in change:
             unit.forward_prefetch = change.pop("ahead_in_forward")

@@ -1,7 +1,15 @@
 """Units whose parameters stay on the meta device in ``fully_shard``, and get memory and values later.
 
-``_handle/unfilled.py`` has the parameters, [Note: Filled later]. Here, before a pass starts, all ranks find out together
-whether everything in the pass has been filled.
+[Note: Filled later]
+``to_empty`` gives a flat parameter the memory of its shard, filled with a byte pattern that no initialiser leaves behind.
+From then on an initialiser finds parameters *whole*, so that it draws the numbers that it draws in one process. An
+initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), lists a module's own
+(``named_parameters(recurse=False)``), or draws random numbers for one (``normal_``). What it leaves is cut, and this rank's
+part kept, when code comes to another unit or the unit is used: one unit is whole at a time, and nothing is communicated. A
+DTensor is shown as a DTensor again, over this rank's whole local tensor. A parameter that has values already is shown with
+NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not summed. What still shows the
+pattern at the first forward was never filled, and is an error.
+Before a pass starts, all ranks find out together whether everything in the pass has been filled.
 """
 
 from __future__ import annotations
@@ -9,26 +17,136 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
+from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit, units_below
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.unfilled import FILL, cut_all, shows_pattern
+from flatshard._handle.handle import FILL
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.sharded_parameter import fillings, in_memory_order
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 
+_data: Any = torch.Tensor.data
+
 
 class FilledLater(Extension):
-    """Has the passes of units on meta look whether they have values."""
+    """Fills parameters on meta, and has the passes of their units look whether they have values."""
+
+    def attach(self, unit: Unit, modules: list[nn.Module]) -> None:
+        for flat in unit.handle.on_meta:
+            flat.filling = FillFlat(flat)
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         if any(unit.handle.on_meta for unit in made):
             Context.checks.append(functools.partial(_check, weakref.WeakSet(made)))
+
+
+class FillFlat:
+    """The ``Filling`` of one flat parameter. [Note: Filled later]"""
+
+    def __init__(self, flat: FlatParam) -> None:
+        self._flat = flat
+        self._whole: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by index: the memory, and what is shown of it
+        fillings.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FillFlat:
+        return FillFlat(memo[id(self._flat)])
+
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters on meta their memory, to be filled.
+
+        Raises:
+            RuntimeError: ``device`` is not where the shard belongs.
+        """
+        flat, kind = self._flat, self._flat.kind
+        if not flat.is_on_meta:  # allocated with the first parameter of its unit
+            return
+        if device != kind.home:
+            raise RuntimeError(
+                f"parameter {flat.layout.params[0].fqn!r} belongs on {kind.home}, and is given memory on {device}: "
+                f"call module.to_empty(device={str(kind.home)!r})"
+            )
+        if moved := flat.moved():  # converted on meta: ``module.half()``
+            flat.readopt(moved)
+        flat.convert(flat.kind.dtype, device)
+        fill_with_pattern(flat.shard)
+        for index, param in enumerate(flat.params):
+            real = nn.Parameter(flat.part_view(index), param.requires_grad)
+            if param.grad_dtype is not real.grad_dtype:
+                real.grad_dtype = param.grad_dtype
+            torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
+        changes.count += 1
+
+    def show(self, param: nn.Parameter) -> nn.Parameter:
+        """Show ``param`` whole, until ``cut``. Returns ``param``, or a DTensor in its place."""
+        flat = self._flat
+        if flat.is_on_meta:
+            return param
+        index = next(i for i, own in enumerate(flat.params) if own is param)
+        if index in self._whole:
+            return self._whole[index][1]
+        if _shown and _shown[0]._flat.placement.label.unit != flat.placement.label.unit:
+            cut_all()
+        info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
+        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
+        fill_with_pattern(whole)
+        if part.numel and not shows_pattern(own):
+            if whole.is_floating_point() or whole.is_complex():
+                whole.fill_(torch.nan)
+            in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own.reshape(-1)
+        wrapping, shown = flat.wrappings[index], param
+        if wrapping is None:
+            self._point(param, whole)
+        else:
+            shown = nn.Parameter(wrapping.wrap(whole), param.requires_grad)
+        self._whole[index] = whole, shown
+        if self not in _shown:
+            _shown.append(self)
+        return shown
+
+    def cut(self) -> None:
+        """Keep this rank's part of what is shown whole."""
+        if self in _shown:
+            _shown.remove(self)
+        flat, shown = self._flat, dict(self._whole)
+        self._whole.clear()
+        for index, (memory, what) in shown.items():
+            param, info, part = flat.params[index], flat.layout.params[index], flat.slices[index]
+            if what is param:
+                memory = param.detach()
+            if memory.shape != info.shape:
+                raise RuntimeError(
+                    f"parameter {info.fqn!r} of shape {info.shape} was given the shape {tuple(memory.shape)}: resize a "
+                    "module before fully_shard"
+                )
+            if part.numel:
+                mine = in_memory_order(memory, info.stride)[part.offset : part.offset + part.numel]
+                flat.shard[part.start : part.stop].copy_(mine)
+            self._point(param, flat.part_view(index))
+
+    @staticmethod
+    def _point(param: nn.Parameter, data: torch.Tensor) -> None:
+        _data.__set__(param, data)
+        increment_version(param)
+        changes.count += 1
+
+
+_shown: list[FillFlat] = []  # with parameters that are shown whole: of one unit
+
+
+def cut_all() -> None:
+    """Show this rank's parts again, everywhere."""
+    while _shown:
+        _shown[-1].cut()
 
 
 def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:

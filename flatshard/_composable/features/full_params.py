@@ -373,7 +373,6 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
             unit.handle.reshard()
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
-            unit.context.make_room(unit)
             unit.handle.unshard(BY_USER)
         elif not unit.is_used:  # a forward left it unsharded for its backward: register the parameters now
             unit.handle.take_over(BY_USER)

@@ -39,7 +39,7 @@ class Gathering:
         try:
             self._pending.wait()
         except Exception as e:
-            self._flat.placement.runtime.fail("all-gather", self._flat.label.unit, e)
+            self._flat.placement.runtime.fail("all-gather", self._flat.placement.label.unit, e)
         return views_of(self.flat, self._layout)[0]
 
     @property
@@ -52,9 +52,9 @@ def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> 
     """Start gathering ``own``, this rank's part of ``output``, bit for bit, from the ranks that ``flat`` is sharded over."""
     runtime = flat.placement.runtime.exact
     try:  # as bytes: no backend supports every dtype
-        return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.label)
+        return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.placement.label)
     except Exception as e:
-        runtime.fail("all-gather", flat.label.unit, e)
+        runtime.fail("all-gather", flat.placement.label.unit, e)
 
 
 def joined(flat: FlatParam, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:

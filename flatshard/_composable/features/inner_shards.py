@@ -4,26 +4,21 @@ After forward the unit is resharded to a smaller group. Each of its ``k`` ranks 
 unsharded buffer, in the compute dtype. Backward's all-gather runs among these ranks only, which are usually those of one
 node. On an accelerator this is a different communicator than that of the whole group's gathers, but the same stream, so the
 order is the same on all ranks.
-
-[Note: The life of an inner shard]
-An inner shard has the values of the unit's last forward, so the next all-gather over the whole group drops it. The backward
-that uses it drops it too: a second backward of the same graph gathers over the whole group. And it is freed with the last
-graph that could use it. All of this follows from the program alone, so all ranks agree on the group that they gather over.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatshard import _trace
 from flatshard._comm.collectives import CollectivesFactory, Pending
 from flatshard._composable.extensions import Extension
+from flatshard._composable.features.kept_shards import KeptCasts, KeptShards
 from flatshard._composable.features.subgroups import subgroup
 from flatshard._composable.state import Unit, UnitConfig
 from flatshard._handle.flat_param import FlatParam
@@ -34,7 +29,7 @@ _subgroups: weakref.WeakKeyDictionary[Runtime, dict[int, Runtime]] = weakref.Wea
 
 
 class InnerShards(Extension):
-    """Has units keep inner shards whose ``reshard_after_forward`` is a number of ranks."""
+    """Has units keep shards, as ``reshard_after_forward`` (a number of ranks) and ``keep_cast_shard`` say."""
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         for size in sizes(configs):
@@ -74,7 +69,7 @@ def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
 
 def set_source(unit: Unit) -> None:
     """Have ``unit`` do as its config says, from its next forward on. Call ``split`` first."""
-    unit.handle.source = None
+    unit.handle.source = KeptCasts() if unit.config.mixed_precision.keep_cast_shard else None
     for size in sizes([unit.config]):
         inner = _subgroups[unit.context.runtime][size]
         unit.handle.source = FromInnerShards(_exact(inner, unit.config.collectives))
@@ -89,45 +84,26 @@ def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
     return made if getattr(made.collectives, "everywhere", False) else made.exact
 
 
-class FromInnerShards:
-    """The inner shards of one unit: the ``Source`` that its handle gathers from again."""
+class FromInnerShards(KeptShards):
+    """The inner shards of one unit."""
 
     def __init__(self, runtime: Runtime) -> None:
         """``runtime``: of the smaller group."""
+        super().__init__()
         self.runtime = runtime
-        # The shards, one for each flat parameter, by the steps that may need them: the same list for all steps.
-        self._kept: weakref.WeakKeyDictionary[object, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FromInnerShards:
-        """For the copied unit, without shards."""
         return FromInnerShards(self.runtime)
 
-    @property
-    def kept(self) -> list[torch.Tensor]:
-        """The shards that exist now."""
-        return next(iter(self._kept.values()), [])
-
-    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Copy this rank's part of the unsharded buffers."""
-        kept = self.kept
-        kept[:] = [self._own(flat).clone() for flat in flats]
-        self._kept[until] = kept
-
-    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
-        """Use up the shards. None if there are none, or if newer values are needed. [Note: The life of an inner shard]"""
-        kept = self.kept
-        taken, kept[:] = [*kept], []
-        if not (taken and again):
-            return None
-        if _trace.sinks:
-            _trace.event(f"all-gather over {self.runtime.world_size}", flats[0].label.unit)
-        return (self._gather(flat, shard) for flat, shard in zip(flats, taken, strict=True))
-
-    def _gather(self, flat: FlatParam, shard: torch.Tensor) -> Pending:
-        flat.unsharded.allocate(None)
-        own = self._own(flat).copy_(shard)
-        return holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.label, again=True), shard)
-
-    def _own(self, flat: FlatParam) -> torch.Tensor:
+    def part(self, flat: FlatParam) -> torch.Tensor:
         """This rank's part of the unsharded buffer, in the dtype that is sent."""
         return flat.unsharded.wire.view(self.runtime.world_size, -1)[self.runtime.rank]
+
+    def verb(self, flat: FlatParam) -> str:
+        return f"all-gather over {self.runtime.world_size}"
+
+    def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
+        assert kept is not None
+        flat.unsharded.allocate(None)
+        own = self.part(flat).copy_(kept)
+        return holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.placement.label, again=True), kept)

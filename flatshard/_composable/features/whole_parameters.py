@@ -138,13 +138,13 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
         grad if grad is None or grad.dim() == 1 else in_memory_order(grad, info.stride)
         for grad, info in zip(local, flat.layout.params, strict=True)
     ]
-    whole = Gathering(flat, joined(flat, pieces, flat.gradients.reduction.dtype)).wait()
+    whole = Gathering(flat, joined(flat, pieces, flat.gradients.dtype)).wait()
     return [grad if somewhere else None for grad, somewhere in zip(whole, seen, strict=True)]
 
 
 def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> None:
     """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
-    shard_param, dtype = flat.gradients.shard_param, flat.gradients.reduction.dtype
+    shard_param, dtype = flat.gradients.shard_param, flat.gradients.dtype
     if shard_param is not None and shard_param.grad is None and any(g is not None for g in whole):
         shard_param.grad = torch.zeros_like(flat.shard, dtype=dtype)
     for index, (param, grad, held) in enumerate(zip(flat.params, whole, flat.gradients.local(), strict=True)):

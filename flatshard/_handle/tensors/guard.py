@@ -25,8 +25,7 @@ from torch.nn.utils._named_member_accessor import swap_tensor  # private: to rec
 from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, handle_to_empty
-from flatshard._handle.unfilled import fillings, show_whole
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__

@@ -60,15 +60,28 @@ _SHAPED_INITIALISERS = {
 }
 
 
+class Filling(Protocol):
+    """How a feature gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
+
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters that are on meta their memory, to be filled."""
+
+    def show(self, param: ShardedParameter) -> nn.Parameter:
+        """What code gets that reads ``param`` from its module: itself, or the whole."""
+
+    def cut(self) -> None:
+        """Keep this rank's part of what is shown whole, as the unit is used."""
+
+
+fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
+
+
 class Home(Protocol):
     """The flat parameter that a sharded parameter is a slice of."""
 
     is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
 
-    filling: Any  # a feature's, while its parameters have memory and no values: see _handle/unfilled.py
-
-    def allocate(self, device: torch.device) -> None:
-        """Give parameters on meta their memory, to be filled."""
+    filling: Filling | None  # from `fully_shard` on meta until its parameters have values
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
@@ -165,8 +178,7 @@ def _drawn_whole(name: str) -> Any:
 
     @functools.wraps(method)
     def draw(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        home = _homes.get(id(self))
-        method(self if home is None or home.filling is None else home.filling.show(self), *args, **kwargs)
+        method(show_whole(self), *args, **kwargs)
         return self
 
     return draw
@@ -395,10 +407,8 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     if frame is None or frame.f_code is not _TO_EMPTY:
         return False
     home = home_of(param)
-    if param.is_meta and home is not None:
-        home.allocate(new.device)
-        return True
-    if home is not None and home.filling is not None:  # allocated with the first parameter of its unit
+    if home is not None and home.filling is not None:
+        home.filling.allocate(new.device)
         return True
     raise RuntimeError(
         f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. To move a "
@@ -409,6 +419,12 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
 def home_of(param: ShardedParameter) -> Home | None:
     """The flat parameter that ``param`` is a slice of. None for an unpickled copy."""
     return _homes.get(id(param))
+
+
+def show_whole(param: ShardedParameter) -> nn.Parameter:
+    """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole."""
+    home = _homes.get(id(param))
+    return param if home is None or home.filling is None else home.filling.show(param)
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
