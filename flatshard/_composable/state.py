@@ -81,25 +81,29 @@ class Step:
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
 
-    __slots__ = ("counted_tasks", "finished_early", "finished_in", "last_step", "reduces", "steps", "task")
+    __slots__ = ("expected", "finished_early", "finished_in", "last_step", "steps")
 
     def __init__(self) -> None:
-        self.task: int | None = None  # the graph task from which gradients for the unit are still expected, or None
-        self.counted_tasks: set[int] = set()  # graph tasks whose gradients for the unit are counted in its arrivals
-        self.reduces = False  # gradients were expected, so there is a reduction, even if none have come
+        # The gradients that graph tasks have for the unit, by graph task. The first one completes it. Empty: it is complete,
+        # or was only gathered.
+        self.expected: dict[int, int] = {}
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
         # Steps that backward has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
         self.steps = -1
         self.last_step: Step | None = None  # the last step that backward reached
 
+    @property
+    def task(self) -> int | None:
+        """The graph task that completes the unit. None: the unit is complete, or was only gathered."""
+        return next(iter(self.expected), None)
+
     def complete(self) -> bool:
-        """Record that all gradients have come. Returns whether to reduce them."""
-        assert self.task is not None
-        self.finished_in, self.finished_early = self.task, False
-        reduces, self.reduces, self.task = self.reduces, False, None
-        self.counted_tasks.clear()
-        return reduces
+        """Record that all gradients have come. Returns whether any were expected."""
+        self.finished_in, self.finished_early = next(iter(self.expected)), False
+        expected = any(self.expected.values())
+        self.expected.clear()
+        return expected
 
     def leave(self) -> None:
         """Backward leaves a step, through the unit's inputs."""

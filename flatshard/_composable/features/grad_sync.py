@@ -118,4 +118,4 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
             unit.handle.check_parameters()
     for context in contexts:
         context.settle()
-        context.backward.reduce_held({unit for unit in units if unit.context is context})
+        context.reductions.reduce_held({unit for unit in units if unit.context is context})
