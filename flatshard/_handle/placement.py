@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flatshard._handle.planned import Groups
+from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._runtime import Runtime
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
@@ -32,7 +33,7 @@ class Placement:
         runtime = shards or replicas
         assert runtime is not None
         shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
-        return cls(runtime, shards, replicas, (unit and runtime.within(unit)) or shards)
+        return cls(runtime, shards, replicas, (unit and ExpertRuntime.within(runtime, unit)) or shards)
 
     @property
     def rank(self) -> int:

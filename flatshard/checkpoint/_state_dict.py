@@ -21,6 +21,7 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
+from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._handle.unfilled import check_has_memory
 from flatshard._names import plain_name
@@ -290,10 +291,10 @@ def _check_experts(flats: list[Flat]) -> None:
     labels: dict[Runtime, Label] = {}
     for unit, flat in flats:
         for info in (shard_info(p) for p in flat.params):
-            if info is not None and info.runtime is not None and info.runtime.around is not None:
+            if info is not None and isinstance(info.runtime, ExpertRuntime):
                 around = unit.handle.runtime
                 labels.setdefault(around, unit.handle.label)
-                apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around or []
+                apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around
     for around in in_order(apart):
         check_one_value(map(json.loads, exchange_over(around.exact, labels[around], json.dumps(apart[around]))))
 
