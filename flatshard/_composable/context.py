@@ -181,7 +181,7 @@ class Context:
             return
         for needed in unit.needs:
             if needed.handle.is_sharded:
-                if (needed.context.pools and needed.handle.is_blocked) or (needed.claims and needed.shows_copies):
+                if (needed.context.pools and needed.handle.is_blocked) or (needed.claims and needed.claims.show_copies):
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()
@@ -253,7 +253,7 @@ class Context:
             for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
                 needed.show()
-                if not needed.is_pinned:
+                if not needed.claims.pin:
                     needed.handle.reshard()
 
     def _check_thread(self, frame: FrameType) -> None:

@@ -136,7 +136,7 @@ class UnitHooks:
             enter(forward)
         if forward.gathers:
             for needed, claim in forward.claims:
-                if in_backward or len(needed.claims) == 1 or not needed.shows_copies:
+                if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
@@ -217,7 +217,6 @@ class UnitHooks:
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.step is not None and not forward.in_backward:
-                unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
                 unit.leaks.add(forward.step)
         finally:
             self.end_forward(forward, comes_back, leaks)
@@ -229,7 +228,7 @@ class UnitHooks:
         outermost = not context.forwards
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
-            if needed.claims and needed.is_used:
+            if needed.claims and needed.claims.use:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
@@ -237,7 +236,7 @@ class UnitHooks:
                 if record is None or not (record.expected or (in_backward and record.finished_early)):
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
-            if stays or leaks or in_backward or (needed.claims and needed.is_pinned):
+            if stays or leaks or in_backward or (needed.claims and needed.claims.pin):
                 continue
             is_group = isinstance(needed.module, ModuleGroup) and needed is self.unit
             if is_group and context.order.are_awaited(called_modules(needed.module)):

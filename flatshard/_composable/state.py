@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.progress import Flats
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import Claims
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.flat_param import FlatParam
@@ -156,11 +156,11 @@ class Unit:
     def _reset(self) -> None:
         self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
-        self.claims: list[Claim] = []  # claims.py, [Note: Claims]
+        self.claims = Claims()  # claims.py, [Note: Claims]
         self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
-        self.leaks: weakref.WeakSet[Step] | None = None
+        self.leaks: weakref.WeakSet[Step] = weakref.WeakSet()
         # Backward.
         # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
         self.stand_ins: list[Node] = []
@@ -170,30 +170,6 @@ class Unit:
     def feature(self, kind: type[T]) -> T | None:
         """Its feature of this class, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether a claim requires the unsharded parameters to stay in memory."""
-        return bool(self.claims) and any([claim.pins for claim in self.claims])
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a claim relies on the current values, as a forward does."""
-        return bool(self.claims) and any([claim.uses for claim in self.claims])
-
-    def is_alone(self, claim: Claim) -> bool:
-        """Whether no claim but ``claim`` relies on the current values."""
-        return len(self.claims) == 1 or not any([c.uses for c in self.claims if c is not claim])
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a claim only wants the unsharded storage to stay, with any values."""
-        return bool(self.claims) and not all([claim.uses for claim in self.claims])
-
-    @property
-    def shows_copies(self) -> bool:
-        """Whether the user sees copies of the parameters. Forwards inside use these copies."""
-        return bool(self.claims) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self.claims])
 
     def show(self, unclaimed: Shown = SHARDED) -> None:
         """Register the parameters that the claims ask for. If none asks for any: ``unclaimed``."""
@@ -213,7 +189,7 @@ class Unit:
 
         ``until``: the step whose backward will gather them again.
         """
-        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
+        if not (self.leaks or (self.claims and (self.claims.keep or self.claims.pin))):
             self.handle.reshard(until)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
@@ -243,7 +219,7 @@ class Unit:
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
         handle = self.handle
-        return not (handle.is_current(pass_id) or (self.is_kept and handle.is_current()))
+        return not (handle.is_current(pass_id) or (self.claims.keep and handle.is_current()))
 
     @property
     def is_unsharded_by_user(self) -> bool:

@@ -302,7 +302,7 @@ def _check_experts(flats: list[Flat]) -> None:
 def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
     units = units_registered_in(module, True, verb)
-    if busy := [u.fqn for u in units if u.is_used]:
+    if busy := [u.fqn for u in units if u.claims.use]:
         raise RuntimeError(
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"

@@ -114,7 +114,7 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
             "overwrite the reduced gradients by those it shows. Call it outside"
         )
     for unit in units:
-        if not unit.is_used:
+        if not unit.claims.use:
             unit.handle.check_parameters()
     for context in contexts:
         context.settle()
