@@ -45,7 +45,7 @@ from flatshard._comm.backends import (
     FakeCollectives,
     builtin_collectives,
 )
-from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending
+from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
@@ -393,7 +393,10 @@ class Runtime:
             here.label = label
             pending = start(*tensors)
             return pending if self.streams is None else self.issued(pending)
-        progress.prepare(verb, label)
+        if progress.unended:
+            self._refuse(verb, label, progress.unended[0][0])
+        if progress.abandoned:
+            settle(progress.abandoned)
         issued = progress.issue(verb, kind, label, again)
         before, here.label = here.label, label
         try:
@@ -402,6 +405,14 @@ class Runtime:
             return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:
             here.label = before
+
+    def _refuse(self, verb: str, label: Label, unended: Issued) -> NoReturn:
+        text = (
+            f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process "
+            f"group, at the {unended}{unended.when}, and messages of that collective may still arrive. Save what you need "
+            "without collectives, fix the cause that the first error names, and restart all ranks"
+        )
+        raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
         """The process group's store. None after the group has been destroyed."""

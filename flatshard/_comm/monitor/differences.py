@@ -23,7 +23,7 @@ def described(issued: Issued) -> Described:
     """Describe the unit of a collective."""
     flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in issued.label.contents()]
     units = list(issued.progress.units().items())[:_UNITS]
-    return {"unit": issued.unit, "tag": issued.tag, "flats": flats, "units": units}
+    return {"unit": issued.label.unit, "tag": issued.label.tag, "flats": flats, "units": units}
 
 
 def difference(units: Mapping[int, Described]) -> str:
