@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple
 
 from flatshard._comm.collectives import Pending
 from flatshard._errors import OutOfStepError
@@ -28,20 +29,16 @@ GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
 _RECENT = 5  # number of collectives that an error lists
 
 
-Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
-"""A unit's flat parameters, as JSON: for each its dtype, the elements of a shard, and the parameters' FQNs and shapes."""
-
-
 class Label:
     """Names the unit that a collective is for. Each handle has one label."""
 
-    __slots__ = ("contents", "identity", "tag", "unit")
+    __slots__ = ("handle", "identity", "tag", "unit")
 
     def __init__(self, unit: str, tag: int = 0, identity: str = "") -> None:
         self.unit = unit
         self.tag = tag  # a multiple of four below 2**31
         self.identity = identity
-        self.contents: Callable[[], Flats] = list  # to find units that have the same tag, but differ between ranks
+        self.handle: Callable[[], Any] = NoneType  # a weak reference
 
 
 RESERVED = 2**31 - 8
@@ -137,9 +134,8 @@ class Progress:
         """A label for a new handle. Handles of equal ``identity`` are told apart by the order of their creation."""
         self._seen[identity] += 1
         tag = int(digest((identity, self._seen[identity]))[:8], 16) >> 3 << 2
-        while (
-            tag in self._tags or tag >= RESERVED
-        ):  # tags are never reused: all ranks must find the same one, whatever they have freed
+        # Tags are never reused: all ranks must find the same one, whatever they have freed.
+        while tag in self._tags or tag >= RESERVED:
             tag = (tag + 4) % 2**31
         self._tags.add(tag)
         label = _labels[tag] = Label(unit, tag, identity)

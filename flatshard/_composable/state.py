@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._comm.progress import Flats
 from flatshard._composable.claims import Claims
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -151,7 +149,7 @@ class Unit:
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in flat.params)
         for label in self.handle.labels:
-            label.contents = functools.partial(_contents, weakref.ref(self.handle), label.tag)
+            label.handle = weakref.ref(self.handle)
 
     def _reset(self) -> None:
         self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
@@ -251,16 +249,6 @@ class Unit:
             "Save it by flatshard.save_checkpoint(path, {'model': module}), or whole tensors by "
             "torch.save(flatshard.checkpoint.full_state_dict(module), ...)"
         )
-
-
-def _contents(ref: weakref.ref[FlatParamHandle], tag: int) -> Flats:
-    """The value of ``Label.contents``, of the label with ``tag``. The watch's thread calls this, too."""
-    handle = ref()
-    return [
-        (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
-        for b in (() if handle is None else handle.flats)
-        if b.label.tag == tag
-    ]
 
 
 def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:

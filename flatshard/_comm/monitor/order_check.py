@@ -25,7 +25,7 @@ import torch.distributed as dist
 from flatshard import _trace
 from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
-from flatshard._comm.monitor.differences import CURE, Described, described, difference
+from flatshard._comm.monitor.differences import CURE, Described, described, difference, flats_of
 from flatshard._comm.monitor.messages import all_set
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label, here
 from flatshard._errors import OutOfStepError
@@ -54,7 +54,7 @@ class OrderCheck:
         name = unit if len(unit) <= _NAME else f"...{unit[-_NAME:]}"
         line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
         self._recent = [*self._recent[-3:], line]
-        flats = [flat[:2] for flat in issued.label.contents()]  # these may differ between ranks with the same identity
+        flats = [flat[:2] for flat in flats_of(issued.label)]
         summary = f"{line} {issued.label.identity} {flats}"
         ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
         self._hashes[kind] = ahead
