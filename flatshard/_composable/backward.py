@@ -64,17 +64,6 @@ def _may_come(unit: Unit) -> bool:
     return bool(unit.record is not None and unit.record.expected) or _expected(unit) > 0
 
 
-class _Task:
-    """A graph task that has reached one of the units."""
-
-    __slots__ = ("brings_gradients", "callback", "id")
-
-    def __init__(self, task: int, callback: weakref.ref[Callable[[], None]]) -> None:
-        self.id = task
-        self.brings_gradients = False  # to at least one unit
-        self.callback = callback  # dead after the engine has dropped the task
-
-
 class Backward:
     """One backward on one process group, from the first unit that it reaches until it ends or fails. See ``of``."""
 
@@ -84,7 +73,9 @@ class Backward:
         self._queue = unit.context.reductions
         self.task = current_graph_task()  # the outermost one; ids increase
         self._retains_graph = _keeps_graph()
-        self._tasks: list[_Task] = []  # under way, outermost first
+        # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._bringing: set[int] = set()  # graph tasks with gradients for at least one unit
         self._reached: list[Unit] = []  # or gathered for it: those that have a record
         self._idle: dict[Unit, None] = {}  # reached in a graph task that has no gradients for them
         self._ready: set[Unit] = set()  # complete units in the queue
@@ -97,21 +88,21 @@ class Backward:
         """The running backward, on the process group of ``unit``, which it is reaching or gathering."""
         context, task = unit.context, current_graph_task()
         backward = context.backward
-        if backward is None or backward._tasks[-1].id != task:
-            if backward is not None and backward.has_failed:
-                context.recover_backward()
-            if context.backward is None:
-                context.backward = cls(unit)
-                context.backwards += 1
-            backward = context.backward
-            backward._enter(task)
-        return backward
+        if backward is not None and next(reversed(backward._tasks)) == task:
+            return backward
+        if backward is not None and backward.has_failed:
+            backward.drop()
+        if context.backward is None:
+            context.backward = cls(unit)
+            context.backwards += 1
+        context.backward._enter(task)
+        return context.backward
 
     def _enter(self, task: int) -> None:
         def end() -> None:
             self._end(task)
 
-        self._tasks.append(_Task(task, weakref.ref(end, self._on_death)))
+        self._tasks[task] = weakref.ref(end, self._on_death)
         # FSDP and DDP use this, too: autograd has no public way to call a function at the end of a backward.
         Variable._execution_engine.queue_callback(end)
 
@@ -139,7 +130,7 @@ class Backward:
             unit.partial |= expected - others < len(unit.handle.gradients.accumulators.nodes)
         unit.handle.gradients.arrivals.expect(expected, self._queue.waits_early)
         if expected:
-            self._tasks[-1].brings_gradients = True
+            self._bringing.add(task)
             self._ready.discard(unit)
         elif len(record.expected) == 1:
             self._idle[unit] = None
@@ -160,8 +151,8 @@ class Backward:
             if unit.record.task == task and not unit.handle.gradients.arrivals.pending and unit not in around:
                 over.append(unit)
         if over:
-            brings_gradients = any(map(_expected, self._queue.units())) or any(t.brings_gradients for t in self._tasks)
-            self._complete_all(over, brings_gradients)
+            to_come = any(map(_expected, self._queue.units()))
+            self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks))
             for unit in over:
                 assert unit.record is not None
                 unit.record.finished_early = True
@@ -187,14 +178,12 @@ class Backward:
 
     def _end(self, task: int) -> None:
         """End a graph task: complete units with fewer gradients than expected. In the outermost one, end the backward."""
-        if not any(t.id == task for t in self._tasks):  # it has been dropped
+        if self._tasks.pop(task, None) is None:  # this backward has been dropped
             return
-        brings_gradients = any(t.brings_gradients for t in self._tasks if t.id == task)
-        self._tasks = [t for t in self._tasks if t.id != task]
         if not self._tasks:
             self._context.backward = None  # before hooks of the user, which run outside of it
         try:
-            self._finish(task, brings_gradients)
+            self._finish(task, task in self._bringing)
         except BaseException:
             self.drop()  # otherwise these gradients would be added to those of the next step
             raise
@@ -245,8 +234,8 @@ class Backward:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a graph task failed with an exception."""
-        return any(t.callback() is None for t in self._tasks)
+        """Whether a graph task failed with an exception. The watch's thread asks, too."""
+        return any(callback() is None for callback in [*self._tasks.values()])
 
     def _on_death(self, callback: object) -> None:
         """The engine dropped a graph task, perhaps after an exception. Then register the user's parameters, which

@@ -224,7 +224,7 @@ class Context:
         ``frame``: the caller's frame (default: found); forwards that do not enclose it are over.
 
         Raises:
-            RuntimeError: another thread is in a forward.
+            RuntimeError: another thread is in a forward or a backward.
         """
         if self.forwards:
             frame = sys._getframe(1) if frame is None else frame
@@ -233,19 +233,14 @@ class Context:
             if not self.forwards:
                 self.recover()
         if self.backward is not None and current_graph_task() == -1:
-            self._settle_backward(self.backward)
-
-    def _settle_backward(self, backward: Backward) -> None:
-        """Clean up after a backward that has not ended and that the caller is not inside: it failed, or is on another thread.
-
-        On an accelerator it always runs on the autograd engine's threads, and may still be registered just after it failed.
-        """
-        if not backward.has_failed and self.runtime.streams is None:
-            raise RuntimeError(
-                "a backward of sharded modules is running on another thread. Collectives of several threads would mix: run "
-                "all sharded modules of a process in one thread"
-            )
-        self.recover_backward()
+            # It failed, or is on another thread. On an accelerator it always runs on the autograd engine's threads, and may
+            # still be registered there just after it failed.
+            if not self.backward.has_failed and self.runtime.streams is None:
+                raise RuntimeError(
+                    "a backward of sharded modules is running on another thread. Collectives of several threads would mix: "
+                    "run all sharded modules of a process in one thread"
+                )
+            self.backward.drop()
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
@@ -273,16 +268,11 @@ class Context:
         ``drop_held``: also drop gradients that earlier backwards hold (``no_sync``).
         """
         self._drop_forwards(None)
-        self.recover_backward(drop_held)
-        self.free_unused()
-
-    def recover_backward(self, drop_held: bool = False) -> None:
-        """After an exception: see ``recover``, and ``Backward.drop`` for a backward that has failed."""
         if self.backward is not None:
             self.backward.drop()
-        else:
-            self.reductions.discard(keeps_held=not drop_held)
-            self.kept_unsharded = False
+        self.reductions.discard(keeps_held=not drop_held)
+        self.kept_unsharded = False
+        self.free_unused()
 
 
 def _is_inside(frame: FrameType, outer: FrameType) -> bool:
