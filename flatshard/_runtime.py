@@ -274,19 +274,14 @@ class Runtime:
         found = instances.get(device)
         if found is None:
             host = None if device.type == "cpu" else torch.device("cpu")
-            found = cls(builtin_collectives(group, device), device, Streams.of(device), host)
-            found._join(group)
-            instances[device] = found
+            builtin = builtin_collectives(group, device)
+            found = instances[device] = cls(builtin, device, Streams.of(device), host)
+            if device.type == "cpu" and builtin.size > 1:
+                keep_freed_memory()
+            if builtin.size > 1 and not isinstance(builtin, FakeCollectives):
+                found.progress = cls._progress.setdefault(group, Progress())
+                found.monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, found.progress)
         return found
-
-    def _join(self, group: dist.ProcessGroup) -> None:
-        """Attach to ``group``, on which the collectives run."""
-        if self.device.type == "cpu" and self.world_size > 1:
-            keep_freed_memory()
-        if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
-            self.progress = self._progress.setdefault(group, Progress())
-            make = type(self).make_monitor
-            self.monitor = None if make is None else make(self._builtin, self.device, self.progress)
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
         """This runtime with the collectives that ``factory`` makes; it is called once. None: this runtime."""
