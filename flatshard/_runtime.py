@@ -64,8 +64,6 @@ class Then:
     def advance(self) -> None:
         """Wait for the first and issue the second. Idempotent."""
         if self._second is None:
-            if isinstance(self._first, Then):
-                self._first.advance()
             self._first.wait()
             self._second = self._next()
 

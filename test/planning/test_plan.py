@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
-from flatshard._composable.backward import Backward
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import units_below
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Rows, Whole
@@ -195,7 +195,7 @@ def check(
     with pytest.MonkeyPatch.context() as patch, counted:
         for owner, name in (
             (UnitGradients, "receive"),
-            (Backward, "finish_previous"),
+            (ReductionQueue, "finish_previous"),
             (UnitHooks, "complete"),
         ):
             look_first(owner, name)
