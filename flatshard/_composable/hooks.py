@@ -217,6 +217,7 @@ class UnitHooks:
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.step is not None and not forward.in_backward:
+                unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
                 unit.leaks.add(forward.step)
         finally:
             self.end_forward(forward, comes_back, leaks)

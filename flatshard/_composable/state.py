@@ -158,7 +158,7 @@ class Unit:
         self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
-        self.leaks: weakref.WeakSet[Step] = weakref.WeakSet()
+        self.leaks: weakref.WeakSet[Step] | None = None
         # Backward.
         # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
         self.stand_ins: list[Node] = []
