@@ -68,7 +68,7 @@ def held(name: str, case: Setting) -> tuple[int, int]:
         model = build(kind, GPT(CONFIG), replace(case, collectives=as_nccl if name == LATER else None))
         if name == LATER:
             for unit in units_below(model):
-                unit.context.backward.waits_early = False
+                unit.context.reductions.waits_early = False
         live.add(model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 

@@ -45,7 +45,7 @@ from flatshard._comm.backends import (
     FakeCollectives,
     builtin_collectives,
 )
-from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending
+from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._host_memory import keep_freed_memory
@@ -64,8 +64,6 @@ class Then:
     def advance(self) -> None:
         """Wait for the first and issue the second. Idempotent."""
         if self._second is None:
-            if isinstance(self._first, Then):
-                self._first.advance()
             self._first.wait()
             self._second = self._next()
 
@@ -229,7 +227,7 @@ class Streams:
 class Runtime:
     """The collectives of one process group on one device, with their streams.
 
-    One per group and device (see ``of``), and one more for each factory of custom collectives (see ``using``).
+    One per group and device (see ``of``), and copies of it with other collectives or streams, which are equal to it.
     """
 
     _instances: ClassVar[
@@ -243,9 +241,6 @@ class Runtime:
     """Makes the monitor of a group of several processes. None: there is no monitor."""
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
-
-    around: Runtime | None = None
-    """See ``within``."""
 
     def __init__(
         self, builtin: BuiltinCollectives, device: torch.device, streams: Streams | None, host: torch.device | None
@@ -264,8 +259,7 @@ class Runtime:
         self._builtin = builtin
         self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
-        self._made: dict[CollectivesFactory, Collectives] = {}  # see `made_by`
-        self._exact: Runtime | None = None  # with the built-in collectives, if `self.collectives` are not exact
+        self._made: dict[CollectivesFactory, Collectives] = {}  # see `using`
         self.streams = streams
         self._source: Runtime | None = None  # that this is a copy of, kept alive: `of` finds it
         self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
@@ -278,61 +272,45 @@ class Runtime:
         found = instances.get(device)
         if found is None:
             host = None if device.type == "cpu" else torch.device("cpu")
-            found = cls(builtin_collectives(group, device), device, Streams.of(device), host)
-            found._join(group)
-            instances[device] = found
+            builtin = builtin_collectives(group, device)
+            found = instances[device] = cls(builtin, device, Streams.of(device), host)
+            if device.type == "cpu" and builtin.size > 1:
+                keep_freed_memory()
+            if builtin.size > 1 and not isinstance(builtin, FakeCollectives):
+                found.progress = cls._progress.setdefault(group, Progress())
+                found.monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, found.progress)
         return found
 
-    def _join(self, group: dist.ProcessGroup) -> None:
-        """Attach to ``group``, on which the collectives run."""
-        if self.device.type == "cpu" and self.world_size > 1:
-            keep_freed_memory()
-        if self.world_size > 1 and not isinstance(self._builtin, FakeCollectives):
-            self.progress = self._progress.setdefault(group, Progress())
-            make = type(self).make_monitor
-            self.monitor = None if make is None else make(self._builtin, self.device, self.progress)
-
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """A runtime with the same group, device and streams, and the collectives that ``factory`` makes. None: this one."""
-        return self if factory is None else self.replacing(self.made_by(factory))
-
-    def made_by(self, factory: CollectivesFactory) -> Collectives:
-        """What ``factory`` makes for this group and device. It is called once."""
+        """This runtime with the collectives that ``factory`` makes; it is called once. None: this runtime."""
+        if factory is None:
+            return self
         if factory not in self._made:
             self._made[factory] = factory(self.group, self.device)
-        return self._made[factory]
+        return self.replacing(self._made[factory])
 
     def replacing(self, collectives: Collectives) -> Runtime:
-        """A runtime with the same group, device and streams, and other ``collectives``."""
+        """This runtime with other ``collectives``."""
         result = copy.copy(self)
-        result.collectives = collectives
-        result._exact = None if collectives.exact else self.exact
+        result.collectives, result._source = collectives, self
         return result
 
     def beside(self, other: Runtime) -> Runtime:
-        """A runtime with the same group and device, and the streams of ``other``: their collectives run in one order."""
+        """This runtime with the streams of ``other``: their collectives run in one order."""
         if self.streams is other.streams:
             return self
         result = copy.copy(self)
         result.streams, result._source = other.streams, self
         return result
 
-    def within(self, around: Runtime) -> Runtime | None:
-        """This runtime, for experts: other ranks of ``around`` have different parameters under the same names.
-
-        A total norm adds them up over all ranks of ``around``. Returns None unless this group has some of the ranks of
-        ``around``, and no others.
-        """
-        ours, others = (set(dist.get_process_group_ranks(each.group)) for each in (self, around))
-        if not ours < others:
-            return None
-        result = copy.copy(self)
-        result.around, result._source = around, self
-        return result
+    @property
+    def exact(self) -> Runtime:
+        """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
+        return self if self._source is None or self.collectives.exact else self._source.exact
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same ranks, and the same ``around``: norms of what they shard are added up together."""
-        return isinstance(other, Runtime) and (self.number, self.around) == (other.number, other.around)
+        """Whether both have the same ranks: norms of what they shard are added up together."""
+        return isinstance(other, Runtime) and self.number == other.number
 
     def __hash__(self) -> int:
         return self.number
@@ -340,19 +318,6 @@ class Runtime:
     @property
     def group(self) -> dist.ProcessGroup:
         return self._builtin.group
-
-    @property
-    def ranks_around(self) -> list[int] | None:
-        """The numbers that the ranks of this group have in ``around``. None without ``around``."""
-        if self.around is None:
-            return None
-        every = dist.get_process_group_ranks(self.around.group)
-        return [every.index(rank) for rank in dist.get_process_group_ranks(self.group)]
-
-    @property
-    def exact(self) -> Runtime:
-        """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
-        return self._exact or self
 
     # -- where collectives run ---------------------------------------------------------------------------------------
 
@@ -421,7 +386,10 @@ class Runtime:
             here.label = label
             pending = start(*tensors)
             return pending if self.streams is None else self.issued(pending)
-        progress.prepare(verb, label)
+        if progress.unended:
+            self._refuse(verb, label, progress.unended[0][0])
+        if progress.abandoned:
+            settle(progress.abandoned)
         issued = progress.issue(verb, kind, label, again)
         before, here.label = here.label, label
         try:
@@ -430,6 +398,14 @@ class Runtime:
             return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:
             here.label = before
+
+    def _refuse(self, verb: str, label: Label, unended: Issued) -> NoReturn:
+        text = (
+            f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process "
+            f"group, at the {unended}{unended.when}, and messages of that collective may still arrive. Save what you need "
+            "without collectives, fix the cause that the first error names, and restart all ranks"
+        )
+        raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
         """The process group's store. None after the group has been destroyed."""

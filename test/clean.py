@@ -28,7 +28,7 @@ def units(model: nn.Module) -> list[Unit]:
 def check_clean(model: nn.Module) -> None:
     """Nothing is left of any step: no memory, no record, no registration."""
     for unit in units(model):
-        handle, backward = unit.handle, unit.context.backward
+        handle, context = unit.handle, unit.context
         assert handle.is_sharded, unit
         assert handle.lifetime.grads is GradState.NONE, unit
         assert handle.slots.shows is SHARDED, unit
@@ -38,6 +38,6 @@ def check_clean(model: nn.Module) -> None:
             assert flat.gradients._filled is flat.gradients.reduction is None, unit
             assert all(c.grad is None for c in flat.unsharded.computes), unit
         assert (unit.claims, unit.handle.gradients.arrivals.pending, unit.record) == ([], 0, None), unit
-        assert not unit.context.forwards
-        assert backward._reducing is None
-        assert [*backward._open, *backward._ready, *backward._tasks, *backward._reached, *backward._idle] == []
+        assert not context.forwards
+        assert context.backward is None
+        assert (context.reductions._reducing, [*context.reductions._open]) == (None, [])

@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple
 
-from flatshard._comm.collectives import Pending, settle
+from flatshard._comm.collectives import Pending
 from flatshard._errors import OutOfStepError
 
 GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
@@ -28,32 +29,25 @@ GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
 _RECENT = 5  # number of collectives that an error lists
 
 
-Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
-"""A unit's flat parameters, as JSON: for each its dtype, the elements of a shard, and the parameters' FQNs and shapes."""
-
-
 class Label:
     """Names the unit that a collective is for. Each handle has one label."""
 
-    __slots__ = ("contents", "identity", "tag", "unit")
+    __slots__ = ("handle", "identity", "tag", "unit")
 
     def __init__(self, unit: str, tag: int = 0, identity: str = "") -> None:
         self.unit = unit
         self.tag = tag  # a multiple of four below 2**31
         self.identity = identity
-        self.contents: Callable[[], Flats] = list  # to find units that have the same tag, but differ between ranks
+        self.handle: Callable[[], Any] = NoneType  # a weak reference
 
 
-_LAST = 2**31 - 4
-CHECK_LABELS = (Label("the order check", _LAST), Label("the order check", _LAST - 4))
-"""For the order check's messages about gathers, and about reductions."""
-INTERRUPT_TAG = _LAST + 3
-"""The tag of a receive that is meant to time out: no message with it is ever sent."""
+RESERVED = 2**31 - 8
+"""The lowest of the tags that no unit has."""
 
 NOBODY = Label("<no unit>")
 """For collectives that a user calls."""
 
-_labels = {label.tag: label for label in (NOBODY, *CHECK_LABELS)}  # by tag, for the names in errors
+_labels = {NOBODY.tag: NOBODY}  # by tag, for the names in errors
 
 
 def digest(value: object) -> str:
@@ -78,39 +72,32 @@ SAME_ORDER = (
     "ranks. What communicates, such as full_state_dict, summon_full_params and the norm of a gradient, is called by all "
     "ranks, not by rank 0 alone"
 )
-SAME_NUMBERS = (
-    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
-    "computes it, and print the result on one of them"
-)
 
 
 Place = tuple[int, int, str]
 """How far a rank has come: passes begun, backwards begun, and the current phase (``"forward"``, ``"backward"`` or ``""``)."""
 
 
-class Issued:
+class Issued(NamedTuple):
     """One collective that this rank has issued."""
 
-    __slots__ = ("again", "count", "key", "kind", "label", "place", "progress", "tag", "unit", "verb")
+    progress: Progress
+    verb: str
+    kind: int
+    label: Label
+    again: bool  # the backward gathers parameters that the forward has already gathered
+    number: int  # this rank has issued so many collectives with this key, this one included
+    place: Place | None  # when it was issued
 
-    def __init__(
-        self, progress: Progress, verb: str, kind: int, label: Label, again: bool, count: int, place: Place | None
-    ) -> None:
-        self.progress = progress
-        self.verb = verb
-        self.kind = kind
-        self.label = label
-        self.tag = self.label.tag
-        self.key = self.tag + kind
-        self.unit = self.label.unit
-        self.again = again  # the backward gathers parameters that the forward has already gathered
-        self.count = count  # this rank has issued `count` collectives with this key, this one included
-        self.place = place
+    @property
+    def key(self) -> int:
+        """What ranks count collectives by."""
+        return self.label.tag + self.kind
 
     def __str__(self) -> str:
         if self.kind == NUMBERS:
-            return f"{self.verb} for {self.unit}"
-        return f"{self.verb} of {self.unit or '<root>'!r}{' for backward' if self.again else ''}"
+            return f"{self.verb} for {self.label.unit}"
+        return f"{self.verb} of {self.label.unit or '<root>'!r}{' for backward' if self.again else ''}"
 
     @property
     def when(self) -> str:
@@ -127,35 +114,28 @@ def describe_place(place: Place | None) -> str:
     return f" (in {number} of this process)" if inside else f" (after {number} of this process)"
 
 
-class Unended(NamedTuple):
-    """A collective that may never end, because other ranks have issued a different one. It is never waited for."""
-
-    issued: Issued
-    pending: Pending
-    rank: int
-    world_size: int
-
-
 class Progress:
     """What this rank has issued on one process group."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
-        self.recent: deque[Issued] = deque(maxlen=_RECENT)
-        # Collectives in flight that were dropped before a wait. _runtime.py, [Note: Memory lives as long as its works]
+        # Collectives in flight: those dropped before a wait, and those that may never end, because other ranks have issued
+        # different ones. _runtime.py, [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
-        self.unended: list[Unended] = []
+        self.unended: list[tuple[Issued, Pending]] = []
         self.place: Callable[[], Place | None] = lambda: None
-        self._last_place: Place | None = None  # when the last collective was issued
-        self.first = (0, 0)  # key and count of the first collective that was issued in `_last_place`
+        # For the watch: the last collectives, and key and number of the first one in the same place as the last.
+        self.recent: deque[Issued] = deque(maxlen=_RECENT)
+        self.first = (0, 0)
         self._seen: Counter[str] = Counter()
-        self._tags = {label.tag for label in (NOBODY, *CHECK_LABELS)}
+        self._tags = {NOBODY.tag}
 
     def make_label(self, unit: str, identity: str) -> Label:
         """A label for a new handle. Handles of equal ``identity`` are told apart by the order of their creation."""
         self._seen[identity] += 1
         tag = int(digest((identity, self._seen[identity]))[:8], 16) >> 3 << 2
-        while tag in self._tags:  # tags are never reused: all ranks must find the same one, whatever they have freed
+        # Tags are never reused: all ranks must find the same one, whatever they have freed.
+        while tag in self._tags or tag >= RESERVED:
             tag = (tag + 4) % 2**31
         self._tags.add(tag)
         label = _labels[tag] = Label(unit, tag, identity)
@@ -166,31 +146,13 @@ class Progress:
         found = (_labels.get(tag) for tag in {*self._tags, *(key >> 2 << 2 for key in list(self.counts))})
         return {label.tag: label.unit for label in found if label is not None and label.identity}
 
-    def prepare(self, verb: str, label: Label) -> None:
-        """Called before a collective is issued: wait for what has been abandoned.
-
-        Raises:
-            OutOfStepError: it must not be issued, because messages of an unended collective may still arrive.
-        """
-        if self.unended:
-            first, _, rank, world_size = self.unended[0]
-            text = (
-                f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process "
-                f"group, at the {first}{first.when}, and messages of that collective may still arrive. Save what you need "
-                "without collectives, fix the cause that the first error names, and restart all ranks"
-            )
-            raise OutOfStepError(verb, label.unit, rank, world_size, text)
-        if self.abandoned:
-            settle(self.abandoned)
-
     def issue(self, verb: str, kind: int, label: Label, again: bool) -> Issued:
         """Record that a collective for ``label`` is about to be issued."""
         key = label.tag + kind
-        self.counts[key] = count = self.counts.get(key, 0) + 1
-        place = self.place()
-        if place != self._last_place:
-            self._last_place, self.first = place, (key, count)
-        issued = Issued(self, verb, kind, label, again, count, place)
+        self.counts[key] = number = self.counts.get(key, 0) + 1
+        issued = Issued(self, verb, kind, label, again, number, self.place())
+        if not self.recent or self.recent[-1].place != issued.place:
+            self.first = key, number
         self.recent.append(issued)
         return issued
 

@@ -30,3 +30,33 @@ class Claim:
 
     def check_backward(self) -> None:
         """Raise if backward must not reach the unit under this claim."""
+
+
+class Claims(list[Claim]):
+    """The claims on one unit, the outermost first."""
+
+    __slots__ = ()
+
+    @property
+    def pin(self) -> bool:
+        """Whether one requires the unsharded parameters to stay in memory."""
+        return bool(self) and any([claim.pins for claim in self])
+
+    @property
+    def use(self) -> bool:
+        """Whether one relies on the current values, as a forward does."""
+        return bool(self) and any([claim.uses for claim in self])
+
+    @property
+    def keep(self) -> bool:
+        """Whether one only wants the unsharded storage to stay, with any values."""
+        return bool(self) and not all([claim.uses for claim in self])
+
+    @property
+    def show_copies(self) -> bool:
+        """Whether the user sees copies of the parameters. Forwards inside use these copies."""
+        return bool(self) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self])
+
+    def only(self, claim: Claim) -> bool:
+        """Whether none but ``claim`` relies on the current values."""
+        return len(self) == 1 or not any([each.uses for each in self if each is not claim])

@@ -20,6 +20,7 @@ from flatshard._comm.progress import Place
 from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.claims import Claim
 from flatshard._composable.exec_order import ForwardOrder
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Step, Unit
 from flatshard._handle.pool import Pool
 from flatshard._runtime import Runtime
@@ -66,7 +67,10 @@ class Context:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.backward = Backward(runtime)
+        self.reductions = ReductionQueue(runtime)
+        self.backward: Backward | None = None  # that is running, or has failed
+        self.backwards = 0  # counts backwards that have reached a unit
+        self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self.last_step: Step | None = None  # the latest step of the current pass
         self.forwards: list[Forward] = []  # running now, outermost first
@@ -96,8 +100,9 @@ class Context:
             runtime.progress.place = lambda: None if (context := to_self()) is None else context._place()
 
     def _place(self) -> Place:
-        inside = "" if self.backward.is_idle or self.backward.is_stale else "backward"
-        return self.pass_id, self.backward.count, inside or ("forward" if self.forwards else "")
+        backward = self.backward
+        inside = "" if backward is None or backward.has_failed else "backward"
+        return self.pass_id, self.backwards, inside or ("forward" if self.forwards else "")
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Context:
     def is_running(self) -> bool:
         """Whether the caller is inside a forward or a backward. Interrupted ones do not count."""
         inside = bool(self.forwards) and _is_inside(sys._getframe(1), self.forwards[-1].frame)
-        return inside or (current_graph_task() != -1 and not self.backward.is_idle)
+        return inside or (current_graph_task() != -1 and self.backward is not None)
 
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
         for busy in list(filter(_forwards, self._instances.values())):
@@ -180,9 +185,8 @@ class Context:
             return
         for needed in unit.needs:
             if needed.handle.is_sharded:
-                if (needed.handle.has_static_buffers and needed.handle.is_blocked) or (
-                    needed.claims and needed.shows_copies
-                ):
+                blocked = needed.handle.has_static_buffers and needed.handle.is_blocked
+                if blocked or (needed.claims and needed.claims.show_copies):
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()
@@ -224,7 +228,7 @@ class Context:
         ``frame``: the caller's frame (default: found); forwards that do not enclose it are over.
 
         Raises:
-            RuntimeError: another thread is in a forward.
+            RuntimeError: another thread is in a forward or a backward.
         """
         if self.forwards:
             frame = sys._getframe(1) if frame is None else frame
@@ -232,20 +236,15 @@ class Context:
             self._drop_forwards(frame)
             if not self.forwards:
                 self.recover()
-        if not self.backward.is_idle and current_graph_task() == -1:
-            self._settle_backward()
-
-    def _settle_backward(self) -> None:
-        """Clean up after a backward that has not ended and that the caller is not inside: it failed, or is on another thread.
-
-        On an accelerator it always runs on the autograd engine's threads, and may still be registered just after it failed.
-        """
-        if not self.backward.is_stale and self.runtime.streams is None:
-            raise RuntimeError(
-                "a backward of sharded modules is running on another thread. Collectives of several threads would mix: run "
-                "all sharded modules of a process in one thread"
-            )
-        self.backward.recover()
+        if self.backward is not None and current_graph_task() == -1:
+            # It failed, or is on another thread. On an accelerator it always runs on the autograd engine's threads, and may
+            # still be registered there just after it failed.
+            if not self.backward.has_failed and self.runtime.streams is None:
+                raise RuntimeError(
+                    "a backward of sharded modules is running on another thread. Collectives of several threads would mix: "
+                    "run all sharded modules of a process in one thread"
+                )
+            self.backward.drop()
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
@@ -253,7 +252,7 @@ class Context:
             for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
                 needed.show()
-                if not needed.is_pinned:
+                if not needed.claims.pin:
                     needed.handle.reshard()
 
     def _check_thread(self, frame: FrameType) -> None:
@@ -273,7 +272,10 @@ class Context:
         ``drop_held``: also drop gradients that earlier backwards hold (``no_sync``).
         """
         self._drop_forwards(None)
-        self.backward.recover(drop_held)
+        if self.backward is not None:
+            self.backward.drop()
+        self.reductions.discard(keeps_held=not drop_held)
+        self.kept_unsharded = False
         self.free_unused()
 
 

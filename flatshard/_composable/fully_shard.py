@@ -186,7 +186,7 @@ def fully_shard(
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
-                check_made(runtimes[groups][0].made_by(factory), factory)
+                check_made(runtimes[groups][0].using(factory).collectives, factory)
     for extension in extensions():
         extension.prepare(root, choice.configs, context.runtime)
     values.agree(runtimes)

@@ -38,6 +38,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import (
+    Backward,
     current_graph_task,
     gather,
     gather_ahead,
@@ -135,7 +136,7 @@ class UnitHooks:
             enter(forward)
         if forward.gathers:
             for needed, claim in forward.claims:
-                if in_backward or len(needed.claims) == 1 or not needed.shows_copies:
+                if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
         if in_backward and unit.record is not None and unit.record.last_step is not None:
             gather_last_inside(unit.record.last_step)
@@ -162,7 +163,7 @@ class UnitHooks:
         alone = len(unit.claims) == 1 or sum([each.pins for each in unit.claims]) == 1
         context.used(unit)
         if in_backward:
-            context.backward.touch(unit)
+            Backward.of(unit).touch(unit)
             if handle.is_alias:  # it shows the shards themselves, so the values are current
                 handle.reshard()
         elif alone:
@@ -182,7 +183,7 @@ class UnitHooks:
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
                 handle.gradients.follow_stream()
-            context.backward.expect(unit)
+            context.reductions.expect(unit)
         handle.wait()
         claim.shows = UNSHARDED
         handle.slots.show(UNSHARDED)
@@ -226,15 +227,15 @@ class UnitHooks:
         outermost = not context.forwards
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
-            if needed.claims and needed.is_used:
+            if needed.claims and needed.claims.use:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
                 record = needed.record  # if its gradients are still awaited, this was a recomputation
-                if record is None or (record.task is None and not (in_backward and record.finished_early)):
+                if record is None or not (record.expected or (in_backward and record.finished_early)):
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
-            if stays or leaks or in_backward or (needed.claims and needed.is_pinned):
+            if stays or leaks or in_backward or (needed.claims and needed.claims.pin):
                 continue
             is_group = isinstance(needed.module, ModuleGroup) and needed is self.unit
             if is_group and context.order.are_awaited(called_modules(needed.module)):
@@ -296,8 +297,8 @@ class UnitHooks:
         if step.opened_in == task or (record and record.finished_in == task and not record.finished_early):
             return
         step.opened_in = task
-        context = unit.context
-        context.backward.come_to(step)
+        context, backward = unit.context, Backward.of(unit)
+        backward.come_to(step)
         for outer in step.outer:
             gather_ahead(outer)
         for claim in unit.claims:
@@ -306,7 +307,7 @@ class UnitHooks:
             context.used(needed)
             # If it is finished, only its values are needed once more.
             if needed is not unit and not is_finished(needed):
-                context.backward.begin(needed)
+                backward.begin(needed)
         gather(unit)
         for needed in unit.needs:
             needed.handle.wait()
@@ -346,22 +347,22 @@ class UnitHooks:
         if not trainable[index]:  # frozen since its forward: there is no gradient, and none was counted
             return
         record = unit.record
-        if record is None or task not in record.counted_tasks:
-            record = unit.context.backward.begin(unit)
+        if record is None or task not in record.expected:
+            record = Backward.of(unit).begin(unit)
         if arrivals.task != task:
             unit.handle.gradients.receive(group, index, task)
         arrivals.pending -= 1
         if 0 < arrivals.pending < arrivals.finish_at:
             arrivals.finish_at = 1
-            unit.context.backward.finish_previous()
+            unit.context.reductions.finish_previous()
         elif not arrivals.pending and record.task == task:
             self.complete()
 
     def complete(self) -> None:
         """All gradients of the unit have come."""
-        unit = self.unit
+        unit, backward = self.unit, self.unit.context.backward
+        assert backward is not None
         done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
-        backward = unit.context.backward
         if done and not backward.keeps_unsharded:  # before the reduction input is allocated
             unit.free_if_unused()
         backward.complete(unit)
@@ -374,7 +375,8 @@ class UnitHooks:
         if record is not None:
             record.leave()
         if (record is None or record.has_left) and unit.handle.gradients.arrivals.pending == 0:
-            if not unit.context.backward.keeps_unsharded:
+            backward = unit.context.backward
+            if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 prefetch_after(unit)

@@ -14,8 +14,7 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._comm.progress import Flats
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import Claims
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._handle.flat_param import FlatParam
@@ -81,25 +80,29 @@ class Step:
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
 
-    __slots__ = ("counted_tasks", "finished_early", "finished_in", "last_step", "reduces", "steps", "task")
+    __slots__ = ("expected", "finished_early", "finished_in", "last_step", "steps")
 
     def __init__(self) -> None:
-        self.task: int | None = None  # the graph task from which gradients for the unit are still expected, or None
-        self.counted_tasks: set[int] = set()  # graph tasks whose gradients for the unit are counted in its arrivals
-        self.reduces = False  # gradients were expected, so there is a reduction, even if none have come
+        # The gradients that graph tasks have for the unit, by graph task. The first one completes it. Empty: it is complete,
+        # or was only gathered.
+        self.expected: dict[int, int] = {}
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
         # Steps that backward has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
         self.steps = -1
         self.last_step: Step | None = None  # the last step that backward reached
 
+    @property
+    def task(self) -> int | None:
+        """The graph task that completes the unit. None: the unit is complete, or was only gathered."""
+        return next(iter(self.expected), None)
+
     def complete(self) -> bool:
-        """Record that all gradients have come. Returns whether to reduce them."""
-        assert self.task is not None
-        self.finished_in, self.finished_early = self.task, False
-        reduces, self.reduces, self.task = self.reduces, False, None
-        self.counted_tasks.clear()
-        return reduces
+        """Record that all gradients have come. Returns whether any were expected."""
+        self.finished_in, self.finished_early = next(iter(self.expected)), False
+        expected = any(self.expected.values())
+        self.expected.clear()
+        return expected
 
     def leave(self) -> None:
         """Backward leaves a step, through the unit's inputs."""
@@ -147,13 +150,13 @@ class Unit:
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in flat.params)
         self.handle.make_room = functools.partial(self.context.make_room, self)
-        for label in [placement.label for placement in self.handle.placements]:
-            label.contents = functools.partial(_contents, weakref.ref(self.handle), label.tag)
+        for placement in self.handle.placements:
+            placement.label.handle = weakref.ref(self.handle)
 
     def _reset(self) -> None:
         self.features: Sequence[ForwardFeature] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
-        self.claims: list[Claim] = []  # claims.py, [Note: Claims]
+        self.claims = Claims()  # claims.py, [Note: Claims]
         self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
@@ -167,30 +170,6 @@ class Unit:
     def feature(self, kind: type[T]) -> T | None:
         """Its feature of this class, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether a claim requires the unsharded parameters to stay in memory."""
-        return bool(self.claims) and any([claim.pins for claim in self.claims])
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a claim relies on the current values, as a forward does."""
-        return bool(self.claims) and any([claim.uses for claim in self.claims])
-
-    def is_alone(self, claim: Claim) -> bool:
-        """Whether no claim but ``claim`` relies on the current values."""
-        return len(self.claims) == 1 or not any([c.uses for c in self.claims if c is not claim])
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a claim only wants the unsharded storage to stay, with any values."""
-        return bool(self.claims) and not all([claim.uses for claim in self.claims])
-
-    @property
-    def shows_copies(self) -> bool:
-        """Whether the user sees copies of the parameters. Forwards inside use these copies."""
-        return bool(self.claims) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self.claims])
 
     def show(self, unclaimed: Shown = SHARDED) -> None:
         """Register the parameters that the claims ask for. If none asks for any: ``unclaimed``."""
@@ -210,7 +189,7 @@ class Unit:
 
         ``until``: the step whose backward will gather them again.
         """
-        if not (self.leaks or (self.claims and (self.is_kept or self.is_pinned))):
+        if not (self.leaks or (self.claims and (self.claims.keep or self.claims.pin))):
             self.handle.reshard(until)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
@@ -240,7 +219,7 @@ class Unit:
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
         handle = self.handle
-        return not (handle.is_current(pass_id) or (self.is_kept and handle.is_current()))
+        return not (handle.is_current(pass_id) or (self.claims.keep and handle.is_current()))
 
     @property
     def is_unsharded_by_user(self) -> bool:
@@ -272,16 +251,6 @@ class Unit:
             "Save it by flatshard.save_checkpoint(path, {'model': module}), or whole tensors by "
             "torch.save(flatshard.checkpoint.full_state_dict(module), ...)"
         )
-
-
-def _contents(ref: weakref.ref[FlatParamHandle], tag: int) -> Flats:
-    """The value of ``Label.contents``, of the label with ``tag``. The watch's thread calls this, too."""
-    handle = ref()
-    return [
-        (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
-        for b in (() if handle is None else handle.flats)
-        if b.placement.label.tag == tag
-    ]
 
 
 def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from flatshard._comm.progress import Label, digest
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pool
+from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._runtime import Runtime
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
@@ -57,7 +58,7 @@ class Placement:
         """
         runtime = shards or replicas
         assert runtime is not None
-        norms = None if unit is None else runtime.within(unit.runtime)
+        norms = None if unit is None else ExpertRuntime.within(runtime, unit.runtime)
         shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
         label = _make_label(fqn, _identity(flats), runtime, replicas)
         ranks = math.prod([each.world_size for each in (shards, replicas) if each is not None])

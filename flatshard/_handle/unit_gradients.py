@@ -27,7 +27,7 @@ class Arrivals:
         self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
 
     def expect(self, count: int, waits_early: bool) -> None:
-        """Expect ``count`` more gradients. ``waits_early``: see ``Backward``, [Note: Reductions in flight]."""
+        """Expect ``count`` more gradients. ``waits_early``: see ``ReductionQueue``."""
         self.pending += count
         self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
 

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from flatshard._composable.state import flat_of
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._boxes import Box, Part
@@ -92,9 +93,9 @@ class ShardedValue(torch.Tensor):
 
     @property
     def ranks_around(self) -> list[int] | None:
-        """See ``Runtime.ranks_around``."""
+        """See ``ExpertRuntime``; None for what is no expert."""
         runtime = None if self._origin is None else self._origin.info.runtime
-        return None if runtime is None else runtime.ranks_around
+        return runtime.ranks_around if isinstance(runtime, ExpertRuntime) else None
 
     def full_tensor(self) -> torch.Tensor:
         """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.

@@ -22,6 +22,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
+from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -290,10 +291,10 @@ def _check_experts(flats: list[Flat]) -> None:
     labels: dict[Runtime, Label] = {}
     for unit, flat in flats:
         for info in (shard_info(p) for p in flat.params):
-            if info is not None and info.runtime is not None and info.runtime.around is not None:
+            if info is not None and isinstance(info.runtime, ExpertRuntime):
                 around = unit.handle.runtime
                 labels.setdefault(around, unit.handle.placement.label)
-                apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around or []
+                apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around
     for around in in_order(apart):
         check_one_value(map(json.loads, exchange_over(around.exact, labels[around], json.dumps(apart[around]))))
 
@@ -301,7 +302,7 @@ def _check_experts(flats: list[Flat]) -> None:
 def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
     units = units_registered_in(module, True, verb)
-    if busy := [u.fqn for u in units if u.is_used]:
+    if busy := [u.fqn for u in units if u.claims.use]:
         raise RuntimeError(
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"

@@ -87,7 +87,7 @@ class StateDictHooks:
         """
         own = self._unit
         for unit in () if own is None else own.needs:
-            if not unit.is_used:
+            if not unit.claims.use:
                 if unit.is_unsharded_by_user:
                     unit.show()
                 if unit.handle.slots.shows is SHARDED:

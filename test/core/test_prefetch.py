@@ -150,7 +150,7 @@ class Ahead(nn.Module):
                 ahead = [
                     u
                     for u in units
-                    if not u.claims and (u.record is None or u.record.task is None) and not u.handle.is_sharded
+                    if not u.claims and (u.record is None or not u.record.expected) and not u.handle.is_sharded
                 ]
                 self.most = max(self.most, sum(u.handle.unsharded_nbytes for u in ahead))
 

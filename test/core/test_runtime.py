@@ -89,11 +89,9 @@ def check_settled(model: nn.Module) -> None:
         assert unit.handle.slots.shows is SHARDED, unit
         assert all(c.grad is None for f in unit.handle.flats for c in f.unsharded.computes), unit
         assert all(f.gradients._filled is f.gradients.reduction is None for f in unit.handle.flats), unit
-        backward = unit.context.backward
         assert not unit.context.forwards
-        assert unit not in backward._reached
-        assert [*backward._ready, *backward._tasks, *backward._idle] == []
-        assert backward._reducing is None
+        assert unit.context.backward is None
+        assert unit.context.reductions._reducing is None
 
 
 def run_case(ctx, name: str, strategies: list[ShardingStrategy]) -> None:

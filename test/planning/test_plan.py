@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
-from flatshard._composable.backward import Backward
 from flatshard._composable.features import kept_shards
 from flatshard._composable.features.inner_shards import FromInnerShards
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import units_below
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Rows, Whole
@@ -173,7 +173,7 @@ def check(
     fully_shard(model, policy=policy, device_mesh=mesh, **options)
     wire = put_on_wire(model, accelerator)
     for unit in units_below(model):
-        unit.context.backward.waits_early = not accelerator
+        unit.context.reductions.waits_early = not accelerator
     assert [u.flats for u in predicted.units] == [u.flats for u in describe(model).units]
     assert [(u.fqn, u.module, u.strategy) for u in predicted.units] == [
         (u.fqn, u.module, u.strategy) for u in describe(model).units
@@ -205,7 +205,7 @@ def check(
     with pytest.MonkeyPatch.context() as patch, counted:
         for owner, name in (
             (UnitGradients, "receive"),
-            (Backward, "finish_previous"),
+            (ReductionQueue, "finish_previous"),
             (UnitHooks, "complete"),
         ):
             look_first(owner, name)

@@ -9,8 +9,12 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from flatshard._comm.progress import Issued
+from flatshard._comm.progress import Issued, Label
 from flatshard._errors import name_list
+from flatshard._handle.handle import FlatParamHandle
+
+Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
+"""A unit's flat parameters, as JSON: for each its dtype, the elements of a shard, and the parameters' FQNs and shapes."""
 
 Described = dict[str, Any]
 """A unit, as JSON: ``unit``: its FQN; ``tag``; ``flats``: see ``Flats``; ``units``: all units of the process, [tag, FQN]."""
@@ -19,11 +23,21 @@ CURE = "Build the same model on all ranks, from the same arguments, and shard it
 _PARAMETERS, _UNITS = 500, 1000  # maximum numbers in a description
 
 
+def flats_of(label: Label) -> Flats:
+    """The flat parameters of a unit. Their number and layout may differ between ranks that have the same label."""
+    handle: FlatParamHandle | None = label.handle()
+    return [
+        (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
+        for b in (() if handle is None else handle.flats)
+        if b.placement.label is label
+    ]
+
+
 def described(issued: Issued) -> Described:
     """Describe the unit of a collective."""
-    flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in issued.label.contents()]
+    flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in flats_of(issued.label)]
     units = list(issued.progress.units().items())[:_UNITS]
-    return {"unit": issued.unit, "tag": issued.tag, "flats": flats, "units": units}
+    return {"unit": issued.label.unit, "tag": issued.label.tag, "flats": flats, "units": units}
 
 
 def difference(units: Mapping[int, Described]) -> str:

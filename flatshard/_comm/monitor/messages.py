@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.progress import INTERRUPT_TAG
+from flatshard._comm.progress import RESERVED
+
+_INTERRUPT_TAG = RESERVED + 7
+"""The tag of a receive that is meant to time out: no message with it is ever sent."""
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -43,7 +46,7 @@ def interrupt(group: dist.ProcessGroup) -> None:
     """End every wait on a gloo group, on all ranks. [Note: Interrupting gloo]"""
     for step in range(1, group.size()):
         try:
-            never = group.recv([torch.empty(1)], (group.rank() + step) % group.size(), INTERRUPT_TAG)
+            never = group.recv([torch.empty(1)], (group.rank() + step) % group.size(), _INTERRUPT_TAG)
         except RuntimeError:  # that rank has closed its connection; connections to other ranks may still be open
             continue
         with contextlib.suppress(RuntimeError):  # the timeout

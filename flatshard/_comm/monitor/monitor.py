@@ -15,7 +15,7 @@ from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.collectives import Collectives, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
-from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress, Unended
+from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
 from flatshard._errors import OutOfStepError
 from flatshard._runtime import Awaited, Then
 
@@ -35,7 +35,7 @@ class GroupMonitor:
             watch.start(builtin, progress)
 
     def start(self, issued: Issued, collectives: Collectives, start: Callable[[], Pending]) -> Pending:
-        if issued.count > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
+        if issued.number > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
             return start()
         check = self._order.announce(issued)
         if not self._on_cpu:
@@ -44,7 +44,7 @@ class GroupMonitor:
         if issued.verb == "all-reduce":  # it carries no tag
             return Then(check, start)
         try:
-            return _Compared(check, start(), issued, self._builtin)
+            return _Compared(check, start(), issued)
         except BaseException:  # the check's messages are in flight
             with contextlib.suppress(Exception):
                 Awaited(check, issued, self).wait()
@@ -54,25 +54,23 @@ class GroupMonitor:
         text = watch.verdict(self._builtin)
         if text is None:
             return None
-        return OutOfStepError(issued.verb, issued.unit, self._builtin.rank, self._builtin.size, text)
+        return OutOfStepError(issued.verb, issued.label.unit, self._builtin.rank, self._builtin.size, text)
 
 
 class _Compared:
     """A collective in flight on CPU. Its check is waited for first: if ranks issued different ones, the data never arrive."""
 
-    __slots__ = ("_builtin", "_check", "_issued", "_pending")
+    __slots__ = ("_check", "_issued", "_pending")
 
-    def __init__(self, check: Pending, pending: Pending, issued: Issued, builtin: BuiltinCollectives) -> None:
+    def __init__(self, check: Pending, pending: Pending, issued: Issued) -> None:
         self._check = check
         self._pending = pending
         self._issued = issued
-        self._builtin = builtin
 
     def wait(self) -> None:
         try:
             self._check.wait()
         except OutOfStepError:
-            unended = Unended(self._issued, self._pending, self._builtin.rank, self._builtin.size)
-            self._issued.progress.unended.append(unended)
+            self._issued.progress.unended.append((self._issued, self._pending))
             raise
         self._pending.wait()

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from flatshard import _trace
 from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
-from flatshard._comm.monitor.differences import CURE, Described, described, difference
+from flatshard._comm.monitor.differences import CURE, Described, described, difference, flats_of
 from flatshard._comm.monitor.messages import all_set
-from flatshard._comm.progress import CHECK_LABELS, SAME_ORDER, Issued, here
+from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label, here
 from flatshard._errors import OutOfStepError
 
+_LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
 _HASH, _TEXT = 8, 504  # bytes of a message: the hash, then the text
 _NAME = 80  # maximum characters of a unit's name in a message
 _UNIT, _PATIENCE = "flatshard/unit/", 10.0  # store keys of unit descriptions; seconds to wait for those of other ranks
@@ -49,10 +50,11 @@ class OrderCheck:
     def announce(self, issued: Issued) -> Comparison:
         """Send a message about the collective that is issued next."""
         kind = 0 if self._one_order else issued.kind
-        name = issued.unit if len(issued.unit) <= _NAME else f"...{issued.unit[-_NAME:]}"
+        unit = issued.label.unit
+        name = unit if len(unit) <= _NAME else f"...{unit[-_NAME:]}"
         line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
         self._recent = [*self._recent[-3:], line]
-        flats = [flat[:2] for flat in issued.label.contents()]  # these may differ between ranks with the same identity
+        flats = [flat[:2] for flat in flats_of(issued.label)]
         summary = f"{line} {issued.label.identity} {flats}"
         ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
         self._hashes[kind] = ahead
@@ -61,7 +63,7 @@ class OrderCheck:
         rank, size = self._collectives.rank, self._collectives.size
         received = torch.empty(size, _HASH + _TEXT, dtype=torch.uint8, device=self._device)
         received[rank].copy_(message)
-        before, here.label = here.label, CHECK_LABELS[kind]
+        before, here.label = here.label, _LABELS[kind]
         try:
             pending = self._collectives.all_gather(received.view(-1), received[rank])
         finally:
@@ -104,7 +106,7 @@ class Comparison:
                 f"{why}. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
                 f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
-            raise OutOfStepError(issued.verb, issued.unit, self._rank, len(rows), text)
+            raise OutOfStepError(issued.verb, issued.label.unit, self._rank, len(rows), text)
 
     def _exchange(self, ranks: list[int]) -> dict[int, Described]:
         """The units of these ranks, by way of the process group's store. All ranks call this, as all are about to raise."""

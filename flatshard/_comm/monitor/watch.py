@@ -36,7 +36,7 @@ from flatshard import _config, _trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import CURE, described, difference
 from flatshard._comm.monitor.messages import interrupt
-from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.progress import NUMBERS, SAME_ORDER, Progress, here
 
 _ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
 
@@ -61,6 +61,12 @@ _SYMMETRIC = (
 _FILE = inspect.getfile(dist.get_rank)  # where they are
 
 
+_SAME_NUMBERS = (
+    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
+    "computes it, and print the result on one of them"
+)
+
+
 def verdict(collectives: BuiltinCollectives) -> str | None:
     """The reason why a stuck rank interrupted the group. None if the group was not interrupted."""
     try:
@@ -81,7 +87,7 @@ def position(progress: Progress, at: int) -> Position:
         waits = None
     return {
         "at": at,
-        "waits": None if waits is None else [waits.key, waits.count, f"{waits}{waits.when}"],
+        "waits": None if waits is None else [waits.key, waits.number, f"{waits}{waits.when}"],
         "unit": None if waits is None else described(waits),
         "counts": {str(key): count for key, count in dict(progress.counts).items()},
         "place": progress.place(),
@@ -176,7 +182,7 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
     if not why:
         why, cure = "they run different units", SAME_ORDER
         if any(_waits_for_numbers(positions[rank]) for rank in found):
-            why, cure = "not all of them compute the same norm, sum or maximum", SAME_NUMBERS
+            why, cure = "not all of them compute the same norm, sum or maximum", _SAME_NUMBERS
     return f"ranks wait for each other, as {why}:{''.join(lines)}\n{cure}."
 
 
@@ -214,7 +220,7 @@ class _Watched:
         if collectives is None or store is None or progress is None:
             return False
         waiting, now = here.waiting, time.monotonic()
-        wait = None if waiting is None else (id(waiting.progress), waiting.key, waiting.count)
+        wait = None if waiting is None else (id(waiting.progress), waiting.key, waiting.number)
         if wait != self._waiting:
             self._waiting, self._since = wait, now
         mine = waiting is not None and waiting.progress is progress
@@ -273,7 +279,7 @@ class _Watched:
 def limit() -> float:
     """Seconds after which a wait counts as long. Shorter in the first passes, where most mistakes show."""
     waiting = here.waiting
-    checked = waiting is not None and waiting.count <= _config.checked_collectives()
+    checked = waiting is not None and waiting.number <= _config.checked_collectives()
     return min(_config.WATCH_SECONDS, 2.0) if checked else _config.WATCH_SECONDS
 
 

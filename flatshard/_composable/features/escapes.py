@@ -60,7 +60,9 @@ class EscapeWatch(ForwardFeature):
         """Register a hook of our own on inner modules that have the user's hooks, to see the same tensors."""
         if forward.in_backward or not torch.is_grad_enabled():
             return
-        if self._caught and self.unit.is_alone(forward.claim):  # else a forward of the unit around this one found them
+        if self._caught and self.unit.claims.only(
+            forward.claim
+        ):  # else a forward of the unit around this one found them
             self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
@@ -94,7 +96,7 @@ class EscapeWatch(ForwardFeature):
 
     def catch(self, value: Any) -> None:
         """A hook on an inner module saw ``value``. If the unit is not in a forward, this is a recomputation: ignore it."""
-        if self.unit.is_used and torch.is_grad_enabled():
+        if self.unit.claims.use and torch.is_grad_enabled():
             self._caught.extend(t for t in tensors_in(value) if t.requires_grad)
 
     def _find_places(self) -> None:

@@ -147,7 +147,7 @@ class _Summoned(Claim):
         unit, handle = self.unit, self.unit.handle
         whole = WholeParameters(handle)
         around = [claim.shows for claim in unit.claims if claim.by_user and isinstance(claim.shows, dict)]
-        alone = unit.is_alone(self)
+        alone = unit.claims.only(self)
         if any([b.unsharded.take_back_moved() for b in handle.flats]):  # `p.data = ...` in an outer body
             for outer in _summons(unit):
                 outer.version = -1
@@ -182,7 +182,7 @@ class _Summoned(Claim):
         if self.shares_copies or (copies is None and (handle.is_alias or not alone)):
             self._note_values()
         unit.show()
-        if not unit.is_pinned:
+        if not unit.claims.pin:
             handle.reshard()
 
     def _note_values(self) -> None:
@@ -199,7 +199,7 @@ class _Summoned(Claim):
             self.shows_gradients = False
         self.shows, self.pins, self.before = SHARDED, False, None
         self.unit.show()
-        if not self.unit.is_pinned:
+        if not self.unit.claims.pin:
             self.unit.handle.reshard()
 
     def end(self, writeback: bool) -> None:
@@ -280,7 +280,7 @@ class _Summoned(Claim):
             if outer is not self and outer.copies is not copies:
                 WholeParameters(handle).copy_gradients(copies, outer.copies)
         # Refill the unsharded parameters if they are in use.
-        if unit.is_pinned and (before := handle.gathered) is not None:
+        if unit.claims.pin and (before := handle.gathered) is not None:
             handle.reshard()
             handle.unshard(before.by, exactly=before.exact)
             handle.wait()
@@ -288,10 +288,10 @@ class _Summoned(Claim):
     def _release(self) -> None:
         unit = self.unit
         unit.claims.remove(self)
-        if not unit.is_used:
+        if not unit.claims.use:
             unit.handle.write_back_if_changed(keep=False)
         unit.show()
-        if not unit.is_pinned:
+        if not unit.claims.pin:
             unit.handle.reshard()
 
 
@@ -368,13 +368,13 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
     for unit in units:
         _check_all_ranks(unit, "unshard")
     for unit in units:
-        if not (unit.handle.is_sharded or unit.is_used) and unit.is_outdated(unit.context.pass_id):
+        if not (unit.handle.is_sharded or unit.claims.use) and unit.is_outdated(unit.context.pass_id):
             unit.show()
             unit.handle.reshard()
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
             unit.handle.unshard(BY_USER)
-        elif not unit.is_used:  # a forward left it unsharded for its backward: register the parameters now
+        elif not unit.claims.use:  # a forward left it unsharded for its backward: register the parameters now
             unit.handle.take_over(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
@@ -391,7 +391,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """
     units = units_registered_in(module, recurse, "reshard")
     settle(units)
-    busy = [u.fqn or "<root>" for u in units if u.is_used]
+    busy = [u.fqn or "<root>" for u in units if u.claims.use]
     if busy:
         raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")
     for unit in units:

@@ -114,8 +114,8 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
             "overwrite the reduced gradients by those it shows. Call it outside"
         )
     for unit in units:
-        if not unit.is_used:
+        if not unit.claims.use:
             unit.handle.check_parameters()
     for context in contexts:
         context.settle()
-        context.backward.reduce_held({unit for unit in units if unit.context is context})
+        context.reductions.reduce_held({unit for unit in units if unit.context is context})

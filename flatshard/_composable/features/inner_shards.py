@@ -8,7 +8,6 @@ order is the same on all ranks.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -54,8 +53,7 @@ def add_subgroup(runtime: Runtime, inner: Runtime) -> None:
     """Use ``inner``, of consecutive ranks of ``runtime`` that include this rank, for units that reshard to as many."""
     known = _subgroups.setdefault(runtime, {})
     if inner.world_size not in known:
-        known[inner.world_size] = inner = copy.copy(inner)
-        inner.streams = runtime.streams
+        known[inner.world_size] = inner.beside(runtime)
 
 
 def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:

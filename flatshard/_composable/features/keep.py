@@ -43,7 +43,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     finally:
         for unit, claim in kept:
             unit.claims.remove(claim)
-            if not unit.is_kept:
+            if not unit.claims.keep:
                 unit.free_if_unused()
 
 

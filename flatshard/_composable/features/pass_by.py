@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatshard._composable.backward import current_graph_task
+from flatshard._composable.backward import Backward, current_graph_task
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.hooks import UnitHooks
@@ -123,7 +123,7 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         hooks = to_hooks()
         assert hooks is not None
         unit = hooks.unit
-        record = unit.context.backward.begin(unit)
+        record = Backward.of(unit).begin(unit)
         unit.handle.gradients.arrivals.pending -= 1
         if not unit.handle.gradients.arrivals.pending and record.task == current_graph_task():
             hooks.complete()

@@ -88,8 +88,8 @@ class MixedForward(ForwardFeature):
         forward.gathers = False
         for needed, claim in forward.claims:
             unit.context.used(needed)
-            if not needed.shows_copies:
-                if needed.is_alone(claim):
+            if not needed.claims.show_copies:
+                if needed.claims.only(claim):
                     needed.handle.reshard()
                     needed.handle.check_parameters()
                 claim.shows, claim.pins = _full_precision(needed), False

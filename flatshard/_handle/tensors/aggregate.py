@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._runtime import Runtime
 
 plainly = torch._C.DisableTorchFunctionSubclass
@@ -146,7 +147,8 @@ def total_norm(
     totals = [] if whole is None else [whole]
     together: dict[Runtime, list[torch.Tensor]] = {}
     for runtime, norm in sharded.items():
-        together.setdefault(runtime.around or runtime, []).append(norm)
+        every = runtime.around if isinstance(runtime, ExpertRuntime) else runtime
+        together.setdefault(every, []).append(norm)
     sharded = {
         r: norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
         for r, norms in together.items()
