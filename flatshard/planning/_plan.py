@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -254,24 +255,24 @@ def _warnings(program: Program, units: Sequence[UnitPlan], issued: Mapping[str, 
     found = program.layout_warnings
     if len(found) > 3:
         found = [*found[:2], f"likewise {len(found) - 2} more flat parameters"]
-    padding = {u.fqn: u.padding / max(1, u.numel) for u in units if u.padding > MUCH_PADDING * u.numel}
+    padding = {u.fqn or "<root>": u.padding / max(1, u.numel) for u in units if u.padding > MUCH_PADDING * u.numel}
     if padding:
         worst = max(padding, key=padding.__getitem__)
+        have = f"{len(padding)} units ({name_list(padding, 3)}) have" if len(padding) > 1 else f"unit {worst!r} has"
         found.append(
-            f"{_units(padding)} more than {MUCH_PADDING:.0%} padding ({worst or '<root>'!r}: {padding[worst]:.0%}). "
+            f"{have} more than {MUCH_PADDING:.0%} padding ({worst!r}: {padding[worst]:.0%}). "
             "Parameters begin at multiples of 16 bytes and shards are multiples of 128 bytes. So other sizes, few elements "
             "for many ranks, and layouts by rows or blocks need padding: make larger units"
         )
     fullest, mean = max(program.numels), statistics.fmean(program.numels)
     if fullest > (1 + MUCH_IMBALANCE) * mean:
         found.append(f"shards are unbalanced: the fullest rank has {fullest:,} elements, the average is {mean:,.0f}")
-    numel = sum(u.numel for u in units)
-    found += [
-        f"unit {u.fqn or '<root>'!r} has {u.numel / numel:.0%} of all elements, which are unsharded at the same time: "
-        "choose units inside it, too"
-        for u in units
-        if len(units) > 1 and u.numel > DOMINANT * numel
-    ]
+    largest, numel = max(units, key=operator.attrgetter("numel")), sum(u.numel for u in units)
+    if len(units) > 1 and largest.numel > DOMINANT * numel:
+        found.append(
+            f"unit {largest.fqn or '<root>'!r} has {largest.numel / numel:.0%} of all elements, which are unsharded at the "
+            "same time: choose units inside it, too"
+        )
     bandwidths, shards = program.options.bandwidths, program.ranks.shards
     latency = bandwidths.seconds("all-gather", 0, shards, min(shards, bandwidths.gpus_per_node))
     slow = []
@@ -288,11 +289,6 @@ def _warnings(program: Program, units: Sequence[UnitPlan], issued: Mapping[str, 
             f"is more than half of the time of an all-gather of {name_list(slow, 3)}: {cure}"
         )
     return found
-
-
-def _units(fqns: Iterable[str]) -> str:
-    names = [fqn or "<root>" for fqn in fqns]
-    return f"unit {names[0]!r} has" if len(names) == 1 else f"{len(names)} units ({name_list(names, 3)}) have"
 
 
 def _assumptions(options: StepOptions, computes: bool) -> list[str]:

@@ -94,7 +94,8 @@ class Program:
 
     def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions) -> None:
         self.ranks, self.options = ranks, options
-        self.numels, self.layout_warnings = _rank_numels(choice, ranks.shards)
+        self.layout_warnings = choice.check_layouts(ranks.shards)
+        self.numels = _rank_numels(choice, ranks.shards)
         memo = _meta_copies(
             tensor
             for each in module.modules()
@@ -167,10 +168,11 @@ class Program:
     def _run_once(self) -> None:
         """Run a forward with the example inputs, and a backward from the sum of its outputs."""
         inputs = self.options.example_inputs
+        inputs = copy.deepcopy(inputs, _meta_copies(tensors_in(inputs)))
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         args = (args,) if isinstance(args, Tensor) else args
         try:
-            output = self.root(*on_meta(args), **on_meta(kwargs))
+            output = self.root(*args, **kwargs)
             losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
             loss = functools.reduce(torch.add, losses) if losses else None
             del output, losses
@@ -289,11 +291,6 @@ class _Use(torch.autograd.Function):
         return grad if of_input else None, ctx.gradient() if of_param else None, None, None, None
 
 
-def on_meta(value: Any) -> Any:
-    """A deep copy of ``value`` with its tensors on the meta device."""
-    return copy.deepcopy(value, _meta_copies(tensors_in(value)))
-
-
 def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     """A meta tensor like each of ``tensors``, by id, for ``copy.deepcopy``."""
     memo: dict[int, Any] = {}
@@ -307,15 +304,15 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     return memo
 
 
-def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], list[str]]:
-    """The elements that each rank has, without padding; and warnings about layouts that are not as requested."""
+def _rank_numels(choice: Choice, shards: int) -> list[int]:
+    """The elements that each rank has, without padding."""
+    numels = [0] * shards
     loads: Loads = {}
-    numels, flats = [0] * shards, [flat for unit in choice.planned for flat in plan_flats(unit, shards, loads)]
-    for layout in (flat.layout for flat in flats):
-        size = layout.shard_numel
-        parts = [size] * layout.world_size
-        for start, stop in layout.gaps():
+    for flat in (flat for unit in choice.planned for flat in plan_flats(unit, shards, loads)):
+        size = flat.layout.shard_numel
+        parts = [size] * flat.layout.world_size
+        for start, stop in flat.layout.gaps():
             for rank in range(start // size, -(-stop // size)):
                 parts[rank] -= min(stop, (rank + 1) * size) - max(start, rank * size)
-        numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part on all ranks, or one on each
-    return numels, [flat.warning for flat in flats if flat.warning is not None]
+        numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part for all ranks, or one for each
+    return numels

@@ -198,20 +198,12 @@ class RecordingCollectives(BuiltinCollectives):
     out_of_place = True
 
     def __init__(self, books: Books, name: str, rank: int, size: int, stride: int, widens: bool) -> None:
-        """
-        Args:
-            books: records the collectives.
-            name: the group's name, see ``Collective``.
-            rank: this rank's number in the group.
-            size: the number of ranks.
-            stride: between the numbers that they have in the job. 1: consecutive ranks.
-            widens: see ``BuiltinCollectives``.
-        """
+        """``name``: see ``Collective.group``. ``stride``: the ranks of the group are every ``stride``-th one of the job."""
         self._books, self._clock = books, books.clock
         self._name = name
         self.rank, self.size = rank, size
-        self._ranks_in_node = min(size, max(1, self._clock.bandwidths.gpus_per_node // stride))
         self.widens = widens
+        self._ranks_in_node = min(size, max(1, self._clock.bandwidths.gpus_per_node // stride))
         self._end = 0.0  # of the last collective
 
     @property
