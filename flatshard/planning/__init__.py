@@ -9,15 +9,4 @@ from flatshard.planning._plan import plan
 from flatshard.planning._records import Collective, Memory, Peak, Sample, Span, Timeline
 from flatshard.planning._report import Plan, UnitPlan
 
-__all__ = [
-    "Bandwidths",
-    "Collective",
-    "Memory",
-    "Peak",
-    "Plan",
-    "Sample",
-    "Span",
-    "Timeline",
-    "UnitPlan",
-    "plan",
-]
+__all__ = ["Bandwidths", "Collective", "Memory", "Peak", "Plan", "Sample", "Span", "Timeline", "UnitPlan", "plan"]

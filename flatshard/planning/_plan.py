@@ -204,10 +204,8 @@ def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
     """Run ``program``. Returns what it has recorded."""
     program.run()
     timeline = Timeline(tuple(program.clock.spans), program.clock.main.time)
-    issued: dict[str, list[Collective]] = {unit.fqn: [] for unit in program.units}
-    for span in timeline.spans:
-        if isinstance(span, Collective):
-            issued[span.unit].append(span)
+    collectives = [span for span in timeline.spans if isinstance(span, Collective)]
+    issued = {unit.fqn: [c for c in collectives if c.unit == unit.fqn] for unit in program.units}
     described = zip(program.units, describe(program.root).units, strict=True)
     units = tuple(_unit_plan(unit, of_unit, issued[unit.fqn], program.states) for unit, of_unit in described)
     return Plan(

@@ -168,11 +168,10 @@ class Program:
     def _run_once(self) -> None:
         """Run a forward with the example inputs, and a backward from the sum of its outputs."""
         inputs = self.options.example_inputs
-        inputs = copy.deepcopy(inputs, _meta_copies(tensors_in(inputs)))
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         args = (args,) if isinstance(args, Tensor) else args
         try:
-            output = self.root(*args, **kwargs)
+            output = self.root(*_on_meta(args), **_on_meta(kwargs))  # which this frame does not keep alive
             losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
             loss = functools.reduce(torch.add, losses) if losses else None
             del output, losses
@@ -289,6 +288,11 @@ class _Use(torch.autograd.Function):
         of_input, of_param = ctx.needs_input_grad[:2]
         ctx.clock.compute(ctx.flops * (of_input + of_param))
         return grad if of_input else None, ctx.gradient() if of_param else None, None, None, None
+
+
+def _on_meta(value: Any) -> Any:
+    """A deep copy of ``value`` with its tensors on the meta device."""
+    return copy.deepcopy(value, _meta_copies(tensors_in(value)))
 
 
 def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:

@@ -128,13 +128,10 @@ class Plan:
         return self.timeline.hidden_share
 
     def __str__(self) -> str:
-        time, peak = self.timeline, self.total_peak
+        time = self.timeline
         sections = {
             "units (bytes on a rank, of a step; units that are alike share a line)": _unit_table(self.units),
-            "memory on a rank": [
-                *_memory_table(self),
-                f"the peak is in {peak.phase}, at unit {peak.unit or '<root>'}",
-            ],
+            "memory on a rank": _memory_table(self),
             "strategies": _strategy_table(self.strategies),
             "time of a step": [
                 f"{in_seconds(time.step_seconds)}: computing {in_seconds(time.compute_seconds)}, waiting for communication "
@@ -265,7 +262,8 @@ def _unit_table(units: Sequence[UnitPlan]) -> list[str]:
 
 
 def _memory_table(plan: Plan) -> list[str]:
-    columns = {"between steps": plan.between_steps, "at the peak": plan.total_peak.memory}
+    peak = plan.total_peak
+    columns = {"between steps": plan.between_steps, "at the peak": peak.memory}
     if plan.host_peak.nbytes:
         columns["on the host"] = plan.host_peak.memory
     rows = [["", *columns]]
@@ -273,23 +271,15 @@ def _memory_table(plan: Plan) -> list[str]:
         sizes = [getattr(memory, name) for memory in columns.values()]
         if any(sizes) or name == "total":
             rows.append(["all" if name == "total" else name, *map(in_bytes, sizes)])
-    return table(rows)
+    return [*table(rows), f"the peak is in {peak.phase}, at unit {peak.unit or '<root>'}"]
 
 
 def _strategy_table(plans: Sequence[Plan]) -> list[str]:
     rows = [["strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden"]]
     for plan in plans:
-        strategy = plan.strategy + (" (this)" if plan is plans[0] else "")
-        sizes = [in_bytes(n) for n in (plan.between_steps.total, plan.total_peak.nbytes)]
-        sent = [f"{len(plan.collectives):,}", in_bytes(plan.sent_nbytes)]
-        rows.append(
-            [
-                strategy,
-                str(plan.world_size),
-                *sizes,
-                *sent,
-                in_seconds(plan.step_seconds),
-                in_percent(plan.hidden_share),
-            ]
-        )
+        name = plan.strategy + (" (this)" if plan is plans[0] else "")
+        sizes = in_bytes(plan.between_steps.total), in_bytes(plan.total_peak.nbytes)
+        sent = f"{len(plan.collectives):,}", in_bytes(plan.sent_nbytes)
+        times = in_seconds(plan.step_seconds), in_percent(plan.hidden_share)
+        rows.append([name, str(plan.world_size), *sizes, *sent, *times])
     return table(rows, left=2)
