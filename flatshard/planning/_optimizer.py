@@ -37,16 +37,7 @@ def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Param
         return {part: choice * part.numel() for part in parts}
     if choice is None or not parts:
         return {}
-    cut = [part for part in parts if part.shape != full_shape(part)]
-    try:
-        optimizer = _made(choice, params)
-    except Exception as e:
-        if cut and isinstance(e, ValueError) and not str(e).startswith("plan:"):
-            raise ValueError(f"plan: {_name(choice)} takes no parts of parameters ({e}). {_WHOLE}") from e
-        raise
-    steps_empty = steps_empty_parts(optimizer)
-    if steps_empty is not None and any(part.numel() or not steps_empty for part in cut):
-        raise ValueError(f"plan: {type(optimizer).__name__} looks at whole parameters, and a rank has parts. {_WHOLE}")
+    optimizer = _made(choice, params)
     try:
         optimizer.step()
     except Exception as e:
@@ -59,31 +50,39 @@ def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Param
     return {p: sum(t.numel() * t.itemsize for t in s if isinstance(t, torch.Tensor)) for p, s in states.items()}
 
 
-_WHOLE = (
-    "For training, flatshard.optim.WholeParameterOptimizer keeps the state of each parameter on one rank. For the plan, pass "
-    "the average number of bytes of state per element: optimizer=8"
-)
-
-
-def _name(choice: Any) -> str:
-    choice = choice.func if isinstance(choice, functools.partial) else choice
-    return getattr(choice, "__name__", None) or type(choice).__name__
-
-
 def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer on this rank's parts. If ``choice`` is an optimizer: one of its class, with its options."""
+    make, groups = choice, list(params.values())
     if isinstance(choice, torch.optim.Optimizer):
-        return _like(choice, params)
-    made = choice(list(params.values())) if callable(choice) else None
+        known = inspect.signature(type(choice).__init__).parameters
+        make = functools.partial(type(choice), **{k: v for k, v in choice.defaults.items() if k in known})
+        groups = _groups(choice, params)
+    cut = [part for part in params.values() if part.shape != full_shape(part)]
+    cure = (
+        "For training, flatshard.optim.WholeParameterOptimizer keeps the state of each parameter on one rank. For the plan, "
+        "pass the average number of bytes of state per element: optimizer=8"
+    )
+    try:
+        made = make(groups) if callable(make) else None
+    except ValueError as e:
+        if not cut:
+            raise
+        kind = getattr(make, "func", make)
+        name = getattr(kind, "__name__", type(kind).__name__)
+        raise ValueError(f"plan: {name} takes no parts of parameters ({e}). {cure}") from e
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "plan: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a list of "
             f"parameters, a number of bytes per element, or None, got {choice!r}"
         )
+    steps_empty = steps_empty_parts(made)
+    if steps_empty is not None and any(part.numel() or not steps_empty for part in cut):
+        raise ValueError(f"plan: {type(made).__name__} looks at whole parameters, and a rank has parts. {cure}")
     return made
 
 
-def _like(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer with the class and options of ``given`` on this rank's parts. ``given`` itself is not stepped."""
+def _groups(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
+    """The param groups of ``given``, with this rank's parts."""
     groups = []
     for options in given.param_groups:
         if unknown := [tuple(p.shape) for p in options["params"] if p not in params and p.requires_grad]:
@@ -94,5 +93,4 @@ def _like(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Paramet
         parts = [params[p] for p in options["params"] if p in params]
         if parts:
             groups.append({k: v for k, v in options.items() if k != "param_names"} | {"params": parts})
-    known = inspect.signature(type(given).__init__).parameters
-    return type(given)(groups, **{k: v for k, v in given.defaults.items() if k in known})
+    return groups

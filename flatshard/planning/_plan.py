@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from flatshard._composable.construct import validate
@@ -21,9 +21,10 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
-from flatshard.planning._hardware import Bandwidths, Timeline
+from flatshard.planning._hardware import Bandwidths
 from flatshard.planning._optimizer import OptimizerChoice
-from flatshard.planning._program import Program, Ranks, StepOptions
+from flatshard.planning._program import META, Program, StepOptions
+from flatshard.planning._records import Collective, Ranks, Timeline
 from flatshard.planning._report import Plan, UnitPlan, in_seconds
 
 
@@ -134,15 +135,15 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
             "plan: world_size must be a number of ranks of at least 1, or for hybrid strategies (replicas, ranks to shard "
             f"over), got {world_size!r}"
         )
-    if not strategy.is_hybrid:
-        if len(sizes) == 2:
-            raise ValueError(
-                f"plan: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
-                f"{strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
-            )
-        return Ranks(1, sizes[0])
+    if len(sizes) == 2 and not strategy.is_hybrid:
+        raise ValueError(
+            f"plan: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
+            f"{strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
+        )
     if len(sizes) == 2:
         return Ranks(*sizes)
+    if not strategy.is_hybrid:
+        return Ranks(1, sizes[0])
     if sizes[0] % per_node:
         raise ValueError(
             f"plan: {strategy} shards within a node, but {per_node} GPUs a node do not divide {sizes[0]} ranks: "
@@ -158,21 +159,19 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
         ValueError: ``fully_shard`` could not shard a parameter, or ``activations`` names something that is no unit.
         NotImplementedError: this can be sharded but not planned.
     """
-    validate.check_parameters(choice.planned, torch.device("meta"), None)
+    validate.check_parameters(choice.planned, META, None)
     for owned in (owned for unit in choice.planned for owned in unit.owned):
         if wrapping_of(owned.param) is not None:
             raise NotImplementedError(
                 f"plan: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses cannot be "
                 "planned. Plan the model with plain parameters of the sizes that this rank has"
             )
-    if any(config.collectives is not None for config in choice.configs):
-        raise NotImplementedError(
-            "plan: the policy overrides collectives for a unit, but only the built-in ones can be planned"
-        )
-    if any(config.shard_mesh_fn is not None for config in choice.configs):
-        raise NotImplementedError(
-            "plan: the policy has a shard_mesh_fn for a unit, but there are no meshes to plan with"
-        )
+    for name, why in (
+        ("collectives", "only the built-in ones can be planned"),
+        ("shard_mesh_fn", "there are no meshes to plan with"),
+    ):
+        if any(getattr(config, name) is not None for config in choice.configs):
+            raise NotImplementedError(f"plan: the policy overrides {name} for a unit, but {why}")
     names = [unit.fqn for unit in choice.planned]
     if isinstance(activations, Mapping) and (odd := [n for n in activations if n not in names]):
         raise ValueError(f"plan: activations has {odd[0]!r}, which is not a unit; the units are {names}")
@@ -180,14 +179,13 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
 
 def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Choice, Ranks]]:
     """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
-    chosen = choice.strategy
-    plain = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-    over = dict.fromkeys(plain, Ranks(1, ranks.total))
-    if chosen.is_hybrid:
-        over[ShardingStrategy.HYBRID_SHARD] = over[ShardingStrategy.HYBRID_SHARD_ZERO2] = ranks
+    every = ShardingStrategy
+    over = dict.fromkeys((every.FULL_SHARD, every.SHARD_GRAD_OP, every.NO_SHARD), Ranks(1, ranks.total))
+    if choice.strategy.is_hybrid:
+        over |= dict.fromkeys((every.HYBRID_SHARD, every.HYBRID_SHARD_ZERO2), ranks)
     elif ranks.total > per_node and ranks.total % per_node == 0:
-        over[ShardingStrategy.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
-    over.pop(chosen, None)
+        over[every.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
+    del over[choice.strategy]
     return [(_changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
 
 
@@ -205,10 +203,11 @@ def _changed(choice: Choice, **options: Any) -> Choice:
 def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
     """Run ``program``. Returns what it has recorded."""
     program.run()
-    clock = program.clock
-    described = {unit.fqn: unit for unit in describe(program.root).units}
-    units = tuple(_unit_plan(program, unit, described[unit.fqn]) for unit in program.units)
-    timeline = Timeline(tuple(clock.spans), clock.now)
+    timeline = Timeline(tuple(program.clock.spans), program.clock.main.time)
+    collectives = [span for span in timeline.spans if isinstance(span, Collective)]
+    issued = {unit.fqn: [c for c in collectives if c.unit == unit.fqn] for unit in program.units}
+    described = zip(program.units, describe(program.root).units, strict=True)
+    units = tuple(_unit_plan(unit, of_unit, issued[unit.fqn], program.states) for unit, of_unit in described)
     return Plan(
         module=type(program.root).__name__,
         strategy=program.choice.strategy.name,
@@ -216,31 +215,31 @@ def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
         device=program.options.device,
         units=units,
         samples=tuple(program.books.samples),
-        collectives=tuple(clock.collectives),
         timeline=timeline,
         others=others,
-        warnings=tuple(_warnings(program, units)),
+        warnings=tuple(_warnings(program, units, issued)),
         assumptions=tuple(_assumptions(program.options, timeline.compute_seconds > 0)),
     )
 
 
-def _unit_plan(program: Program, unit: Unit, described: UnitDescription) -> UnitPlan:
+def _unit_plan(
+    unit: Unit, described: UnitDescription, issued: Sequence[Collective], states: Mapping[nn.Parameter, int]
+) -> UnitPlan:
     flats = unit.handle.flats
-    mine = [c for c in program.clock.collectives if c.unit == unit.fqn]
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [f for f in flats if f.gradients.is_reduced and any(f.requires_grad)]
     outputs = [f.layout.shard_numel * f.gradients.reduce_dtype.itemsize for f in reduced if not f.is_whole]
-    inputs = [c.nbytes for c in mine if c.kind == ("reduce-scatter" if outputs else "all-reduce")]
+    inputs = [c.nbytes for c in issued if c.kind == ("reduce-scatter" if outputs else "all-reduce")]
     return UnitPlan(
         **vars(described),
         shard_nbytes=sum(f.shard.nbytes for f in flats),
         gradient_nbytes=sum(grads.values()),
-        optimizer_nbytes=sum(program.states.get(p, 0) for p in params),
+        optimizer_nbytes=sum(states.get(p, 0) for p in params),
         unsharded_nbytes=unit.handle.unsharded_nbytes,
         reduction_nbytes=sum(inputs[len(inputs) - len(reduced) :]) + sum(outputs),
-        collectives=len(mine),
-        sent_nbytes=sum(c.sent_nbytes for c in mine),
+        collectives=len(issued),
+        sent_nbytes=sum(c.sent_nbytes for c in issued),
     )
 
 
@@ -249,51 +248,45 @@ MUCH_IMBALANCE = 0.1  # warn if the fullest rank has more elements than the aver
 DOMINANT = 0.5  # warn if one unit has more than this part of all elements
 
 
-def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
+def _warnings(program: Program, units: Sequence[UnitPlan], issued: Mapping[str, Sequence[Collective]]) -> list[str]:
     """Warnings about layouts, and about the sizes of units and shards."""
     found = program.layout_warnings
     if len(found) > 3:
         found = [*found[:2], f"likewise {len(found) - 2} more flat parameters"]
-    padding = {u.fqn: u.padding / max(1, u.numel) for u in units if u.padding > MUCH_PADDING * u.numel}
+    padding = {u.fqn or "<root>": u.padding / max(1, u.numel) for u in units if u.padding > MUCH_PADDING * u.numel}
     if padding:
         worst = max(padding, key=padding.__getitem__)
+        have = f"{len(padding)} units ({name_list(padding, 3)}) have" if len(padding) > 1 else f"unit {worst!r} has"
         found.append(
-            f"{_units(padding)} more than {MUCH_PADDING:.0%} padding ({worst or '<root>'!r}: {padding[worst]:.0%}). "
+            f"{have} more than {MUCH_PADDING:.0%} padding ({worst!r}: {padding[worst]:.0%}). "
             "Parameters begin at multiples of 16 bytes and shards are multiples of 128 bytes. So other sizes, few elements "
             "for many ranks, and layouts by rows or blocks need padding: make larger units"
         )
     fullest, mean = max(program.numels), statistics.fmean(program.numels)
     if fullest > (1 + MUCH_IMBALANCE) * mean:
         found.append(f"shards are unbalanced: the fullest rank has {fullest:,} elements, the average is {mean:,.0f}")
-    numel = sum(u.numel for u in units)
-    found += [
-        f"unit {u.fqn or '<root>'!r} has {u.numel / numel:.0%} of all elements, which are unsharded at the same time: "
-        "choose units inside it, too"
-        for u in units
-        if len(units) > 1 and u.numel > DOMINANT * numel
-    ]
+    largest, numel = max(units, key=operator.attrgetter("numel")), sum(u.numel for u in units)
+    if len(units) > 1 and largest.numel > DOMINANT * numel:
+        found.append(
+            f"unit {largest.fqn or '<root>'!r} has {largest.numel / numel:.0%} of all elements, which are unsharded at the "
+            "same time: choose units inside it, too"
+        )
     bandwidths, shards = program.options.bandwidths, program.ranks.shards
-    least = bandwidths.seconds("all-gather", 0, shards, min(shards, bandwidths.gpus_per_node))
-    seconds = dict.fromkeys((u.fqn for u in units), 0.0)  # of the all-gathers of a forward
-    for collective in program.clock.collectives:
-        if (collective.kind, collective.phase) == ("all-gather", "forward"):
-            seconds[collective.unit] += bandwidths.seconds_of(collective, program.ranks.total)
-    most = 2 * least * program.options.microbatches
-    slow = [fqn or "<root>" for fqn, gathering in seconds.items() if 0 < gathering < most]
+    latency = bandwidths.seconds("all-gather", 0, shards, min(shards, bandwidths.gpus_per_node))
+    slow = []
+    for fqn, collectives in issued.items():
+        gathers = [c.seconds for c in collectives if (c.kind, c.phase) == ("all-gather", "forward")]
+        if 0 < sum(gathers) < 2 * latency * program.options.microbatches:
+            slow.append(fqn or "<root>")
     if slow:
         cure = "make larger units (several layers each)"
         if shards > bandwidths.gpus_per_node and not program.choice.strategy.is_hybrid:
             cure += ", or shard over fewer ranks: strategy=HYBRID_SHARD"
         found.append(
-            f"{len(slow)} of {len(units)} units are too small for {shards:,} ranks: latency ({in_seconds(least)}) "
+            f"{len(slow)} of {len(units)} units are too small for {shards:,} ranks: latency ({in_seconds(latency)}) "
             f"is more than half of the time of an all-gather of {name_list(slow, 3)}: {cure}"
         )
     return found
-
-
-def _units(fqns: Iterable[str]) -> str:
-    names = [fqn or "<root>" for fqn in fqns]
-    return f"unit {names[0]!r} has" if len(names) == 1 else f"{len(names)} units ({name_list(names, 3)}) have"
 
 
 def _assumptions(options: StepOptions, computes: bool) -> list[str]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +35,15 @@ from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit, called_modules, unit_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
-from flatshard.planning._clock import Clock, RecordingCollectives
 from flatshard.planning._hardware import Bandwidths
-from flatshard.planning._memory import Books
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
+from flatshard.planning._recording import Books, Clock, RecordingCollectives
+from flatshard.planning._records import Ranks
 
 META = torch.device("meta")
 
 
-class Ranks(NamedTuple):
-    """The number of replicas of each shard, and the number of ranks that parameters are sharded over."""
-
-    replicas: int
-    shards: int
-
-    @property
-    def total(self) -> int:
-        return self.replicas * self.shards
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StepOptions:
     """The arguments of ``plan`` that describe a step.
 
@@ -103,8 +94,8 @@ class Program:
 
     def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions) -> None:
         self.ranks, self.options = ranks, options
-        self.numels, self.layout_warnings = _rank_numels(choice, ranks.shards)
-        rank = max(range(ranks.shards), key=self.numels.__getitem__)  # the fullest
+        self.layout_warnings = choice.check_layouts(ranks.shards)
+        self.numels = _rank_numels(choice, ranks.shards)
         memo = _meta_copies(
             tensor
             for each in module.modules()
@@ -113,26 +104,10 @@ class Program:
         )
         memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
-        self.clock = Clock(options.bandwidths, ranks.total)
+        self.clock = Clock(options.bandwidths)
         self.books = Books(self.clock)
-        self.clock.on_issue = self.books.look
-        on_cpu = options.device.partition(":")[0] == "cpu"
-        widens = on_cpu if options.widens is None else options.widens
-
-        def runtime(name: str, rank: int, size: int) -> Runtime:
-            collectives = RecordingCollectives(self.clock, name, rank, size, widens)
-            if on_cpu:
-                return Runtime(collectives, META, None, None)
-            return Runtime(collectives, META, Streams(self.clock, META), host=META)
-
-        context = Context.of(runtime("shards", rank, ranks.shards))
-        for size in inner_shards.sizes(self.choice.configs):
-            inner_shards.add_subgroup(context.runtime, runtime("inner", rank % size, size))
-        replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
         with self.books:
-            made = build(self.choice, context, {None: (context.runtime, replicas)}, prepare=lambda unit: None)
-            install(self.root, self.choice, made, (*extensions(), _Observer(self.books)))
-        self.units = list(made.values())
+            self.units = self._sharded()
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
@@ -141,30 +116,53 @@ class Program:
         # The trainable sharded parameters, by the parameters of the original module.
         self.params = {p: c for p, c in copies if c.requires_grad and shard_info(c) is not None}
 
+    def _sharded(self) -> list[Unit]:
+        """Shard the copy as ``fully_shard`` does, on the rank that has most elements. Returns its units."""
+        ranks, choice = self.ranks, self.choice
+        on_cpu = self.options.device.partition(":")[0] == "cpu"
+        widens = on_cpu if self.options.widens is None else self.options.widens
+
+        def runtime(name: str, rank: int, size: int, stride: int = 1) -> Runtime:
+            collectives = RecordingCollectives(self.books, name, rank, size, stride, widens)
+            if on_cpu:
+                return Runtime(collectives, META, None, None)
+            return Runtime(collectives, META, Streams(self.clock, META), host=META)
+
+        rank = self.numels.index(max(self.numels))
+        shards = runtime("shards", rank, ranks.shards)
+        replicas = runtime("replicas", 0, ranks.replicas, ranks.shards) if choice.strategy.is_hybrid else None
+        for size in inner_shards.sizes(choice.configs):
+            inner_shards.add_subgroup(shards, runtime("inner", rank % size, size))
+        made = build(choice, Context.of(shards), {None: (shards, replicas)}, prepare=lambda unit: None)
+        install(self.root, choice, made, (*extensions(), _Observer(self.books)))
+        return list(made.values())
+
     def run(self) -> None:
         """Run steps, and record the last one."""
-        options = self.options
-        run_once = _InOrder(self).run_once if options.example_inputs is None else self._run_once
-
-        def step() -> None:
-            with self.books:
-                for number in range(options.microbatches):
-                    holds = options.no_sync and number < options.microbatches - 1
-                    with no_sync(self.root) if holds else contextlib.nullcontext():
-                        run_once()
-
-        step()
-        self.states = state_nbytes(options.optimizer, self.params)  # by this rank's part
+        run_once = self._run_once if self.options.example_inputs is not None else _InOrder(self).run_once
+        self._step(run_once)
+        self.states = state_nbytes(self.options.optimizer, self.params)  # by this rank's part
         for flat in self.flats:
             self.books.add("optimizer", sum(self.states.get(p, 0) for p in flat.params), flat.kind.is_offloaded)
         self.root.zero_grad()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
-            step()
+            self._step(run_once)
             self.root.zero_grad()
-        self.clock.begin()
-        self.books.open()
-        step()
-        self.clock.phase, self.clock.unit = "optimizer", ""
+        self.clock.is_recording = True
+        self._step(run_once)
+        self._enter("optimizer")
+
+    def _step(self, run_once: Callable[[], None]) -> None:
+        """Run the forwards and backwards of a step."""
+        last = self.options.microbatches - 1
+        with self.books:
+            for number in range(self.options.microbatches):
+                self._enter("forward")
+                with no_sync(self.root) if self.options.no_sync and number < last else contextlib.nullcontext():
+                    run_once()
+
+    def _enter(self, phase: str) -> None:
+        self.clock.phase, self.clock.unit = phase, ""
         self.books.look()
 
     def _run_once(self) -> None:
@@ -172,9 +170,8 @@ class Program:
         inputs = self.options.example_inputs
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         args = (args,) if isinstance(args, Tensor) else args
-        self.clock.phase, self.clock.unit = "forward", ""
         try:
-            output = self.root(*on_meta(args), **on_meta(kwargs))
+            output = self.root(*_on_meta(args), **_on_meta(kwargs))  # which this frame does not keep alive
             losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
             loss = functools.reduce(torch.add, losses) if losses else None
             del output, losses
@@ -240,27 +237,24 @@ class _InOrder:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        given = program.options.activations
         for unit in program.units:
+            nbytes = given.get(unit.fqn, 0) if isinstance(given, Mapping) else given if unit.fqn else 0
             for module in called_modules(unit.module):
-                module.forward = functools.partial(self._forward, unit, module)
+                module.forward = functools.partial(self._forward, module, nbytes)
+                nbytes = 0  # once in each unit
 
     def run_once(self) -> None:
         """Run a forward and its backward."""
         self.done = {self.program.root, *self.program.choice.ignored}
-        clock = self.program.clock
-        clock.phase, clock.unit = "forward", ""
         output = self.program.root(torch.empty(0, device=META))
         if output.requires_grad:
-            clock.phase = "backward"
+            self.program.clock.phase = "backward"
             torch.autograd.backward((output,), (torch.empty_like(output),))
 
-    def _forward(self, unit: Unit, module: nn.Module, x: Tensor) -> Tensor:
-        given = self.program.options.activations
-        nbytes = given.get(unit.fqn, 0) if isinstance(given, Mapping) else given if unit.fqn else 0
-        if module is not called_modules(unit.module)[0]:
-            nbytes = 0  # once in each unit
-        saved = torch.empty(nbytes, dtype=torch.uint8, device=META) if nbytes else None
-        return self._visit(module, x, saved)
+    def _forward(self, module: nn.Module, nbytes: int, x: Tensor) -> Tensor:
+        """Compute all of ``module`` except for the units in it. Autograd saves ``nbytes``."""
+        return self._visit(module, x, torch.empty(nbytes, dtype=torch.uint8, device=META) if nbytes else None)
 
     def _visit(self, module: nn.Module, x: Tensor, saved: Tensor | None) -> Tensor:
         for name, param in module._parameters.items():
@@ -282,10 +276,10 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor, saved: Tensor | None, flops: int, clock: Clock) -> Tensor:
         clock.compute(flops)
+        ctx.flops, ctx.clock = flops, clock
         ctx.gradient = functools.partial(
             torch.empty_strided, param.shape, param.stride(), dtype=param.dtype, device=META
         )
-        ctx.flops, ctx.clock = flops, clock
         ctx.save_for_backward(saved)
         return x.new_empty(0)
 
@@ -296,7 +290,7 @@ class _Use(torch.autograd.Function):
         return grad if of_input else None, ctx.gradient() if of_param else None, None, None, None
 
 
-def on_meta(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     """A deep copy of ``value`` with its tensors on the meta device."""
     return copy.deepcopy(value, _meta_copies(tensors_in(value)))
 
@@ -314,21 +308,15 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     return memo
 
 
-def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], list[str]]:
-    """The elements that each rank has, without padding; and warnings about layouts that are not as requested."""
+def _rank_numels(choice: Choice, shards: int) -> list[int]:
+    """The elements that each rank has, without padding."""
+    numels = [0] * shards
     loads: Loads = {}
-    padding, numel, warnings = [0] * shards, 0, []
-    for unit in choice.planned:
-        for flat in plan_flats(unit, shards, loads):
-            if flat.warning is not None:
-                warnings.append(flat.warning)
-            layout = flat.layout
-            if layout.world_size == 1:
-                numel += layout.numel
-                continue
-            size = layout.shard_numel
-            numel += size
-            for start, stop in layout.gaps():
-                for rank in range(start // size, -(-stop // size)):
-                    padding[rank] += min(stop, (rank + 1) * size) - max(start, rank * size)
-    return [numel - n for n in padding], warnings
+    for flat in (flat for unit in choice.planned for flat in plan_flats(unit, shards, loads)):
+        size = flat.layout.shard_numel
+        parts = [size] * flat.layout.world_size
+        for start, stop in flat.layout.gaps():
+            for rank in range(start // size, -(-stop // size)):
+                parts[rank] -= min(stop, (rank + 1) * size) - max(start, rank * size)
+        numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part for all ranks, or one for each
+    return numels

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatshard.debug._describe import UnitDescription, counted, table
-from flatshard.planning._hardware import Collective, Timeline
-from flatshard.planning._memory import CATEGORIES, Memory, Peak, Sample
+from flatshard.debug._describe import UnitDescription, table
+from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ranks, Sample, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +44,21 @@ class Plan:
 
     module: str  # class name
     strategy: str
-    world_size: tuple[int, int]  # (replicas, ranks to shard over)
+    world_size: Ranks  # (replicas, ranks to shard over)
     device: str
     units: tuple[UnitPlan, ...]  # in module order
     samples: tuple[Sample, ...]
     """What is in memory from the beginning of a step to its end: one for each change of memory, time or place."""
-    collectives: tuple[Collective, ...]
-    """All collectives of a step, in the order in which they are issued."""
     timeline: Timeline
     others: tuple[Plan, ...]
     """The same with the other strategies, with ``compare``."""
     warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The module, the strategy and the ranks."""
+        return f"{self.module}, {self.strategy} over {self.world_size}"
 
     @property
     def strategies(self) -> tuple[Plan, ...]:
@@ -106,6 +108,11 @@ class Plan:
         return (*found, (self.step_seconds, self.samples[-1].device))
 
     @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All collectives of a step, in the order in which they are issued."""
+        return tuple(s for s in self.timeline.spans if isinstance(s, Collective))
+
+    @property
     def sent_nbytes(self) -> int:
         """Bytes that a rank sends in a step, by ring algorithms."""
         return sum(c.sent_nbytes for c in self.collectives)
@@ -121,25 +128,37 @@ class Plan:
         return self.timeline.hidden_share
 
     def __str__(self) -> str:
-        return as_text(self)
-
-    @property
-    def title(self) -> str:
-        """The module, the strategy and the ranks."""
-        return f"{self.module}, {self.strategy} over {world(self.world_size)}"
+        time = self.timeline
+        sections = {
+            "units (bytes on a rank, of a step; units that are alike share a line)": _unit_table(self.units),
+            "memory on a rank": _memory_table(self),
+            "strategies": _strategy_table(self.strategies),
+            "time of a step": [
+                f"{in_seconds(time.step_seconds)}: computing {in_seconds(time.compute_seconds)}, waiting for communication "
+                f"{in_seconds(time.exposed_seconds)}; communication {in_seconds(time.communication_seconds)}, hidden "
+                f"{in_percent(time.hidden_share)}"
+            ],
+            "warnings": _bullets(self.warnings),
+            "assumptions": _bullets(self.assumptions),
+        }
+        lines = [f"{self.title}: {self.numel:,} elements"]
+        for title, text in sections.items():
+            if text:
+                lines += ["", title, *text]
+        return "\n".join(lines)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a step as a JSON trace, to open in https://ui.perfetto.dev or chrome://tracing.
 
         It has a track for computing, one for each kind of collective, and counters of memory by category.
         """
-        spans, categories = self.timeline.spans, self._categories
+        kinds, categories = {"compute", *(span.kind for span in self.timeline.spans)}, self._categories
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self.title}}]
-        for kind in dict.fromkeys(["compute", *(s.kind for s in spans if s.kind != "wait")]):
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": _LANES[kind], "args": {"name": kind}})
-        for span in spans:
-            at = {"ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": 0, "tid": _LANES[span.kind]}
-            name = span.unit if span.kind != "wait" else f"wait: {span.unit}"
+        for kind in (kind for kind in _TRACKS if kind in kinds and kind != "wait"):
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": _TRACKS[kind], "args": {"name": kind}})
+        for span in self.timeline.spans:
+            name = ("wait: " if span.kind == "wait" else "") + (span.unit or "<root>")
+            at = {"ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": 0, "tid": _TRACKS[span.kind]}
             events.append({"ph": "X", "name": name, "cat": f"{span.kind},{span.phase}", "args": {}, **at})
         for seconds, memory in self.memory:
             sizes = {category: getattr(memory, category) for category in categories}
@@ -162,15 +181,15 @@ class Plan:
         figure = figures.Figure(figsize=(14, 8), layout="constrained")
         figure.suptitle(self.title)
         above, below = figure.subplots(2, 1, height_ratios=[2, 1])
-        categories = self._categories
-        sizes = [[getattr(memory, c) / 2**20 for _, memory in self.memory] for c in categories]
-        above.stackplot(range(len(self.memory)), sizes, labels=categories, step="post")
-        above.set(ylabel="MiB on a rank", xlabel="events of a step", xlim=(0, max(1, len(self.memory) - 1)))
+        memory, categories = self.memory, self._categories
+        sizes = [[getattr(each, category) / 2**20 for _, each in memory] for category in categories]
+        above.stackplot(range(len(memory)), sizes, labels=categories, step="post")
+        above.set(ylabel="MiB on a rank", xlabel="events of a step", xlim=(0, max(1, len(memory) - 1)))
         above.legend(loc="upper left")
         for kind, colour in _COLOURS.items():
             bars = [(s.start * 1e3, s.seconds * 1e3) for s in self.timeline.spans if s.kind == kind]
-            below.broken_barh(bars, (3 - _LANES[kind], 0.8), color=colour)
-        below.set_yticks([3.4 - lane for lane in range(4)], list(_COLOURS))
+            below.broken_barh(bars, (3 - _TRACKS[kind], 0.8), color=colour)
+        below.set_yticks([3.4 - _TRACKS[kind] for kind in _COLOURS], list(_COLOURS))
         below.set(xlabel="ms (modelled)", ylim=(0, 4), xlim=(0, max(1e-9, self.step_seconds * 1e3)))
         figure.savefig(path)
 
@@ -180,37 +199,32 @@ class Plan:
         return [c for c in CATEGORIES if any(getattr(memory, c) for _, memory in self.memory)]
 
 
-def _highest(peaks: Iterable[Peak]) -> Peak:
-    """The first of the highest, with its last categories: a storage changes its category when it is known what it is."""
-    *_, highest = itertools.accumulate(peaks, _higher)
-    return highest
-
-
-def _higher(before: Peak, now: Peak) -> Peak:
-    same_place = (now.phase, now.unit) == (before.phase, before.unit)
-    return now if now.nbytes > before.nbytes or (now.nbytes == before.nbytes and same_place) else before
-
-
-_LANES = {"compute": 0, "wait": 0, "all-gather": 1, "reduce-scatter": 2, "all-reduce": 3}
+_TRACKS = {"compute": 0, "wait": 0, "all-gather": 1, "reduce-scatter": 2, "all-reduce": 3}
 _COLOURS = {"compute": "#59a14f", "all-gather": "#e15759", "reduce-scatter": "#edc948", "all-reduce": "#b07aa1"}
 
 
-def in_bytes(nbytes: int) -> str:
+def _highest(peaks: Iterable[Peak]) -> Peak:
+    """The first of the highest, with its last categories: a storage changes its category when it is known what it is."""
+    peaks = list(peaks)
+    nbytes = max(peak.nbytes for peak in peaks)
+    highest = [peak for peak in peaks if peak.nbytes == nbytes]
+    place = highest[0].phase, highest[0].unit
+    return [peak for peak in highest if (peak.phase, peak.unit) == place][-1]
+
+
+def in_bytes(nbytes: float) -> str:
     """``1.5 GiB``: with three digits."""
-    size, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if size < 1000 or unit == "PiB":
+        if nbytes < 1000 or unit == "PiB":
             break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
 
 
 def in_seconds(seconds: float) -> str:
     """``12.3 ms``."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * factor:.3g} {unit}"
 
 
 def in_percent(share: float | None) -> str:
@@ -218,37 +232,11 @@ def in_percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def world(sizes: tuple[int, int]) -> str:
-    """``8 ranks``, or with replicas ``2 x 8 ranks``."""
-    return counted(sizes[1], "rank") if sizes[0] == 1 else f"{sizes[0]:,} x {sizes[1]:,} ranks"
+def _bullets(texts: Iterable[str]) -> list[str]:
+    return [line for t in texts for line in textwrap.wrap(t, 118, initial_indent="- ", subsequent_indent="  ")]
 
 
-def as_text(plan: Plan) -> str:
-    """The text that ``print(plan)`` shows."""
-    lines = [f"{plan.title}: {plan.numel:,} elements"]
-    lines += ["", "units (bytes on a rank, of a step; units that are alike share a line)"]
-    lines += table(_unit_rows(plan.units), left=2)
-    lines += ["", "memory on a rank"]
-    lines += table(_memory_rows(plan))
-    lines.append(f"the peak is in {plan.total_peak.phase}, at unit {plan.total_peak.unit}")
-    lines += ["", "strategies"]
-    lines += table(_strategy_rows(plan.strategies), left=2)
-    time = plan.timeline
-    lines += ["", "time of a step"]
-    lines.append(
-        f"{in_seconds(time.step_seconds)}: computing {in_seconds(time.compute_seconds)}, waiting for communication "
-        f"{in_seconds(time.exposed_seconds)}; communication {in_seconds(time.communication_seconds)}, hidden "
-        f"{in_percent(time.hidden_share)}"
-    )
-    for title, texts in (("warnings", plan.warnings), ("assumptions", plan.assumptions)):
-        if texts:
-            lines += ["", title]
-            for text in texts:
-                lines += textwrap.wrap(text, 118, initial_indent="- ", subsequent_indent="  ")
-    return "\n".join(lines)
-
-
-_COLUMNS: dict[str, tuple[str, Callable[[int], str]]] = {
+_UNIT_COLUMNS: dict[str, tuple[str, Callable[[int], str]]] = {
     "numel": ("numel", "{:,}".format),
     "padding": ("padding", "{:,}".format),
     "shard": ("shard_nbytes", in_bytes),
@@ -259,51 +247,39 @@ _COLUMNS: dict[str, tuple[str, Callable[[int], str]]] = {
     "collectives": ("collectives", "{:,}".format),
     "sent": ("sent_nbytes", in_bytes),
 }
-"""The columns of the table of units: attributes of ``UnitPlan``, and how they are shown."""
+"""Attributes of ``UnitPlan``, and how they are shown."""
 
 
-def _unit_rows(units: Sequence[UnitPlan]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("unit", "module", *_COLUMNS)]
-    for cells, group in itertools.groupby(units, key=lambda unit: (unit.module, *_cells([unit]))):
-        alike = list(group)
-        name = alike[0].fqn or "<root>"
-        rows.append((name if len(alike) == 1 else f"{name} ... {alike[-1].fqn} ({len(alike)})", *cells))
-    return [*rows, ("all", "", *_cells(units))]
+def _unit_table(units: Sequence[UnitPlan]) -> list[str]:
+    def cells(*units: UnitPlan) -> list[str]:
+        return [show(sum(getattr(unit, name) for unit in units)) for name, show in _UNIT_COLUMNS.values()]
+
+    rows = [["unit", "module", *_UNIT_COLUMNS]]
+    for (module, *numbers), group in itertools.groupby(units, key=lambda unit: [unit.module, *cells(unit)]):
+        first, *more = (unit.fqn or "<root>" for unit in group)
+        rows.append([f"{first} ... {more[-1]} ({1 + len(more)})" if more else first, module, *numbers])
+    return table([*rows, ["all", "", *cells(*units)]], left=2)
 
 
-def _cells(units: Sequence[UnitPlan]) -> tuple[str, ...]:
-    """The numbers of ``units`` together, as the cells of one line."""
-    return tuple(show(sum(getattr(unit, name) for unit in units)) for name, show in _COLUMNS.values())
-
-
-def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
-    columns = [("between steps", plan.between_steps), ("at the peak", plan.total_peak.memory)]
+def _memory_table(plan: Plan) -> list[str]:
+    peak = plan.total_peak
+    columns = {"between steps": plan.between_steps, "at the peak": peak.memory}
     if plan.host_peak.nbytes:
-        columns += [("on the host", plan.host_peak.memory)]
-    rows: list[tuple[str, ...]] = [("", *(name for name, _ in columns))]
-    for category in CATEGORIES:
-        sizes = [getattr(memory, category) for _, memory in columns]
-        if any(sizes):
-            rows.append((category, *map(in_bytes, sizes)))
-    rows.append(("all", *(in_bytes(memory.total) for _, memory in columns)))
-    return rows
+        columns["on the host"] = plan.host_peak.memory
+    rows = [["", *columns]]
+    for name in (*CATEGORIES, "total"):
+        sizes = [getattr(memory, name) for memory in columns.values()]
+        if any(sizes) or name == "total":
+            rows.append(["all" if name == "total" else name, *map(in_bytes, sizes)])
+    return [*table(rows), f"the peak is in {peak.phase}, at unit {peak.unit or '<root>'}"]
 
 
-def _strategy_rows(strategies: Sequence[Plan]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden")
-    ]
-    for each in strategies:
-        rows.append(
-            (
-                each.strategy + (" (this)" if each is strategies[0] else ""),
-                world(each.world_size),
-                in_bytes(each.between_steps.total),
-                in_bytes(each.total_peak.nbytes),
-                f"{len(each.collectives):,}",
-                in_bytes(each.sent_nbytes),
-                in_seconds(each.step_seconds),
-                in_percent(each.hidden_share),
-            )
-        )
-    return rows
+def _strategy_table(plans: Sequence[Plan]) -> list[str]:
+    rows = [["strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden"]]
+    for plan in plans:
+        name = plan.strategy + (" (this)" if plan is plans[0] else "")
+        sizes = in_bytes(plan.between_steps.total), in_bytes(plan.total_peak.nbytes)
+        sent = f"{len(plan.collectives):,}", in_bytes(plan.sent_nbytes)
+        times = in_seconds(plan.step_seconds), in_percent(plan.hidden_share)
+        rows.append([name, str(plan.world_size), *sizes, *sent, *times])
+    return table(rows, left=2)

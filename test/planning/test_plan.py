@@ -749,6 +749,25 @@ def test_inputs_in_named_tuples_dataclasses_and_objects():
     assert example.pair.x.device.type == "cpu"  # what was given is as it was
 
 
+def test_inputs_are_freed_as_in_training():
+    """What autograd has not saved ends with the forward."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bias
+
+    x = torch.ones(1000, 4)
+    activations = {"forward": [], "backward": [], "optimizer": []}
+    for sample in plan(Adds(), world_size=2, example_inputs=x, compare=False).samples:
+        activations[sample.phase].append(sample.device.activations)
+    assert max(activations["forward"]) >= 2 * x.nbytes
+    assert max(activations["backward"]) < x.nbytes
+
+
 def test_optimizers_that_look_at_shapes():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     cure = r"WholeParameterOptimizer .* number of bytes of state per element: optimizer=8"

@@ -459,8 +459,8 @@ checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_a
 checkpoint._sharded_value: torch.utils._pytree
 checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
 checkpoint._writer: torch.distributed.checkpoint.filesystem._StorageInfo
-planning._memory: torch.ops.aten._local_scalar_dense.default
-planning._memory: torch.utils._python_dispatch.TorchDispatchMode""",
+planning._recording: torch.ops.aten._local_scalar_dense.default
+planning._recording: torch.utils._python_dispatch.TorchDispatchMode""",
     )
     apis = [api for _, api in uses]
     assert len(apis) == len(set(apis)), sorted({a for a in apis if apis.count(a) > 1})
