@@ -34,87 +34,77 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import flatshard
 
-
-class Ours:
-    """By ``save_checkpoint`` and ``load_checkpoint``."""
-
-    def __init__(self, job: Job) -> None:
-        self.state = {"model": job.model, "optimizer": job.optimizer}
-
-    def save(self, path: Path) -> None:
-        flatshard.save_checkpoint(path, self.state)
-
-    def load(self, path: Path) -> None:
-        flatshard.load_checkpoint(path, self.state)
+Way = dict[str, Callable[[Path], object]]
+"""How to ``save`` to a path, and how to ``load``."""
 
 
-class OursByTorch:
+def ours(job: Job) -> Way:
+    state = {"model": job.model, "optimizer": job.optimizer}
+    return {
+        "save": lambda path: flatshard.save_checkpoint(path, state),
+        "load": lambda path: flatshard.load_checkpoint(path, state),
+    }
+
+
+def ours_by_torch(job: Job) -> Way:
     """By torch's functions, with our state dicts, writer and reader."""
 
-    def __init__(self, job: Job) -> None:
-        self.model, self.optimizer = job.model, job.optimizer
+    def state(for_load: bool) -> dict[str, Any]:
+        optimizer = flatshard.checkpoint.optim_state_dict(job.model, job.optimizer, for_load=for_load)
+        return {"model": job.model.state_dict(), "optimizer": optimizer}
 
-    def save(self, path: Path) -> None:
-        optimizer = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer)
-        state = {"model": self.model.state_dict(), "optimizer": optimizer}
-        dcp.save(state, storage_writer=flatshard.checkpoint.Writer(path))
+    def load(path: Path) -> None:
+        loaded = state(for_load=True)
+        dcp.load(loaded, storage_reader=flatshard.checkpoint.Reader(path))
+        job.model.load_state_dict(loaded["model"])
+        flatshard.checkpoint.load_optim_state_dict(job.model, job.optimizer, loaded["optimizer"])
 
-    def load(self, path: Path) -> None:
-        optimizer = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer, for_load=True)
-        state = {"model": self.model.state_dict(), "optimizer": optimizer}
-        dcp.load(state, storage_reader=flatshard.checkpoint.Reader(path))
-        self.model.load_state_dict(state["model"])
-        flatshard.checkpoint.load_optim_state_dict(self.model, self.optimizer, state["optimizer"])
-
-
-class Torch:
-    """By torch's functions and state dicts."""
-
-    def __init__(self, job: Job) -> None:
-        self.model, self.optimizer = job.model, job.optimizer
-
-    def state(self) -> dict[str, Any]:
-        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
-
-    def save(self, path: Path) -> None:
-        dcp.save(self.state(), checkpoint_id=path)
-
-    def load(self, path: Path) -> None:
-        state = self.state()
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return {
+        "save": lambda path: dcp.save(state(for_load=False), storage_writer=flatshard.checkpoint.Writer(path)),
+        "load": load,
+    }
 
 
-class Floor:
+def by_torch(job: Job) -> Way:
+    def state() -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True))
+
+    def load(path: Path) -> None:
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=path)
+        model, optimizer = loaded["model"], loaded["optimizer"]
+        set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    return {"save": lambda path: dcp.save(state(), checkpoint_id=path), "load": load}
+
+
+def floor(nbytes: int) -> Way:
     """One file a rank."""
+    data = bytearray(nbytes)
 
-    def __init__(self, nbytes: int) -> None:
-        self.data = bytearray(nbytes)
-
-    def save(self, path: Path) -> None:
+    def save(path: Path) -> None:
         path.mkdir(exist_ok=True)
         with open(path / str(dist.get_rank()), "wb") as stream:
-            stream.write(self.data)
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
 
-    def load(self, path: Path) -> None:
+    def load(path: Path) -> None:
         with open(path / str(dist.get_rank()), "rb", buffering=0) as stream:
-            stream.readinto(self.data)
+            stream.readinto(data)
+
+    return {"save": save, "load": load}
 
 
-CONTENDERS: dict[str, tuple[str, type]] = {
-    "flatshard": ("flatshard", Ours),
-    "flatshard, dcp": ("flatshard", OursByTorch),
-    "FSDP2, dcp": ("FSDP2", Torch),
-    "FSDP1, dcp": ("FSDP1", Torch),
+CONTENDERS: dict[str, tuple[str, Callable[[Job], Way]]] = {
+    "flatshard": ("flatshard", ours),
+    "flatshard, dcp": ("flatshard", ours_by_torch),
+    "FSDP2, dcp": ("FSDP2", by_torch),
+    "FSDP1, dcp": ("FSDP1", by_torch),
 }
-FLOOR = "floor"
 
 
-def contender(name: str, config: GPTConfig) -> Any:
-    if name == FLOOR:
-        return Floor(3 * 4 * numel(config) // dist.get_world_size())
+def contender(name: str, config: GPTConfig) -> Way:
     kind, way = CONTENDERS[name]
     job = Job(kind, config, Setting(Block), torch.zeros(1, 64, dtype=torch.int64))
     job.step()
@@ -142,17 +132,18 @@ def measure(args: argparse.Namespace) -> list[Table]:
         names = [name for name in names if "dcp" not in name]
         notes = [f"no numpy, so without {', '.join(n for n in args.only if n not in names)}"]
     config = GPTConfig(256, 64, args.layers, args.width, heads=8)
-    contenders = {name: contender(name, config) for name in (FLOOR, *names)}
+    nbytes = 3 * 4 * numel(config) // dist.get_world_size()
+    ways = {"floor": floor(nbytes), **{name: contender(name, config) for name in names}}
     directory = shared_directory()
     spent: dict[tuple[str, str], list[tuple[float, float]]] = {}
     try:
         for number in range(args.rounds + 1):
             progress(f"checkpoints, round {number} of {args.rounds}")
-            turn = number % len(contenders)  # who comes first finds the disk busy with what was removed last
-            for name in [*contenders][turn:] + [*contenders][:turn]:
+            turn = number % len(ways)  # who comes first finds the disk busy with what was removed last
+            for name in [*ways][turn:] + [*ways][:turn]:
                 path = directory / f"{name.replace(', ', '-')}-{number}"
-                for verb in ("save", "load"):
-                    found = timed(partial(getattr(contenders[name], verb), path))
+                for verb, run in ways[name].items():
+                    found = timed(partial(run, path))
                     if number:  # the first warms up
                         spent.setdefault((name, verb), []).append(found)
                 if dist.get_rank() == 0:
@@ -160,16 +151,16 @@ def measure(args: argparse.Namespace) -> list[Table]:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(directory)
-    rows: dict[str, dict[str, Figure]] = {name: {} for name in contenders}
+    rows: dict[str, dict[str, Figure]] = {name: {} for name in ways}
     for (name, verb), times in spent.items():
         wall, cpu = zip(*times, strict=True)
         rows[name][f"{verb}, s"] = spread(wall)
-        rows[name][f"{verb} over floor"] = over(wall, [seconds for seconds, _ in spent[FLOOR, verb]])
+        rows[name][f"{verb} over floor"] = over(wall, [seconds for seconds, _ in spent["floor", verb]])
         rows[name][f"{verb} CPU, s"] = spread(cpu)
     return [
         Table(
             "checkpoint",
-            f"saving and loading {len(contenders[FLOOR].data) / 2**20:.0f} MiB a rank, parameters and AdamW's state, "
+            f"saving and loading {nbytes / 2**20:.0f} MiB a rank, parameters and AdamW's state, "
             f"{dist.get_world_size()} gloo ranks; medians of {args.rounds} rounds",
             "a single write, flush and read of the same bytes, in the same rounds",
             rows,

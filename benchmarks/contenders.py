@@ -1,7 +1,6 @@
 """Who is compared: the plain model, flatshard, and torch's own ways of data parallelism, built alike for every benchmark.
 
-All take a plain module and the class of its units, and give a module that trains. Where a setting is not to be had by a
-contender's public interface, :class:`Unavailable` says so, and stands in the table.
+All take a plain module and the class of its units, and give a module that trains.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 import flatshard
-
-
-class Unavailable(Exception):
-    """A contender has no such setting: why."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,7 @@ def fsdp1_flat(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def ddp(model: nn.Module, setting: Setting) -> nn.Module:
-    if setting.bf16:
-        raise Unavailable("no public setting")
+    """It has no public setting for bf16."""
     return nn.parallel.DistributedDataParallel(model)
 
 
@@ -113,11 +107,7 @@ SHARDED = ["flatshard", "FSDP2", "FSDP1", FSDP1_FLAT]
 
 
 def build(name: str, model: nn.Module, setting: Setting) -> nn.Module:
-    """``model``, to be trained the contender's way.
-
-    Raises:
-        Unavailable: it has no such setting.
-    """
+    """``model``, to be trained the contender's way."""
     return CONTENDERS[name](model, setting)
 
 
@@ -133,11 +123,7 @@ def mean_logit(logits: Tensor) -> Tensor:
 
 
 class Job:
-    """A contender that trains a GPT, always on the same batch.
-
-    Raises:
-        Unavailable: it has no such setting.
-    """
+    """A contender that trains a GPT, always on the same batch."""
 
     def __init__(
         self,
@@ -199,11 +185,11 @@ _TENSOR_COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def filling_nothing(before: Callable[[], object] = lambda: None) -> Iterator[None]:
+def filling_nothing() -> Iterator[None]:
     """Over the fake group, a collective of ``torch.distributed`` on tensors is one call into the group, and fills nothing.
 
-    The fake group itself fills the output of an all-gather rank by rank, which no real backend does. ``before`` is called
-    before each. (FSDP1 on CPU gathers into a list of one view a rank, which stays.)
+    The fake group itself fills the output of an all-gather rank by rank, which no real backend does. (FSDP1 on CPU gathers
+    into a list of one view a rank, which stays.)
     """
 
     def stand_in(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +197,6 @@ def filling_nothing(before: Callable[[], object] = lambda: None) -> Iterator[Non
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            before()
             work = (given.get("group") or dist.group.WORLD).broadcast(next(iter(given.values())), 0)
             return work if given.get("async_op") else work.wait() and None
 

@@ -1,4 +1,4 @@
-"""On one GPU: step time, kernels, bytes copied, memory, host waits, CUDA graphs, overlap. Against FSDP1, FSDP2 and plain.
+"""On one GPU: step time, kernels, bytes copied, memory, host waits, CUDA graphs. Against FSDP1, FSDP2 and plain.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --simulated
@@ -21,10 +21,11 @@ What the columns are, all of a GPU, and what could not be less:
   device. Floor: parameters, gradients and optimizer state of one rank, and what autograd saves.
 - host waits: how often the host waits for the device in such a step, by the trace. Floor: 0, and 1 with offload, whose
   optimizer reads on the host what the device wrote.
-- graph: whether a step with SGD (foreach, momentum) can be captured in a CUDA graph and replayed; in a process of its own.
-  The replay's time, or the error. Over NCCL its numbers are compared with those of eager steps. Floor: the plain model's.
-- overlap (a table of its own): the share of the collectives' time that other kernels ran in, with collectives that keep their
-  stream busy for a while (``--cycles``): with prefetch and without. At best 1.
+- graph: whether a step with SGD (foreach, momentum) of the plain model and of flatshard, but for offload, can be captured in
+  a CUDA graph and replayed: the replay's time, or the error. Over NCCL its numbers are compared with those of eager steps.
+  Captured last, as a failed one may leave the process unable to go on. Floor: the plain model's.
+
+Whether collectives run under compute is tested (``test/accelerator/test_gpu.py``).
 
 Rows of flatshard: as it is, with ``static_buffers=True``, with ``CPUOffload``, and in bf16 also with
 ``DefaultCollectives(group, widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has
@@ -41,9 +42,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,19 +87,18 @@ def widening(group: dist.ProcessGroup, device: torch.device) -> Collectives:
 
 
 WIDENS, OFFLOAD = "flatshard, bf16 sent", "flatshard, offload"
-OURS = Setting(Block, collectives=as_over_nccl)
+DEFAULT = Setting(Block, collectives=as_over_nccl)
 ROWS = {
-    "plain": ("plain", OURS),
-    "flatshard": ("flatshard", OURS),
-    "flatshard, static buffers": ("flatshard", replace(OURS, options={"static_buffers": True})),
-    WIDENS: ("flatshard", replace(OURS, collectives=widening)),
-    OFFLOAD: ("flatshard", replace(OURS, options={"cpu_offload": flatshard.CPUOffload(offload_params=True)})),
-    "FSDP2": ("FSDP2", OURS),
-    "FSDP1": ("FSDP1", OURS),
-    FSDP1_FLAT: (FSDP1_FLAT, OURS),
+    "plain": ("plain", DEFAULT),
+    "flatshard": ("flatshard", DEFAULT),
+    "flatshard, static buffers": ("flatshard", replace(DEFAULT, options={"static_buffers": True})),
+    WIDENS: ("flatshard", replace(DEFAULT, collectives=widening)),
+    OFFLOAD: ("flatshard", replace(DEFAULT, options={"cpu_offload": flatshard.CPUOffload(offload_params=True)})),
+    "FSDP2": ("FSDP2", DEFAULT),
+    "FSDP1": ("FSDP1", DEFAULT),
+    FSDP1_FLAT: (FSDP1_FLAT, DEFAULT),
 }
-OVERLAPPED = ("flatshard", "flatshard, static buffers", "FSDP2", "FSDP1")
-SIZES = {"layers": 12, "width": 1024, "context": 512, "vocabulary": 8192, "batch": 4, "rounds": 15, "cycles": 800_000}
+SIZES = {"layers": 12, "width": 1024, "context": 512, "vocabulary": 8192, "batch": 4, "rounds": 15}
 SIMULATED_SIZES = {"layers": 1, "width": 16, "context": 4, "vocabulary": 8, "batch": 1, "rounds": 1}
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
@@ -111,24 +109,19 @@ def rows_of(place: Place) -> list[str]:
     return [name for name in ROWS if place.bf16 or name != WIDENS]
 
 
-@contextlib.contextmanager
-def world(place: Place, device: Device, before: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Be rank 0 of a process group. ``before`` is called before each collective, if it is fake."""
-    if place.is_fake:
-        with fake_world(place.size), filling_nothing(before):
-            yield
-        return
-    dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=place.size)
-    try:
-        yield
-    finally:
-        gc.collect()
-        dist.destroy_process_group()
+def first_line(error: Exception) -> Figure:
+    """What stands in the table for a figure that failed."""
+    return Figure(None, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120])
+
+
+def values(job: Job) -> torch.Tensor:
+    """This rank's parameters, on the host."""
+    return torch.cat([p.detach().flatten().float().cpu() for p in job.model.parameters()])
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Makes contenders in one place, on one device."""
+    """Measures contenders in one place, on one device."""
 
     args: argparse.Namespace
     device: Device
@@ -139,43 +132,82 @@ class Bench:
         a = self.args
         return GPTConfig(a.vocabulary, a.context, a.layers, a.width, heads=8)
 
-    def job(self, name: str, prefetch: bool = True, optimizer: Callable[..., torch.optim.Optimizer] = ADAMW) -> Job:
+    @contextlib.contextmanager
+    def world(self) -> Iterator[None]:
+        """Be rank 0 of the process group."""
+        if self.place.is_fake:
+            with fake_world(self.place.size), filling_nothing():
+                yield
+            return
+        dist.init_process_group(self.device.backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            gc.collect()
+            dist.destroy_process_group()
+
+    def job(self, name: str, optimizer: Callable[..., torch.optim.Optimizer] = ADAMW) -> Job:
         contender, setting = ROWS[name]
-        setting = replace(setting, bf16=self.place.bf16, prefetch=prefetch, device=self.device.device)
+        setting = replace(setting, bf16=self.place.bf16, device=self.device.device)
         tokens = torch.zeros(self.args.batch, self.args.context, dtype=torch.int64)
         return Job(contender, self.config, setting, tokens, optimizer)
 
-    def attempt(self, run: Callable[[], Figure | dict[str, Figure]]) -> Figure | dict[str, Figure]:
-        """What ``run`` returns, or its error as a figure: it stands in the table, and the others go on."""
-        try:
-            return run()
-        except Exception as e:
-            self.device.recover()
-            return Figure(None, note=f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"[:120])
-
     def alone(self, name: str) -> dict[str, Figure]:
-        """What is counted of one contender, with nothing else on the device. Bytes copied: in all, over P."""
+        """What is counted of one contender, with nothing else on the device. Bytes copied: in all."""
         gc.collect()  # sharded models lie in cycles
         gc.freeze()  # what is left: the next time is quicker
         self.device.finish()
         before, job = self.device.allocated(), self.job(name)
         for _ in range(self.device.warm_up):
             job.step()
-        peak, trace = self.device.peak(job.step), self.device.trace(job.step)
+        peak, counts = self.device.peak(job.step), self.device.count(job.step)
         with CopiedBytes() as copied:
             job.passes()
         self.device.finish()
         return {
-            "kernels": Figure(len(trace.kernels)),
-            "copies": Figure(trace.copies),
-            "copied / P": Figure(copied.total / (4 * numel(self.config))),
+            "kernels": Figure(counts.kernels),
+            "copies": Figure(counts.copies),
+            "copied / P": Figure(copied.total),
             "peak, MiB": Figure((peak - before) / 2**20),
-            "host waits": Figure(trace.waits),
+            "host waits": Figure(counts.waits),
         }
+
+    def rows(self) -> dict[str, dict[str, Figure]]:
+        """All contenders' figures but that of graphs."""
+        rows: dict[str, dict[str, Figure]] = {}
+        with self.world():
+            for name in rows_of(self.place):
+                progress(f"{self.place.title}, {name}")
+                try:
+                    rows[name] = {"ms": Figure(None), "over plain": Figure(None), **self.alone(name)}
+                except Exception as e:  # of a peer, or ours: the others go on
+                    rows[name] = {"ms": first_line(e)}
+                    self.device.recover()
+            jobs = {name: self.job(name) for name, row in rows.items() if len(row) > 1}
+            steps = {name: functools.partial(self.device.seconds, job.step) for name, job in jobs.items()}
+            times = interleaved(steps, self.args.rounds, min(self.device.warm_up, self.args.rounds - 1))
+            jobs.clear()
+            steps.clear()
+        plain = rows["plain"]["copied / P"].value
+        for name, series in times.items():
+            copied = (rows[name]["copied / P"].value - plain) / (4 * numel(self.config))
+            rows[name] |= {
+                "ms": spread(1e3 * value for value in series),
+                "over plain": over(series, times["plain"]),
+                "copied / P": Figure(copied),
+            }
+        return rows
 
     def graph(self, name: str) -> Figure:
         """Whether a step can be captured, and how long its replay takes."""
-        job, eager = self.job(name, optimizer=SGD), self.job(name, optimizer=SGD)
+        try:
+            with self.world():
+                return self.captured(self.job(name, SGD), self.job(name, SGD))
+        except Exception as e:  # the finding, whatever it is
+            self.device.recover()
+            return first_line(e)
+
+    def captured(self, job: Job, eager: Job) -> Figure:
         start = values(job)
         replay = self.device.captured(job.step)
         if not self.place.is_fake:  # over which the numbers are of no meaning
@@ -186,66 +218,6 @@ class Bench:
             if not off < 0.05:
                 return Figure(None, note=f"it computes other numbers: off by {off:.0%}")
         return Figure(None, note=f"yes, {self.device.seconds(replay) * 1e3:.2f} ms")
-
-    def rows(self) -> dict[str, dict[str, Figure]]:
-        """All contenders' figures."""
-        rows: dict[str, dict[str, Figure]] = {}
-        with world(self.place, self.device):
-            for name in rows_of(self.place):
-                progress(f"{self.place.title}, {name}")
-                found = self.attempt(functools.partial(self.alone, name))
-                rows[name] = {"ms": found} if isinstance(found, Figure) else found
-            well = [name for name, row in rows.items() if "ms" not in row]
-            jobs = {name: self.job(name) for name in well}
-            steps = {name: functools.partial(self.device.seconds, job.step) for name, job in jobs.items()}
-            times = interleaved(steps, self.args.rounds, min(self.device.warm_up, self.args.rounds - 1))
-            jobs.clear()
-            steps.clear()
-            plain = rows["plain"]["copied / P"].value
-            for name, series in times.items():
-                copied = rows[name]["copied / P"].value
-                assert copied is not None and plain is not None  # noqa: PT018
-                timed = {"ms": spread(1e3 * value for value in series), "over plain": over(series, times["plain"])}
-                rows[name] = {**timed, **rows[name], "copied / P": Figure(copied - plain)}
-                if not self.device.captures_apart:
-                    rows[name]["graph"] = self.attempt(functools.partial(self.graph, name))
-        if self.device.captures_apart:
-            for name in well:
-                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                    run = process.submit(graph_on_cuda, name, self.args, self.place).result
-                    rows[name]["graph"] = self.attempt(run)
-        return rows
-
-    def hidden(self, name: str, prefetch: bool) -> Figure:
-        """How much of slow collectives is."""
-        job = self.job(name, prefetch)
-        for _ in range(2):
-            job.passes()
-        return Figure(self.device.trace(job.passes).hidden())
-
-
-def values(job: Job) -> torch.Tensor:
-    """This rank's parameters, on the host."""
-    local = [getattr(p, "_local_tensor", p).detach() for p in job.model.parameters()]
-    return torch.cat([p.flatten().float().cpu() for p in local])
-
-
-def graph_on_cuda(name: str, args: argparse.Namespace, place: Place) -> Figure:
-    """:meth:`Bench.graph`, in a process of its own."""
-    device = Cuda()
-    with world(place, device):
-        return Bench(args, device, place).graph(name)
-
-
-def overlap(args: argparse.Namespace, device: Device) -> dict[str, dict[str, Figure]]:
-    bench = Bench(args, device, PLACES[0])
-    rows: dict[str, dict[str, Figure]] = {name: {} for name in OVERLAPPED}
-    with world(bench.place, device, before=lambda: device.spin(args.cycles)):
-        for name, row in rows.items():
-            progress(f"overlap, {name}")
-            for column, prefetch in (("prefetch", True), ("no prefetch", False)):
-                row[column] = bench.attempt(functools.partial(bench.hidden, name, prefetch))
-    return rows
 
 
 def marked(table: Table) -> Table:
@@ -267,11 +239,16 @@ def measure(args: argparse.Namespace) -> list[Table]:
         progress("no GPU is available here: gpu.py has no tables")
         return []
     device = Simulated() if args.simulated else Cuda()
+    benches = [Bench(args, device, place) for place in PLACES]
+    rows = [bench.rows() for bench in benches]
+    for bench, of_place in zip(benches, rows, strict=True):
+        for name, row in of_place.items():
+            if ROWS[name][0] in ("plain", "flatshard") and name != OFFLOAD:
+                progress(f"graph, {bench.place.title}, {name}")
+                row["graph"] = bench.graph(name)
     sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}"
     floor = "the plain model on the same device; of each column in benchmarks/gpu.py"
-    tables = [Table(p.name, f"{p.title}: {sizes}", floor, Bench(args, device, p).rows()) for p in PLACES]
-    title = f"share of the collectives' time that other kernels ran in, collectives of {args.cycles:,} cycles"
-    tables.append(Table("gpu_overlap", title, "none; 1 would be all", overlap(args, device)))
+    tables = [Table(p.name, f"{p.title}: {sizes}", floor, of) for p, of in zip(PLACES, rows, strict=True)]
     return [marked(table) for table in tables] if args.simulated else tables
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Job, Setting, Unavailable, numel
+from contenders import SHARDED, Job, Setting, numel
 from gpt import Block, GPTConfig
 from no_communication import NoCommunication
 from suite import OURS, Benchmark, Figure, Table, by_column, interleaved, over, progress, seconds_of_all, spread
@@ -40,11 +40,7 @@ def config(args: argparse.Namespace) -> GPTConfig:
 
 
 def contender(name: str, args: argparse.Namespace, setting: Setting) -> Callable[[], float]:
-    """Seconds of a step, until the slowest rank is done.
-
-    Raises:
-        Unavailable: the contender has no such setting.
-    """
+    """Seconds of a step, until the slowest rank is done."""
     if name == EACH:
         setting = replace(setting, reduced=True)
     elif name == ALONE:
@@ -61,18 +57,13 @@ def contender(name: str, args: argparse.Namespace, setting: Setting) -> Callable
 
 def column(args: argparse.Namespace, setting: Setting) -> tuple[dict[str, Figure], Figure]:
     """Every contender's ratio to FSDP2, and FSDP2's milliseconds."""
-    more = [EACH] * (setting.microbatches > 1) + [ALONE] * args.full if OURS in args.only else []
-    steps: dict[str, Callable[[], float]] = {}
-    result: dict[str, Figure] = {}
-    for name in dict.fromkeys(["FSDP2", *args.only, *more, FLOOR]):
-        try:
-            steps[name] = contender(name, args, setting)
-        except Unavailable as e:
-            result[name] = Figure(None, note=str(e))
+    names = [name for name in args.only if name != "DDP" or not setting.bf16]  # for which it has no public setting
+    if OURS in names:
+        names += [EACH] * (setting.microbatches > 1) + [ALONE] * args.full
+    steps = {name: contender(name, args, setting) for name in dict.fromkeys(["FSDP2", *names, FLOOR])}
     times = interleaved(steps, args.rounds, warm_up=1)
     base = times["FSDP2"]
-    result |= {name: over(series, base) for name, series in times.items()}
-    return {name: result[name] for name in [*args.only, *more, FLOOR]}, spread(1e3 * value for value in base)
+    return {name: over(times[name], base) for name in [*names, FLOOR]}, spread(1e3 * value for value in base)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:

@@ -21,7 +21,6 @@ from typing import Any
 import pairs
 import pytest
 import torch
-from torch import nn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -148,12 +147,6 @@ def test_bytes_of_operations(benchmarks):
         assert count.total == expected
 
 
-def test_contenders_say_what_they_have_no_setting_for(benchmarks):
-    contenders = benchmarks.contenders
-    with pytest.raises(contenders.Unavailable, match="no public setting"):
-        contenders.build("DDP", nn.Linear(2, 2), contenders.Setting(nn.Linear, bf16=True))
-
-
 # -- tables and results ------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +206,7 @@ def test_every_benchmark_can_be_run_by_name(benchmarks):
 
 # -- without a GPU -----------------------------------------------------------------------------------------------------
 
-GPU_TABLES = ["gpu_fake_8", "gpu_fake_8_bf16", "gpu_fake_64", "gpu_nccl_1", "gpu_nccl_1_bf16", "gpu_overlap"]
+GPU_TABLES = ["gpu_fake_8", "gpu_fake_8_bf16", "gpu_fake_64", "gpu_nccl_1", "gpu_nccl_1_bf16"]
 
 
 def gpu_arguments(benchmarks: Any, *more: str) -> argparse.Namespace:
@@ -226,8 +219,7 @@ def bench(benchmarks: Any, monkeypatch: pytest.MonkeyPatch, place: int, *rows: s
     """Of the benchmark for GPUs, on CPU, with these rows alone."""
     gpu = benchmarks.gpu
     monkeypatch.setattr(gpu, "ROWS", {name: gpu.ROWS[name] for name in rows})
-    device = benchmarks.devices.Device(torch.device("cpu"))
-    return gpu.Bench(gpu_arguments(benchmarks), device, gpu.PLACES[place])
+    return gpu.Bench(gpu_arguments(benchmarks), benchmarks.devices.Device(), gpu.PLACES[place])
 
 
 def test_without_a_gpu_there_are_no_tables(benchmarks, monkeypatch, capsys):
@@ -238,13 +230,14 @@ def test_without_a_gpu_there_are_no_tables(benchmarks, monkeypatch, capsys):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_what_runs_on_a_gpu_runs_on_a_cpu_but_for_the_gpu_itself(benchmarks, monkeypatch, place: int):
-    rows = bench(benchmarks, monkeypatch, place, "plain", "flatshard").rows()
+    measured = bench(benchmarks, monkeypatch, place, "plain", "flatshard")
+    rows = measured.rows()
     assert list(rows) == ["plain", "flatshard"]
     assert rows["plain"]["copied / P"].value == 0
     assert rows["flatshard"]["copied / P"].value > 1
     assert rows["flatshard"]["ms"].value > 0
     assert rows["flatshard"]["kernels"].value == 0
-    assert rows["flatshard"]["graph"].note == "NotImplementedError: cpu has no graphs"
+    assert measured.graph("flatshard").note == "NotImplementedError: cpu has no graphs"
 
 
 def test_a_contender_that_fails_on_a_gpu_stands_in_the_table_with_its_error(benchmarks, monkeypatch):
@@ -257,36 +250,31 @@ def test_a_contender_that_fails_on_a_gpu_stands_in_the_table_with_its_error(benc
     assert rows["plain"]["ms"].value > 0
 
 
-def test_overlap_launches_and_waits_are_read_from_a_trace(benchmarks):
-    def event(name: str, start: int, length: int, category: str = "kernel") -> dict[str, Any]:
-        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
+def test_launches_and_waits_are_read_from_a_trace(benchmarks):
+    def event(name: str, start: int, category: str) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": 50}
 
     events = [
-        event("void spin_kernel(long)", 0, 100),
-        event("gemm", 10, 30),
-        event("add", 20, 30),  # half of it under the other
-        event("gemm", 90, 50),
-        event("Memcpy", 0, 5, "gpu_memcpy"),
+        event("gemm", 10, "kernel"),
+        event("add", 20, "kernel"),
+        event("Memcpy", 0, "gpu_memcpy"),
         {"ph": "M", "name": "process_name"},
-        event("measured", 100, 50, "user_annotation"),
-        event("measured", 110, 50, "gpu_user_annotation"),
-        event("cudaDeviceSynchronize", 90, 5, "cuda_runtime"),  # before the step
-        event("cudaLaunchKernel", 105, 5, "cuda_runtime"),
-        event("cudaEventSynchronize", 110, 5, "cuda_runtime"),
-        event("cudaStreamSynchronize", 120, 5, "cuda_runtime"),
-        event("cudaMemcpyAsync", 130, 5, "cuda_runtime"),
-        event("cudaMemcpy", 140, 5, "cuda_runtime"),
-        event("cudaDeviceSynchronize", 160, 5, "cuda_runtime"),  # after it
+        event("measured", 100, "user_annotation"),
+        event("measured", 110, "gpu_user_annotation"),
+        event("cudaDeviceSynchronize", 90, "cuda_runtime"),  # before the step
+        event("cudaLaunchKernel", 105, "cuda_runtime"),
+        event("cudaEventSynchronize", 110, "cuda_runtime"),
+        event("cudaStreamSynchronize", 120, "cuda_runtime"),
+        event("cudaMemcpyAsync", 130, "cuda_runtime"),
+        event("cudaMemcpy", 140, "cuda_runtime"),
+        event("cudaDeviceSynchronize", 160, "cuda_runtime"),  # after it
     ]
-    trace = benchmarks.devices.Trace.read(events)
-    assert (len(trace.kernels), trace.copies, trace.waits) == (4, 1, 3)
-    assert trace.hidden() == pytest.approx(0.5)
-    assert benchmarks.devices.Trace.read(events[1:]).hidden() is None
+    assert benchmarks.devices.Counts.read(events) == benchmarks.devices.Counts(kernels=2, copies=1, waits=3)
 
 
 def test_the_part_of_a_trace_that_counts_is_found(benchmarks):
-    trace = benchmarks.devices.Device(torch.device("cpu")).trace(lambda: torch.ones(2).add(1))
-    assert (trace.kernels, trace.copies, trace.waits) == ([], 0, 0)
+    counts = benchmarks.devices.Device().count(lambda: torch.ones(2).add(1))
+    assert counts == benchmarks.devices.Counts(0, 0, 0)
 
 
 # -- on the simulated device -------------------------------------------------------------------------------------------
@@ -336,11 +324,10 @@ def test_the_benchmark_for_gpus_runs_from_end_to_end_on_the_simulated_device(ben
     printed = done.stdout.strip().split("\n\n")
     assert [text.partition(":")[0] for text in printed] == [f"simulated_{name}" for name in GPU_TABLES]
     assert all(": simulated, no results: " in text.splitlines()[0] for text in printed)
-    *places, overlap = map(cells_of, printed)
+    places = [*map(cells_of, printed)]
     gpu = benchmarks.gpu
     assert [list(rows) for rows in places] == [gpu.rows_of(place) for place in gpu.PLACES]
-    assert list(overlap) == list(gpu.OVERLAPPED)
-    cells = [cell for rows in (*places, overlap) for row in rows.values() for cell in row.values()]
+    cells = [cell for rows in places for row in rows.values() for column, cell in row.items() if column != "graph"]
     assert all(cell.endswith(" simulated") for cell in cells)  # so no figure is missing
 
     for place, rows in zip(gpu.PLACES, places, strict=True):
@@ -349,5 +336,3 @@ def test_the_benchmark_for_gpus_runs_from_end_to_end_on_the_simulated_device(ben
                 assert row["host waits"] == ("2 simulated" if name == gpu.OFFLOAD else "0 simulated"), (place, name)
             if name in ("plain", "flatshard", "flatshard, static buffers", gpu.WIDENS):
                 assert row["graph"].startswith("yes, "), (place, name)
-    shares = {column: float(cell.removesuffix(" simulated")) for column, cell in overlap["flatshard"].items()}
-    assert shares["prefetch"] > shares["no prefetch"]
