@@ -128,7 +128,9 @@ class Cuda(Device):
                 run()
         self.module.current_stream().wait_stream(side)
         self.finish()
-        return self._capture(run)
+        replay = self._capture(run)
+        self.finish()
+        return replay
 
     def _capture(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
