@@ -88,12 +88,12 @@ def floor(world_size: int, count: int, bf16: bool) -> Callable[[], float]:
 
 def column(args: argparse.Namespace, bf16: bool) -> dict[str, Figure]:
     """Microseconds per unit, of every contender over plain, and of the floor and plain in all."""
-    steps = {name: contender(name, args.units, bf16) for name in args.only}
+    steps = {name: contender(name, args.units, bf16) for name in SHARDED}
     steps |= {"floor": floor(args.world_size, args.units, bf16), "plain (in all)": contender("plain", args.units, bf16)}
     times = interleaved(steps, args.rounds)
     plain = statistics.median(times["plain (in all)"])
     return {
-        name: spread(1e6 / args.units * (value - plain * (name in args.only)) for value in series)
+        name: spread(1e6 / args.units * (value - plain * (name in SHARDED)) for value in series)
         for name, series in times.items()
     }
 
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     ]
 
 
-BENCHMARK = Benchmark(measure, __doc__, rounds=(11, 41), sizes={"world_size": 64, "units": 100}, contenders=SHARDED)
+BENCHMARK = Benchmark(measure, __doc__, rounds=(11, 41), sizes={"world_size": 64, "units": 100})
 
 if __name__ == "__main__":
     BENCHMARK.main()

@@ -57,13 +57,11 @@ def contender(name: str, args: argparse.Namespace, setting: Setting) -> Callable
 
 def column(args: argparse.Namespace, setting: Setting) -> tuple[dict[str, Figure], Figure]:
     """Every contender's ratio to FSDP2, and FSDP2's milliseconds."""
-    names = [name for name in args.only if name != "DDP" or not setting.bf16]  # for which it has no public setting
-    if OURS in names:
-        names += [EACH] * (setting.microbatches > 1) + [ALONE] * args.full
-    steps = {name: contender(name, args, setting) for name in dict.fromkeys(["FSDP2", *names, FLOOR])}
-    times = interleaved(steps, args.rounds, warm_up=1)
+    more = {"DDP": not setting.bf16, EACH: setting.microbatches > 1, ALONE: args.full}  # DDP has no setting for bf16
+    names = [*SHARDED, *(name for name, is_there in more.items() if is_there), FLOOR]
+    times = interleaved({name: contender(name, args, setting) for name in names}, args.rounds, warm_up=1)
     base = times["FSDP2"]
-    return {name: over(times[name], base) for name in [*names, FLOOR]}, spread(1e3 * value for value in base)
+    return {name: over(series, base) for name, series in times.items()}, spread(1e3 * value for value in base)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
@@ -95,7 +93,6 @@ BENCHMARK = Benchmark(
     ranks=2,
     rounds=(3, 9),
     sizes={"layers": 8, "width": 512, "context": 64, "batch": 4},
-    contenders=[*SHARDED, "DDP"],
 )
 
 if __name__ == "__main__":

@@ -185,8 +185,6 @@ class Benchmark:
     """Without and with ``--full``. 0: nothing is timed."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Whole numbers with their defaults, such as ``{"layers": 8}`` for ``--layers``."""
-    contenders: Sequence[str] = ()
-    """For ``--only``."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """With their help."""
 
@@ -201,8 +199,6 @@ class Benchmark:
         if any(self.rounds):
             quick, full = self.rounds
             parser.add_argument("--rounds", type=int, help=f"default: {quick}, with --full {full}")
-        if self.contenders:
-            parser.add_argument("--only", nargs="+", choices=self.contenders, default=self.contenders, metavar="NAME")
         return parser
 
     def main(self) -> list[Table]:
