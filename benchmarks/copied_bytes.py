@@ -23,17 +23,18 @@ freed after forward, every parameter is gathered twice, but for the root's, whic
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import replace
 
 import torch
-from contenders import SHARDED, Setting, build, drop_gradients, passes
+from contenders import SHARDED, Job, Setting
 from counting import CopiedBytes, Sent, Wire
 from gpt import GPT, Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
-from torch import nn
 
 RANKS = 8
 CONFIG = GPTConfig(vocabulary=512, context=512, layers=12, width=128, heads=8)
+TOKENS = torch.zeros(1, 16, dtype=torch.int64)
 COLUMNS = {
     "fp32": Setting(Block),
     "bf16": Setting(Block, bf16=True),
@@ -44,37 +45,27 @@ TARGETS = {"fp32": 2.3, "bf16": 1.9, "fp32, 4 x no_sync": 8.3}
 PAYLOAD_TARGETS = {"fp32 payload / P": 2.96, "all-gathers": 25, "reduce-scatters": 13}
 
 
-def parameter_bytes() -> int:
-    """P."""
-    return 4 * sum(p.numel() for p in GPT(CONFIG).parameters())
+def unit_bytes() -> list[int]:
+    """Of the float32 parameters: each block, and the rest last."""
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    blocks = [sum(4 * p.numel() for p in block.parameters()) for block in model.blocks]
+    return [*blocks, sum(4 * p.numel() for p in model.parameters()) - sum(blocks)]
 
 
-def made(name: str, setting: Setting, wire: Wire) -> nn.Module:
-    """A contender's model, whose collectives are noted by ``wire`` if it is flatshard's."""
-    torch.manual_seed(0)
-    return build(name, GPT(CONFIG), replace(setting, collectives=wire.factory))
+P = sum(unit_bytes())
 
 
-def step(name: str, model: nn.Module, setting: Setting) -> None:
-    """Forwards and backwards, and no gradients left."""
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    passes(name, model, setting, lambda: model(tokens).float().mean())
-    drop_gradients(model)
-
-
-def copied(name: str, setting: Setting) -> int:
-    """Bytes of a step after the first ones, which may build what the later ones use."""
-    model = made(name, setting, Wire(out_of_place=True))
-    for _ in range(2):
-        step(name, model, setting)
-    with CopiedBytes() as count:
-        step(name, model, setting)
-    return count.total
-
-
-def ratio(name: str, column: str) -> float:
-    """A contender's figure, within a fake group."""
-    return (copied(name, COLUMNS[column]) - copied("plain", COLUMNS[column])) / parameter_bytes()
+def counted(name: str, setting: Setting) -> tuple[float, list[tuple[str, int]]]:
+    """A step's copied bytes over P, and (kind, bytes of the whole) of each collective. Within a fake group."""
+    wire = Wire(out_of_place=True)
+    job = Job(name, CONFIG, replace(setting, collectives=wire.factory), TOKENS)
+    for _ in range(2):  # the first ones may build what the later ones use
+        job.passes()
+    wire.sent.clear()
+    with Sent() as sent, CopiedBytes() as copied:
+        job.passes()
+    return copied.total / P, wire.sent + sent.sent
 
 
 def floor() -> dict[str, Figure]:
@@ -83,50 +74,37 @@ def floor() -> dict[str, Figure]:
     return {column: Figure(value) for column, value in zip(COLUMNS, values, strict=True)}
 
 
-def sent(name: str, setting: Setting) -> list[tuple[str, int]]:
-    """(kind, bytes of the whole) of each collective of a step, within a fake group."""
-    wire = Wire(out_of_place=True)
-    model = made(name, setting, wire)
-    step(name, model, setting)
-    del wire.sent[:]
-    with Sent() as count:
-        step(name, model, setting)
-    return wire.sent + count.sent
-
-
-def payload(name: str) -> dict[str, Figure]:
-    """One contender's row of the second table, within a fake group."""
-    fp32, bf16 = sent(name, COLUMNS["fp32"]), sent(name, COLUMNS["bf16"])
-    kinds = [kind for kind, _ in fp32]
-    gathers, reductions = kinds.count("all-gather"), kinds.count("reduce-scatter")
-    return payload_row(
-        gathers, reductions, len(kinds) - gathers - reductions, *(sum(n for _, n in s) for s in (fp32, bf16))
-    )
-
-
-def payload_row(gathers: int, reductions: int, others: int, fp32: float, bf16: float) -> dict[str, Figure]:
+def payload_row(kinds: Counter[str], fp32: float, bf16: float) -> dict[str, Figure]:
+    gathers, reductions = kinds["all-gather"], kinds["reduce-scatter"]
+    others = kinds.total() - gathers - reductions
     counts = {"all-gathers": gathers, "reduce-scatters": reductions, "others": others}
-    sizes = {"fp32 payload / P": fp32 / parameter_bytes(), "bf16 payload / P": bf16 / parameter_bytes()}
+    sizes = {"fp32 payload / P": fp32 / P, "bf16 payload / P": bf16 / P}
     return {column: Figure(value) for column, value in {**counts, **sizes}.items()}
 
 
+def payload(fp32: list[tuple[str, int]], bf16: list[tuple[str, int]]) -> dict[str, Figure]:
+    """One contender's row of the second table, from what it sends in either precision."""
+    return payload_row(Counter(kind for kind, _ in fp32), *(sum(n for _, n in sent) for sent in (fp32, bf16)))
+
+
 def payload_floor() -> dict[str, Figure]:
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    inner = sum(4 * p.numel() for block in model.blocks for p in block.parameters())
-    gathered, reduced, units = parameter_bytes() + inner, parameter_bytes(), len(model.blocks)
-    return payload_row(2 * units + 1, units + 1, 0, gathered + reduced, gathered / 2 + reduced)
+    *blocks, _ = unit_bytes()
+    gathered = P + sum(blocks)
+    kinds = Counter({"all-gather": 2 * len(blocks) + 1, "reduce-scatter": len(blocks) + 1})
+    return payload_row(kinds, gathered + P, gathered / 2 + P)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    columns, rows = {}, {}
+    columns: dict[str, dict[str, Figure]] = {}
+    sent: dict[str, dict[str, list[tuple[str, int]]]] = {name: {} for name in SHARDED}
     with fake_world(RANKS):
-        for column in COLUMNS:
+        for column, setting in COLUMNS.items():
             progress(f"bytes copied, {column}")
-            columns[column] = {name: Figure(ratio(name, column)) for name in SHARDED}
-        for name in SHARDED:
-            progress(f"collectives, {name}")
-            rows[name] = payload(name)
+            plain, _ = counted("plain", setting)
+            columns[column] = {}
+            for name in SHARDED:
+                copied, sent[name][column] = counted(name, setting)
+                columns[column][name] = Figure(copied - plain)
     where = f"over P (GPT of 12 blocks, fake group of {RANKS})"
     return [
         Table(
@@ -140,7 +118,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
             "payload",
             f"collectives of a step and their payload {where}",
             "each unit gathered twice and the root once, each gradient reduced once, without padding; by arithmetic",
-            {**rows, "floor": payload_floor()},
+            {**{name: payload(s["fp32"], s["bf16"]) for name, s in sent.items()}, "floor": payload_floor()},
             {OURS: PAYLOAD_TARGETS},
             digits=3,
         ),

@@ -5,7 +5,6 @@ same text, and whole files are held out for validation, so no line of theirs is 
 """
 
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +29,22 @@ class Corpus:
 
 def load_corpus(max_bytes: int = 4_000_000) -> Corpus:
     """Reads at most ``max_bytes`` of the standard library's sources, training and validation together."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if _SKIPPED.isdisjoint(path.relative_to(root).parts) and not path.name.startswith(_SKIPPED_PREFIX)
+    ]
+    if len(paths) < _HOLD_OUT_EVERY:
+        raise FileNotFoundError(f"this Python ships no source files of its standard library under {root}")
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     room = max_bytes
-    for index, path in enumerate(_source_files()):
-        if room <= 0:
-            break
+    for index, path in enumerate(paths):
         text = path.read_bytes()[:room]
         room -= len(text)
         parts[index % _HOLD_OUT_EVERY == 0].append(text)
+        if not room:
+            break
     train, validation = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts)
     return Corpus(train, validation)
 
@@ -49,18 +56,12 @@ def random_windows(text: Tensor, count: int, length: int, *, seed: int) -> Tenso
         int64 tensor of shape (count, length).
     """
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(_last_start(text, length) + 1, (count,), generator=generator)
-    return _windows(text, starts, length)
+    return _windows(text, torch.randint(_last_start(text, length) + 1, (count,), generator=generator), length)
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """Cuts ``count`` windows out of ``text``, evenly spread from its beginning to its end.
-
-    Returns:
-        int64 tensor of shape (count, length).
-    """
-    starts = torch.arange(count) * _last_start(text, length) // max(count - 1, 1)
-    return _windows(text, starts, length)
+    """The same, evenly spread from the beginning of ``text`` to its end."""
+    return _windows(text, torch.arange(count) * _last_start(text, length) // max(count - 1, 1), length)
 
 
 def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -71,15 +72,3 @@ def _last_start(text: Tensor, length: int) -> int:
     if len(text) < length:
         raise ValueError(f"a window of {length:,} bytes does not fit into a text of {len(text):,}: lower --context")
     return len(text) - length
-
-
-def _source_files() -> Iterator[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if _SKIPPED.isdisjoint(path.relative_to(root).parts) and not path.name.startswith(_SKIPPED_PREFIX)
-    ]
-    if len(paths) < _HOLD_OUT_EVERY:
-        raise FileNotFoundError(f"this Python ships no source files of its standard library under {root}")
-    return iter(sorted(paths))

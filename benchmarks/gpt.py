@@ -17,7 +17,6 @@ class GPTConfig:
     layers: int
     width: int
     heads: int
-    tied: bool = True  # one matrix serves as both token embedding and output head
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -84,8 +83,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight  # tied
         self._initialize()
 
     def forward(self, tokens: Tensor) -> Tensor:

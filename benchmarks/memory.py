@@ -21,13 +21,14 @@ the same fake group.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, build, passes
-from copied_bytes import CONFIG, RANKS, parameter_bytes
+from contenders import Job, Setting, mean_logit
+from copied_bytes import CONFIG, RANKS, TOKENS, P, unit_bytes
 from counting import LiveBytes
 from gpt import GPT, Block
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
@@ -45,12 +46,9 @@ CASES = {
 }
 TARGETS = {"fp32": 1.10, "bf16": 1.06, "fp32, no prefetch": 1.02, "bf16, no prefetch": 1.02, "fp32, 4 x reduced": 1.12}
 LATER = "flatshard, on an accelerator"
-NAMES = ["flatshard", LATER, *(name for name in SHARDED if name not in ("flatshard", "FSDP1 flat"))]
-"""A flat parameter changes nothing here."""
-
-
-def tokens() -> torch.Tensor:
-    return torch.zeros(1, 16, dtype=torch.int64)
+NAMES = [OURS, LATER, "FSDP2", "FSDP1"]
+STATE = 4 * P / RANKS
+"""Bytes of the shards of parameters, gradients and AdamW's moments."""
 
 
 def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
@@ -60,58 +58,41 @@ def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     return made
 
 
-def held(name: str, case: Setting) -> tuple[int, int]:
+def held(name: str, setting: Setting) -> tuple[int, int]:
     """Bytes at the peak of a step, and after it with its gradients. Within a fake group."""
     with LiveBytes() as live:
-        torch.manual_seed(0)
-        kind = OURS if name == LATER else name
-        model = build(kind, GPT(CONFIG), replace(case, collectives=as_nccl if name == LATER else None))
+        adamw = functools.partial(torch.optim.AdamW, foreach=True)
         if name == LATER:
-            for unit in units_below(model):
+            job = Job(OURS, CONFIG, replace(setting, collectives=as_nccl), TOKENS, adamw)
+            for unit in units_below(job.model):
                 unit.context.reductions.waits_early = False
-        live.add(model.parameters())
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-
-        def step() -> None:
-            passes(kind, model, case, lambda: model(tokens()).float().mean())
-            optimizer.step()
-
+        else:
+            job = Job(name, CONFIG, setting, TOKENS, adamw)
+        live.add(job.model.parameters())
         for _ in range(2):
-            step()
-            optimizer.zero_grad()
+            job.step()
         with live.watch():
-            step()
+            job.step()
         gc.collect()
         return live.peak, live.now()
 
 
 def activations(bf16: bool) -> int:
     """Bytes that a plain model's forward keeps for its backward."""
-    model = GPT(CONFIG)
-    if bf16:
-        model.bfloat16()
+    model = GPT(CONFIG).to(torch.bfloat16 if bf16 else torch.float32)
     with LiveBytes() as live:
         live.add(model.parameters())
         before = live.now()
-        loss = model(tokens()).float().mean()
+        loss = mean_logit(model(TOKENS))
         gc.collect()
         kept = live.now() - before
     del loss
     return kept
 
 
-def state_bytes() -> float:
-    """Of the shards of parameters, gradients and AdamW's moments."""
-    return 4 * parameter_bytes() / RANKS
-
-
 def floor(bf16: bool) -> float:
     """Of the peak."""
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    units = sorted([*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks)])
-    return state_bytes() + sum(units[-2:]) * (2 if bf16 else 4) + activations(bf16)
+    return STATE + sum(sorted(unit_bytes())[-2:]) / (2 if bf16 else 1) + activations(bf16)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
@@ -119,12 +100,12 @@ def measure(args: argparse.Namespace) -> list[Table]:
     between: dict[str, dict[str, Figure]] = {}
     floors = {bf16: floor(bf16) for bf16 in (False, True)}
     with fake_world(RANKS):
-        for column, case in CASES.items():
+        for column, setting in CASES.items():
             progress(f"memory, {column}")
-            counted = {name: held(name, case) for name in NAMES}
-            peaks[column] = {name: Figure(peak / floors[case.bf16]) for name, (peak, _) in counted.items()}
+            counted = {name: held(name, setting) for name in NAMES}
+            peaks[column] = {name: Figure(peak / floors[setting.bf16]) for name, (peak, _) in counted.items()}
             if column in ("fp32", "bf16"):
-                between[column] = {name: Figure(after / state_bytes()) for name, (_, after) in counted.items()}
+                between[column] = {name: Figure(after / STATE) for name, (_, after) in counted.items()}
     what = f"GPT of 12 blocks, fake group of {RANKS}"
     return [
         Table(

@@ -14,50 +14,49 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """The progress of rank 0's loop over steps.
+    """The progress of rank 0's loop over the steps from ``first`` to ``last``, both included.
 
     On a terminal ``step`` redraws the last line. ``line`` prints one that stays, on a terminal and in a log.
     """
 
     def __init__(self, first: int, last: int, tokens_per_step: int, out: TextIO | None = None) -> None:
-        """For the steps from ``first`` to ``last``, both included."""
         self._out = out if out is not None else sys.stdout
         self._first, self._last = first, last
         self._tokens_per_step = tokens_per_step
-        self._seconds = 0.0  # of the steps that were timed
-        self._timed = 0
-        self._line_seconds = 0.0  # the same since the last line
-        self._line_steps = 0
+        self._times: list[float] = []
+        """Seconds of each step but the first, which is slower: it allocates."""
+        self._line_times: list[float] = []
+        """Of each step since the last line."""
         self._began = time.perf_counter()
-        self._drawn = 0.0
-        self._is_drawn = False
+        self._drawn: float | None = None
+        """When the line that changes in place was, if it is there."""
 
     def step(self, step: int, loss: float) -> None:
         """Step ``step`` has ended, with this loss on this rank."""
         now = time.perf_counter()
-        self._line_seconds += now - self._began
-        self._line_steps += 1
-        if step > self._first:  # the first one is slower: it allocates
-            self._seconds += now - self._began
-            self._timed += 1
+        self._line_times.append(now - self._began)
+        if step > self._first:
+            self._times.append(now - self._began)
         self._began = now
-        if self._out.isatty() and (now - self._drawn >= REDRAW_SECONDS or step == self._last):
+        is_due = self._drawn is None or now - self._drawn >= REDRAW_SECONDS or step == self._last
+        if self._out.isatty() and is_due:
             filled = BAR * step // self._last
-            bar = "#" * filled + "." * (BAR - filled)
-            text = f"[{bar}] step {step}/{self._last}  loss {loss:.3f}  {self._mean_rate()}  {self.time_left(step)}"
-            self._out.write(f"\r\x1b[K{text.rstrip()}")
+            text = f"[{'#' * filled:.<{BAR}}] step {step}/{self._last}  loss {loss:.3f}"
+            rate = f"  {self._rate(self._times):,.0f} tokens/s" if self._times else ""
+            self._out.write(f"\r\x1b[K{text}{rate}{self._time_left(step)}")
             self._out.flush()
-            self._drawn, self._is_drawn = now, True
+            self._drawn = now
 
     def line(self, step: int, loss: float, rest: str = "") -> None:
         """Prints a line on the steps since the last line, whose mean loss over all ranks is ``loss``."""
-        width = len(str(self._last))
-        rate = self._line_steps * self._tokens_per_step / max(self._line_seconds, 1e-9)
-        text = f"step {step:>{width}}/{self._last}  loss {loss:.3f}  {rest}  {rate:>9,.0f} tokens/s  {self.time_left(step)}"
+        rate = f"{self._rate(self._line_times):>9,.0f} tokens/s"
+        text = (
+            f"step {step:>{len(str(self._last))}}/{self._last}  loss {loss:.3f}  {rest}  {rate}{self._time_left(step)}"
+        )
         self.clear()
-        print(text.rstrip(), file=self._out, flush=True)
-        self._line_seconds, self._line_steps = 0.0, 0
-        self._began = time.perf_counter()
+        print(text, file=self._out, flush=True)
+        self._line_times.clear()
+        self.pause()
 
     def pause(self) -> None:
         """What has happened since the last step or line was no step: do not count it."""
@@ -65,21 +64,18 @@ class Progress:
 
     def clear(self) -> None:
         """Takes the line away that changes in place, if one is there."""
-        if self._is_drawn:
+        if self._drawn is not None:
             self._out.write("\r\x1b[K")
-            self._is_drawn = False
+            self._drawn = None
 
-    def _mean_rate(self) -> str:
-        """Of the steps so far, as text; empty before any was timed."""
-        if not self._timed:
-            return ""
-        return f"{self._timed * self._tokens_per_step / max(self._seconds, 1e-9):,.0f} tokens/s"
+    def _rate(self, times: Sequence[float]) -> float:
+        return len(times) * self._tokens_per_step / max(sum(times), 1e-9)
 
-    def time_left(self, step: int) -> str:
-        """As text, from the mean of the steps so far; empty after the last one, and before any was timed."""
-        if not self._timed or step == self._last:
+    def _time_left(self, step: int) -> str:
+        """From the mean of the steps so far; empty after the last one, and before any was timed."""
+        if not self._times or step == self._last:
             return ""
-        return f"{clock((self._last - step) * self._seconds / self._timed)} left"
+        return f"  {clock((self._last - step) * sum(self._times) / len(self._times))} left"
 
 
 def clock(seconds: float) -> str:

@@ -41,27 +41,14 @@ class Ranks:
         """This rank's equal part of a tensor that is the same on all ranks, cut along its first dimension."""
         return rows.to(self.device).chunk(self.size)[self.rank]
 
-    def sum(self, value: Tensor) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM).item()
-
-    def mean(self, value: Tensor) -> float:
-        return self.sum(value) / self.size
-
-    def means(self, values: Tensor) -> list[float]:
-        """The mean over ranks of each element of a 1-D tensor."""
-        means: list[float] = (self._reduce(values, dist.ReduceOp.SUM) / self.size).tolist()
-        return means
-
-    def max(self, value: int) -> float:
-        return self._reduce(torch.tensor(value), dist.ReduceOp.MAX).item()
-
-    def all_agree(self, value: bool) -> bool:
-        return bool(self._reduce(torch.tensor(value), dist.ReduceOp.MIN))
-
-    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """In float64, over all ranks."""
         reduced = value.detach().to(self.device, torch.float64, copy=True)
         dist.all_reduce(reduced, op)
         return reduced
+
+    def mean(self, value: Tensor) -> float:
+        return float(self.reduce(value)) / self.size
 
     def __str__(self) -> str:
         return f"{self.size} rank{'s' * (self.size > 1)} on {self.device.type} over {dist.get_backend()}"

@@ -1,13 +1,13 @@
 """Runs the benchmarks and prints their tables: the quick set, in under five minutes on two cores.
 
     python benchmarks/run.py
-    python benchmarks/run.py --only copied_bytes memory --plot
-    python benchmarks/run.py --full --plot
+    python benchmarks/run.py --only copied_bytes memory
+    python benchmarks/run.py --full
 
 Each benchmark is a process of its own, which starts gloo ranks where it needs them; nothing has to be set by hand. Tables,
-with the versions, the hardware, the commit and this command, go to ``benchmarks/results/`` as text and JSON; ``--plot`` draws
-them by matplotlib, as SVG. Timed figures are medians with the least and the most of their rounds in brackets; on a shared
-machine only ratios within one run mean anything. Counts are exact.
+with the versions, the hardware, the commit and this command, go to ``benchmarks/results/`` as text and JSON. Timed figures
+are medians with the least and the most of their rounds in brackets; on a shared machine only ratios within one run mean
+anything. Counts are exact.
 """
 
 from __future__ import annotations
@@ -25,24 +25,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import plots
 import torch
 from ranks import set_environment
 from suite import Table, arguments
 
 HERE = Path(__file__).parent
-QUICK = (
-    "copied_bytes",
-    "memory",
-    "host_overhead",
-    "optimizer_overhead",
-    "scale",
-    "setup_time",
-    "step_time",
-    "padding",
-    "gpu",
-)
-MORE = ("muon", "checkpoint", "communication")
+QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "gpu")
+MORE = ("checkpoint",)
 """With ``--full``, or by name."""
 
 
@@ -81,7 +70,7 @@ def commit() -> str:
 
 
 def run(name: str, full: bool) -> list[Table]:
-    """One benchmark's tables, from its own process.
+    """One benchmark's tables, from its own process, which prints them.
 
     Raises:
         RuntimeError: it failed; its own words are on standard error.
@@ -90,7 +79,8 @@ def run(name: str, full: bool) -> list[Table]:
         path = Path(folder) / "tables.json"
         command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(path), *(["--full"] if full else [])]
         search = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": search})
+        print(flush=True)
         if done.returncode or not path.exists():
             raise RuntimeError(f"{name}.py ended with {done.returncode} and without results")
         return [Table.from_json(table) for table in json.loads(path.read_text())]
@@ -107,11 +97,20 @@ def summary(tables: Sequence[Table]) -> list[str]:
     return [f"{len(judged) - len(missed)} of {len(judged)} targets are met", *missed]
 
 
+def write(stem: Path, about: dict[str, str], tables: Sequence[Table], notes: Sequence[str]) -> None:
+    """The results' two files."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    head = "\n".join(f"{key}: {value}" for key, value in about.items())
+    text = "\n\n".join([head, *(table.as_text() for table in tables), "\n".join(notes)]) + "\n"
+    stem.with_suffix(".txt").write_text(text)
+    data = {**about, "notes": list(notes), "tables": [dataclasses.asdict(table) for table in tables]}
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+
+
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--full", action="store_true", help="more rounds, sizes, contenders and benchmarks")
     made.add_argument("--only", nargs="+", choices=[*QUICK, *MORE], metavar="NAME", help=", ".join([*QUICK, *MORE]))
-    made.add_argument("--plot", action="store_true", help="draw each table as an SVG, too, by matplotlib")
     where = "where to write (default: benchmarks/results)"
     made.add_argument("--results", type=Path, default=HERE / "results", help=where)
     return made
@@ -119,42 +118,26 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    if args.plot and plots.missing():
-        raise SystemExit(plots.missing())
     set_environment()
     names = args.only or [*QUICK, *(MORE if args.full else ())]
-    options = (["--full"] if args.full else []) + (["--only", *args.only] if args.only else [])
-    about = describe(" ".join(["python benchmarks/run.py", *options, *(["--plot"] if args.plot else [])]))
+    options = [*(["--full"] if args.full else []), *(["--only", *args.only] if args.only else [])]
+    about = describe(" ".join(["python benchmarks/run.py", *options]))
     tables: list[Table] = []
     failures = []
     began = time.perf_counter()
     for number, name in enumerate(names, 1):
         print(f"[{time.perf_counter() - began:4.0f} s] {name} ({number} of {len(names)})", file=sys.stderr, flush=True)
         try:
-            tables += (made := run(name, args.full))
+            tables += run(name, args.full)
         except RuntimeError as e:
             failures.append(str(e))
-        else:
-            print("\n\n".join(table.as_text() for table in made), end="\n\n", flush=True)
     about["seconds"] = f"{time.perf_counter() - began:.0f}"
     notes = [*failures, *summary(tables)]
     print("\n".join([*(f"{key}: {value}" for key, value in about.items()), "", *notes]))
-    write(args, about, tables, notes)
+    stem = "-".join([*(args.only or []), *(["full"] if args.full else [])]) or "quick"
+    write(args.results / stem, about, tables, notes)
     if failures:
         raise SystemExit(1)
-
-
-def write(args: argparse.Namespace, about: dict[str, str], tables: Sequence[Table], notes: Sequence[str]) -> None:
-    """The results' files: named ``quick`` or ``full``, or by what alone was run."""
-    stem = "-".join([*(args.only or []), *(["full"] if args.full else [])]) or "quick"
-    args.results.mkdir(parents=True, exist_ok=True)
-    head = "\n".join(f"{key}: {value}" for key, value in about.items())
-    text = "\n\n".join([head, *(table.as_text() for table in tables), "\n".join(notes)]) + "\n"
-    (args.results / f"{stem}.txt").write_text(text)
-    data = {**about, "notes": list(notes), "tables": [dataclasses.asdict(table) for table in tables]}
-    (args.results / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
-    for table in tables if args.plot else ():
-        plots.draw(table, args.results / f"{table.name}.svg")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 model's first. Then AdamW's (foreach) first step of 480 parameters (40 units), which makes its state, on what this rank has of
 4,096. Every contender and round is a process of its own, forked from one that has imported everything and trained a plain
 model, but none of a contender: what a library builds or caches once is part of the figure, and what torch itself does at its
-first operations is not. Peers' collectives fill nothing, as in ``scale.py``. Contenders take turns; medians over the rounds.
+first operations is not. The fake group's collectives fill nothing for peers (``filling_nothing``). Contenders take turns;
+medians over the rounds. The peers take seconds a round: with ``--full``.
 
 The floor is the plain model: no wrapping, its first step, AdamW's first step on whole parameters.
 """
@@ -14,40 +15,31 @@ The floor is the plain model: no wrapping, its first step, AdamW's first step on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
-from contenders import SHARDED, Setting, build, nothing_moves
+from contenders import SHARDED, Setting, build, filling_nothing
+from host_overhead import Unit, batch, units
 from suite import OURS, Benchmark, Table, fake_world, progress, seconds, spread
-from units import WIDTH, Unit, Units
 
 RANKS = 4096
-COLUMNS = ("wrapping", "first step over plain", "AdamW's first step")
 TARGETS = {"wrapping": 60.0, "first step over plain": 10.0, "AdamW's first step": 25.0}
 
 
 def once(name: str) -> tuple[float, float, float]:
     """Seconds of each: the wrapping, the first step, the optimizer's first step."""
     torch.manual_seed(0)
-    module = Units(30)
-    began: list[torch.nn.Module] = []
-    wrapping = seconds(lambda: began.append(build(name, module, Setting(Unit))))
-    x = torch.ones(2, WIDTH)
-    with nothing_moves(name):
-        first = seconds(lambda: began[0](x).sum().backward())
-    return wrapping, first, optimizer(name)
-
-
-def optimizer(name: str) -> float:
-    """Seconds of AdamW's first step of 480 parameters."""
-    model = build(name, Units(40), Setting(Unit))
-    with nothing_moves(name):
-        model(torch.ones(2, WIDTH)).sum().backward()
-    adam = torch.optim.AdamW(model.parameters(), foreach=True)
-    return seconds(adam.step)
+    models = [units(30)]
+    wrapping = seconds(lambda: models.append(build(name, models.pop(), Setting(Unit))))
+    with contextlib.nullcontext() if name in ("plain", OURS) else filling_nothing():
+        first = seconds(lambda: models[0](batch()).sum().backward())
+        larger = build(name, units(40), Setting(Unit))
+        larger(batch()).sum().backward()
+    return wrapping, first, seconds(torch.optim.AdamW(larger.parameters(), foreach=True).step)
 
 
 def forked(name: str) -> tuple[float, float, float]:
@@ -57,7 +49,7 @@ def forked(name: str) -> tuple[float, float, float]:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    names = ["plain", *(SHARDED if args.full else ["flatshard"])]
+    names = ["plain", *(SHARDED if args.full else [OURS])]
     for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(module)
     once("plain")
@@ -74,7 +66,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
         each = [(wrapping, first - less, adam) for wrapping, first, adam in series]
         rows["floor: plain (first step in all)" if name == "plain" else name] = {
             column: spread(1e3 * value for value in values)
-            for column, values in zip(COLUMNS, zip(*each, strict=True), strict=True)
+            for column, values in zip(TARGETS, zip(*each, strict=True), strict=True)
         }
     return [
         Table(
@@ -84,7 +76,6 @@ def measure(args: argparse.Namespace) -> list[Table]:
             "the plain model's, in the same rounds; its first step is subtracted from the others'",
             rows,
             {OURS: TARGETS},
-            () if args.full else ("Peers: with --full (seconds a round).",),
             digits=1,
         )
     ]

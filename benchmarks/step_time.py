@@ -5,7 +5,8 @@
 It starts two ranks; for more: ``torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains
 the same 25 M parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are
 medians over the rounds, as ratios to FSDP2's median. ``4 x``: four microbatches, of which the last reduces; ``flatshard, each
-reduced`` is its default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction.
+reduced`` is its default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction. ``--full`` adds
+flatshard with all communication left out (``no_communication.py``).
 
 The floor is the plain model's step without any communication, on each rank's own batch (bf16: all of it in bfloat16).
 """
@@ -19,10 +20,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, Unavailable, build, passes
-from gpt import GPT, Block, GPTConfig
+from contenders import SHARDED, Job, Setting, numel
+from gpt import Block, GPTConfig
+from no_communication import NoCommunication
 from suite import OURS, Benchmark, Figure, Table, by_column, interleaved, over, progress, seconds_of_all, spread
-from torch import nn
+from torch import Tensor, nn
 
 COLUMNS = {
     "fp32": Setting(Block),
@@ -30,53 +32,36 @@ COLUMNS = {
     "bf16": Setting(Block, bf16=True),
 }
 TARGETS = {"fp32": 0.60, "fp32, 4 x": 0.60, "bf16": 0.70}
-EACH = "flatshard, each reduced"
+EACH, ALONE, FLOOR = "flatshard, each reduced", "flatshard, no communication", "floor: plain"
 
 
 def config(args: argparse.Namespace) -> GPTConfig:
     return GPTConfig(256, args.context, args.layers, args.width, heads=8)
 
 
-def trainer(name: str, args: argparse.Namespace, setting: Setting) -> Callable[[], float]:
-    """Seconds of a step, until the slowest rank is done.
-
-    Raises:
-        Unavailable: the contender has no such setting.
-    """
-    torch.manual_seed(0)
+def contender(name: str, args: argparse.Namespace, setting: Setting) -> Callable[[], float]:
+    """Seconds of a step, until the slowest rank is done."""
     if name == EACH:
-        name, setting = "flatshard", replace(setting, reduced=True)
-    model = build(name, GPT(config(args)), setting)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, 256, (args.batch, args.context + 1))
+        setting = replace(setting, reduced=True)
+    elif name == ALONE:
+        setting = replace(setting, collectives=NoCommunication())
+    windows = torch.randint(0, 256, (args.batch, args.context + 1), generator=torch.Generator().manual_seed(0))
 
-    def loss() -> torch.Tensor:
-        logits = model(tokens[:, :-1]).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    def loss(logits: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
-    def step() -> None:
-        optimizer.zero_grad()
-        passes(name, model, setting, loss)
-        optimizer.step()
-
-    return lambda: seconds_of_all(step)
+    kind = {EACH: OURS, ALONE: OURS, FLOOR: "plain"}.get(name, name)
+    job = Job(kind, config(args), setting, windows[:, :-1], loss=loss)
+    return lambda: seconds_of_all(job.step)
 
 
 def column(args: argparse.Namespace, setting: Setting) -> tuple[dict[str, Figure], Figure]:
     """Every contender's ratio to FSDP2, and FSDP2's milliseconds."""
-    steps: dict[str, Callable[[], float]] = {}
-    result: dict[str, Figure] = {}
-    each = [EACH] if setting.microbatches > 1 and "flatshard" in args.only else []
-    names = dict.fromkeys(["FSDP2", *args.only, *each])
-    for name in names:
-        try:
-            steps[name] = trainer(name, args, setting)
-        except Unavailable as e:
-            result[name] = Figure(None, note=str(e))
-    times = interleaved(steps, args.rounds, warm_up=1)
+    more = {"DDP": not setting.bf16, EACH: setting.microbatches > 1, ALONE: args.full}  # DDP has no setting for bf16
+    names = [*SHARDED, *(name for name, is_there in more.items() if is_there), FLOOR]
+    times = interleaved({name: contender(name, args, setting) for name in names}, args.rounds, warm_up=1)
     base = times["FSDP2"]
-    result |= {"floor: plain" if name == "plain" else name: over(series, base) for name, series in times.items()}
-    return result, spread(1e3 * value for value in base)
+    return {name: over(series, base) for name, series in times.items()}, spread(1e3 * value for value in base)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
@@ -87,16 +72,13 @@ def measure(args: argparse.Namespace) -> list[Table]:
         columns[name], milliseconds = column(args, setting)
         base.append(f"{name} {milliseconds.text(0)}")
         gc.collect()
-    rows = dict(by_column(columns))
-    if "floor: plain" in rows:
-        rows["floor: plain"] = rows.pop("floor: plain")  # the last row
-    with torch.device("meta"):
-        numel = sum(p.numel() for p in GPT(config(args)).parameters())
+    rows = by_column(columns)
+    rows[FLOOR] = rows.pop(FLOOR)  # the last row
     return [
         Table(
             "step_time",
-            f"step time over FSDP2's, GPT of {numel / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks; medians of "
-            f"{args.rounds} rounds",
+            f"step time over FSDP2's, GPT of {numel(config(args)) / 1e6:.1f} M parameters, {dist.get_world_size()} gloo "
+            f"ranks; medians of {args.rounds} rounds",
             "the plain model's step without communication, on each rank's own batch, in the same rounds",
             rows,
             {OURS: TARGETS},
@@ -111,7 +93,6 @@ BENCHMARK = Benchmark(
     ranks=2,
     rounds=(3, 9),
     sizes={"layers": 8, "width": 512, "context": 64, "batch": 4},
-    contenders=["plain", *SHARDED, "DDP"],
 )
 
 if __name__ == "__main__":

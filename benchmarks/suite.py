@@ -1,7 +1,7 @@
-"""What all benchmarks share: their command line and ranks, timing, tables of figures with their targets and spreads.
+"""What all benchmarks share: tables of figures with targets and spreads, interleaved timing, the command line and its ranks.
 
-A benchmark is a file that makes one :class:`Benchmark`, which says what can be chosen and measures it. It runs alone
-(``python benchmarks/memory.py``) or with the others (``python benchmarks/run.py``). No environment variable needs to be set.
+A benchmark is a file with a function ``measure(args) -> list[Table]``, and one :class:`Benchmark` which says what can be
+chosen. It runs alone (``python benchmarks/memory.py``) or with the others (``python benchmarks/run.py``).
 """
 
 from __future__ import annotations
@@ -61,21 +61,17 @@ def over(series: Iterable[float], base: Iterable[float]) -> Figure:
     return spread(value / middle for value in series)
 
 
-Rows = Mapping[str, Mapping[str, Figure]]
-"""Figures by column, by contender."""
-
-
 @dataclass(frozen=True)
 class Table:
     """One measure: rows of contenders, columns of settings."""
 
     name: str
-    """Unique among all tables; the name of its plot."""
     title: str
     """What is measured, of what, in which unit."""
     floor: str
     """What could not be less, and how that is computed."""
-    rows: Rows
+    rows: Mapping[str, Mapping[str, Figure]]
+    """Figures by column, by contender."""
     targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """What a figure should be at most, by column, by contender: flatshard and its variants."""
     notes: Sequence[str] = ()
@@ -116,7 +112,7 @@ class Table:
         return Table(**{**data, "rows": rows})
 
 
-def by_column(columns: Mapping[str, Mapping[str, Figure]]) -> Rows:
+def by_column(columns: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, Figure]]:
     """Rows from figures by contender, by column."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
     return {name: {c: column[name] for c, column in columns.items() if name in column} for name in names}
@@ -178,39 +174,35 @@ def progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One file's benchmark, and what can be chosen on its command line beside ``--full`` and ``--json``."""
+    """What one file measures, and what can be chosen on its command line beside ``--full`` and ``--json``."""
 
     measure: Callable[[argparse.Namespace], list[Table]]
-    """Gets the chosen values, such as ``args.rounds``."""
     doc: str | None
-    """The file's docstring: the text of ``--help``."""
+    """The text of ``--help``."""
     ranks: int = 1
-    """Of a gloo group. 1: there is none."""
+    """Of a gloo group, which this starts. 1: ``measure`` makes the process groups that it needs."""
     rounds: tuple[int, int] = (0, 0)
-    """In the quick set, and with ``--full``. 0: nothing is timed."""
+    """Without and with ``--full``. 0: nothing is timed."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Whole numbers, such as ``layers``, with their defaults."""
-    contenders: Sequence[str] = ()
-    """For ``--only``."""
-    more: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-    """Adds other arguments."""
+    """Whole numbers with their defaults, such as ``{"layers": 8}`` for ``--layers``."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """With their help."""
 
     def parser(self) -> argparse.ArgumentParser:
-        made = arguments(self.doc)
-        made.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
-        made.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
+        parser = arguments(self.doc)
+        parser.add_argument("--full", action="store_true", help="more rounds, sizes and contenders")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
         for size, default in self.sizes.items():
-            made.add_argument(f"--{size.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
+            parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
+        for flag, text in self.flags.items():
+            parser.add_argument(f"--{flag}", action="store_true", help=text)
         if any(self.rounds):
             quick, full = self.rounds
-            made.add_argument("--rounds", type=int, help=f"default: {quick}, with --full {full}")
-        if self.contenders:
-            made.add_argument("--only", nargs="+", choices=self.contenders, default=self.contenders, metavar="NAME")
-        self.more(made)
-        return made
+            parser.add_argument("--rounds", type=int, help=f"default: {quick}, with --full {full}")
+        return parser
 
     def main(self) -> list[Table]:
-        """Measure what the command line asks for, over gloo ranks where there are several. Returns the tables."""
+        """Measure what the command line asks for, on all ranks, and print the tables, which are returned."""
         args = self.parser().parse_args()
         if any(self.rounds) and args.rounds is None:
             args.rounds = self.rounds[args.full]

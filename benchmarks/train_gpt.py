@@ -17,22 +17,28 @@ examples, in an activated environment:
 To read the code, begin with ``main``. All that flatshard asks of a training script is in ``build_sharded_model``.
 """
 
+# ruff: noqa: E402  (torch warns at its import where NumPy is missing, which nothing here needs)
 from __future__ import annotations
-
-import quiet  # noqa: F401  # isort: skip  # before torch
 
 import argparse
 import codecs
+import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import VOCABULARY, Corpus, even_windows, load_corpus, random_windows
+from counting import storages
 from gpt import GPT, Block, GPTConfig
 from progress import Progress, clock, loss_curve
 from ranks import Ranks, are_started, leave, process_group, start
@@ -83,7 +89,7 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     ranks.say(f"validation loss {loss_before:.3f} before training (a uniform guess: {math.log(VOCABULARY):.3f})\n")
 
     trainer = Trainer(model, options)
-    first = trainer.resume(options.resume, ranks) if options.resume else 1
+    first = trainer.resume(options.resume) if options.resume else 1
     losses, seconds = train_steps(trainer, first, options, corpus, ranks)
 
     loss_after = validation_loss(model, options, corpus, ranks)
@@ -120,7 +126,7 @@ def train_steps(
         if ranks.rank == 0:
             progress.step(step, loss.item())
         if step == first or step % options.log_every == 0 or step == options.steps:
-            newest = ranks.means(torch.stack(since_line))
+            newest = (ranks.reduce(torch.stack(since_line)) / ranks.size).tolist()
             if ranks.rank == 0:
                 progress.line(step, sum(newest) / len(newest), f"lr {trainer.last_lr:.1e}")
             means += newest
@@ -128,9 +134,9 @@ def train_steps(
         if step == first:
             ranks.say(f"\n{memory_report(trainer, options, corpus, ranks)}\n")
             progress.pause()
-        if options.save and (step % options.save_every == 0 or step == options.steps):
+        if options.save and (step == options.steps or (options.save_every and step % options.save_every == 0)):
             progress.clear()
-            trainer.save(Path(options.save) / f"step-{step}", step, ranks)
+            trainer.save(Path(options.save) / f"step-{step}", step)
             progress.pause()
     return means, seconds
 
@@ -165,7 +171,7 @@ def verify(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
             f"{step:>4}  {loss:>11.7f}  {expected_loss:>14.7f}  {differences[0]:>10.1e}"
             f"  {norm:>10.7f}  {expected_norm:>14.7f}  {differences[1]:>10.1e}"
         )
-    agreed = ranks.all_agree(agreed)
+    agreed = bool(ranks.reduce(torch.tensor(agreed), dist.ReduceOp.MIN))
     verdict = "equal" if agreed else "NOT EQUAL"
     ranks.say(f"\n{verdict}: largest relative difference {largest:.1e}, tolerance {TOLERANCE:.0e}")
     return agreed
@@ -223,11 +229,11 @@ class Trainer:
         self.schedule.step()
         return loss.detach()
 
-    def save(self, path: Path, step: int, ranks: Ranks) -> None:
+    def save(self, path: Path, step: int) -> None:
         """Writes all that training goes on from."""
         flatshard.save_checkpoint(path, self._state(step), overwrite=True)
 
-    def resume(self, path: str, ranks: Ranks) -> int:
+    def resume(self, path: str) -> int:
         """Reads it, as written by any number of ranks, and returns the next step."""
         return int(flatshard.load_checkpoint(path, self._state(0))["step"]) + 1
 
@@ -307,10 +313,10 @@ def global_batch(options: Options, corpus: Corpus, ranks: Ranks, step: int) -> T
 def gradient_norm(model: nn.Module, ranks: Ranks) -> float:
     """Euclidean norm of the whole model's gradient, from what each rank holds of it, sharded or not."""
     parameters = list(model.parameters())
-    held = ranks.sum(torch.tensor(float(sum(p.numel() for p in parameters))))
+    held = float(ranks.reduce(torch.tensor(sum(p.numel() for p in parameters))))
     copies = held / sum(flatshard.full_shape(p).numel() for p in parameters)
     squares = [p.grad.detach().double().square().sum() for p in parameters if p.grad is not None]
-    return math.sqrt(ranks.sum(torch.stack(squares).sum()) / copies)
+    return math.sqrt(float(ranks.reduce(torch.stack(squares).sum())) / copies)
 
 
 def relative_difference(value: float, expected: float) -> float:
@@ -321,32 +327,26 @@ def memory_report(trainer: Trainer, options: Options, corpus: Corpus, ranks: Ran
     """The bytes that stay on a rank between two steps, next to those of an unsharded model after one step, as text."""
     replica = Trainer(build_model(options, ranks), options)
     replica.step(ranks.own_rows(global_batch(options, corpus, ranks, step=1)))
-    sharded, replicated = footprint(trainer), footprint(replica)
+    sharded, replicated = (
+        ranks.reduce(torch.tensor(list(footprint(each).values())), dist.ReduceOp.MAX).tolist()
+        for each in (trainer, replica)
+    )
     lines = ["MiB on the fullest rank     sharded  replicated"]
-    for name in sharded:
-        size, full_size = ranks.max(sharded[name]), ranks.max(replicated[name])
+    for name, size, full_size in zip(footprint(trainer), sharded, replicated, strict=True):
         lines.append(f"{name:<25} {size / 2**20:>9.3f}  {full_size / 2**20:>10.3f}  {size / full_size:>5.0%}")
     return "\n".join(lines)
 
 
 def footprint(trainer: Trainer) -> dict[str, int]:
-    """Bytes of memory behind the tensors that training keeps."""
+    """Bytes of the memory, padding included, behind the tensors that training keeps."""
     parameters = list(trainer.model.parameters())
-    kept: dict[str, list[Tensor]] = {
+    kept = {
         "parameters": [p.detach() for p in parameters],
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "Adam state": [
-            value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-        ],
+        "Adam state": [v for state in trainer.optimizer.state.values() for v in state.values() if torch.is_tensor(v)],
     }
-    sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
+    sizes = {name: sum(storages(tensors).values()) for name, tensors in kept.items()}
     return sizes | {"total": sum(sizes.values())}
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Size of the memory the tensors live in, padding included. Tensors that share memory are counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -354,102 +354,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Options(argparse.Namespace):
-    """The command line, typed."""
-
-    ranks: int | None  # processes to start
-    layers: int
-    width: int
-    heads: int
-    tied: bool
-    context: int
-    batch: int
-    steps: int
-    lr: float
-    strategy: str
-    precision: str
-    seed: int
-    log_every: int
-    plot: str | None
-    verify: int | None  # the number of steps to compare
-    save: str | None
-    save_every: int
-    resume: str | None
-
-    def config(self) -> GPTConfig:
-        return GPTConfig(VOCABULARY, self.context, self.layers, self.width, self.heads, self.tied)
+def option(default: Any, help: str, kind: Any, metavar: str | None = None, **more: Any) -> Any:
+    """A field of :class:`Options`."""
+    return dataclasses.field(default=default, metadata={"help": help, "type": kind, "metavar": metavar, **more})
 
 
-def parse_options(arguments: Sequence[str]) -> Options:
-    description, _, examples = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog=examples.rpartition("\n\n")[0],  # the rest is for readers of the code
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--ranks", type=positive_int, metavar="N", help="start N processes (default: those of torchrun, or this one)"
-    )
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive_int, default=4, metavar="N", help="blocks (default: 4)")
-    model.add_argument("--width", type=positive_int, default=128, metavar="N", help="residual stream (default: 128)")
-    model.add_argument("--heads", type=positive_int, default=4, metavar="N", help="must divide width (default: 4)")
-    model.add_argument(
-        "--tied",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share one matrix between embedding and output head (default: tied)",
-    )
-
-    training = parser.add_argument_group("training")
-    training.add_argument("--context", type=positive_int, default=128, metavar="N", help="bytes seen (default: 128)")
-    training.add_argument("--batch", type=positive_int, default=8, metavar="N", help="rows per rank (default: 8)")
-    training.add_argument("--steps", type=positive_int, default=700, metavar="N", help="optimizer steps (default: 700)")
-    training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate (default: 3e-3)")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches, sample (default: 0)")
-    training.add_argument("--log-every", type=positive_int, default=25, metavar="N", help="steps a line (default: 25)")
-    training.add_argument("--plot", type=svg_path, metavar="FILE.svg", help="draw the loss of each step")
-
-    checkpoints = parser.add_argument_group("checkpoints")
-    checkpoints.add_argument("--save", metavar="DIR", help="write DIR/step-N at the last step")
-    checkpoints.add_argument(
-        "--save-every", type=positive_int, default=sys.maxsize, metavar="N", help="and every N steps"
-    )
-    checkpoints.add_argument(
-        "--resume", type=directory, metavar="DIR/step-N", help="go on from there, with any number of ranks"
-    )
-
-    sharding = parser.add_argument_group("sharding")
-    sharding.add_argument(
-        "--strategy",
-        choices=["full_shard", "shard_grad_op", "no_shard"],
-        default="full_shard",
-        help="what the ranks divide among them (default: full_shard)",
-    )
-    sharding.add_argument(
-        "--precision",
-        choices=["fp32", "bf16"],
-        default="fp32",
-        help="what the model computes in; parameters kept and gradients summed in fp32 (default: fp32)",
-    )
-    sharding.add_argument(
-        "--verify",
-        nargs="?",
-        type=positive_int,
-        const=20,
-        metavar="N",
-        help="compare the first N steps with one-process training, then exit (default: 20)",
-    )
-
-    options = parser.parse_args(arguments, namespace=Options())
-    if options.verify and options.precision != "fp32":
-        parser.error("--verify compares with fp32 training up to its rounding: use it with --precision fp32")
-    try:
-        options.config()
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+def number(default: int | None, help: str, **more: Any) -> Any:
+    return option(default, help, positive_int, "N", **more)
 
 
 def positive_int(text: str) -> int:
@@ -470,6 +381,59 @@ def directory(text: str) -> str:
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no such directory")
     return text
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line: each field is an option of its name."""
+
+    ranks: int | None = number(None, "start N processes (default: those of torchrun, or this one)")
+    layers: int = number(4, "blocks")
+    width: int = number(128, "residual stream")
+    heads: int = number(4, "must divide width")
+    context: int = number(128, "bytes seen")
+    batch: int = number(8, "rows per rank")
+    steps: int = number(700, "optimizer steps")
+    lr: float = option(3e-3, "highest learning rate", float, "X")
+    seed: int = option(0, "of weights, batches, sample", int, "N")
+    log_every: int = number(25, "steps a line")
+    plot: str | None = option(None, "draw the loss of each step", svg_path, "FILE.svg")
+    save: str | None = option(None, "write DIR/step-N at the last step", str, "DIR")
+    save_every: int | None = number(None, "and every N steps")
+    resume: str | None = option(None, "go on from there, with any number of ranks", directory, "DIR/step-N")
+    strategy: str = option(
+        "full_shard", "what the ranks divide among them", str, choices=["full_shard", "shard_grad_op", "no_shard"]
+    )
+    precision: str = option(
+        "fp32", "computed in; parameters kept and gradients summed in fp32", str, choices=["fp32", "bf16"]
+    )
+    verify: int | None = number(
+        None, "compare the first N steps (20) with one-process training, then exit", nargs="?", const=20
+    )
+
+    def config(self) -> GPTConfig:
+        return GPTConfig(VOCABULARY, self.context, self.layers, self.width, self.heads)
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    description, _, examples = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=examples.rpartition("\n\n")[0],  # the rest is for readers of the code
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for field in dataclasses.fields(Options):
+        default = "" if field.default is None else f" (default: {field.default})"
+        more = {**field.metadata, "help": field.metadata["help"] + default}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **more)
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.verify and options.precision != "fp32":
+        parser.error("--verify compares with fp32 training up to its rounding: use it with --precision fp32")
+    try:
+        options.config()
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 if __name__ == "__main__":
