@@ -91,6 +91,11 @@ class ShardedValue(torch.Tensor):
         return self._local
 
     @property
+    def part(self) -> Part:
+        """Which elements of the whole these are."""
+        return self._part
+
+    @property
     def ranks_around(self) -> list[int] | None:
         """See ``Runtime.ranks_around``."""
         runtime = None if self._origin is None else self._origin.info.runtime
@@ -349,8 +354,9 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
     """A box of a part (1-D) in the tensor's own dimensions, sharing memory."""
-    flat = local[box.start : box.start + box.numel]
-    return flat.view(box.memory_sizes).permute(box.own_order)
+    step = local.stride(0)
+    stride = box.stride if step == 1 else [s * step for s in box.stride]
+    return local.as_strided(box.sizes, stride, local.storage_offset() + box.start * step)
 
 
 def take(part: Part, whole: torch.Tensor) -> torch.Tensor:
