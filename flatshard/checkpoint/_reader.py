@@ -15,11 +15,13 @@ What is loaded is copied by the system, to its place: copying from a mapping is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
 import math
 import mmap
+import operator
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,6 +54,7 @@ Region = tuple[Sequence[int], Sequence[int]]
 
 _SHARE = 16 * BLOCK  # bytes for one thread at a time
 _GAP = 4096  # bytes between two pieces that are read at once: more than is around a tensor's
+_start = operator.attrgetter("start")
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
@@ -81,7 +84,12 @@ class Piece(NamedTuple):
             target.dtype is self.dtype
             and target.nbytes == self.nbytes
             and target.device.type == "cpu"
-            and all(n == 1 or s == t for n, s, t in zip(target.shape, self.body.stride, target.stride(), strict=True))
+            and (
+                target.stride() == self.body.stride
+                or all(
+                    n == 1 or s == t for n, s, t in zip(target.shape, self.body.stride, target.stride(), strict=True)
+                )
+            )
         )
 
 
@@ -195,8 +203,7 @@ class Reader(FileSystemReader):
         if self.progress is not None:
             verified = sum(each.nbytes for of_file in summed.values() for each in of_file)
             self.progress.total = verified + sum(piece.nbytes for piece in pieces if piece.target is not None)
-        with _threads() as pool:
-            wrong = [text for file, found in by_file.items() for text in self._damaged(pool, file, found, summed[file])]
+        wrong = [text for file, found in by_file.items() for text in self._damaged(file, found, summed[file])]
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
@@ -218,10 +225,9 @@ class Reader(FileSystemReader):
             ValueError: another save has replaced the files.
         """
         self.check_same()
-        with _threads() as pool:
-            for file, found in self._by_file(pieces).items():
-                with file.open("rb", buffering=0) as stream:
-                    self._read_file(pool, stream.fileno(), found)
+        for file, found in self._by_file(pieces).items():
+            with file.open("rb", buffering=0) as stream:
+                self._read_file(stream.fileno(), found)
 
     # -- one file ------------------------------------------------------------------------------------------------------
 
@@ -231,9 +237,7 @@ class Reader(FileSystemReader):
             found.setdefault(self._files[piece.info.relative_path], []).append(piece)
         return found
 
-    def _damaged(
-        self, pool: ThreadPoolExecutor, file: Path, pieces: list[Piece], summed: list[_Summed]
-    ) -> Iterator[str]:
+    def _damaged(self, file: Path, pieces: list[Piece], summed: list[_Summed]) -> Iterator[str]:
         """What in ``file`` is not as it was saved."""
         with file.open("rb", buffering=0) as raw:
             for piece in pieces if self._verify else ():
@@ -242,11 +246,11 @@ class Reader(FileSystemReader):
                         _load(raw.fileno(), piece)
                     except Exception as e:
                         yield f"{_describe(piece.entry)} in {file.name!r} ({type(e).__name__}: {e})"
-            wrong = self._each_share(pool, functools.partial(_without_sum, raw.fileno()), summed)
+            wrong = self._each_share(functools.partial(_without_sum, raw.fileno()), summed)
         for name in dict.fromkeys(_describe(each.entry) for each in wrong):
             yield f"{name} in {file.name!r} (its bytes do not have their sum)"
 
-    def _read_file(self, pool: ThreadPoolExecutor, file: int, pieces: list[Piece]) -> None:
+    def _read_file(self, file: int, pieces: list[Piece]) -> None:
         in_place: list[tuple[Piece, torch.Tensor]] = []
         for piece in pieces:
             if piece.target is None:
@@ -263,15 +267,15 @@ class Reader(FileSystemReader):
                 assert piece.body is not None
                 assert piece.body.stride is not None
                 apart = torch.empty(piece.nbytes // piece.dtype.itemsize, dtype=piece.dtype)
-                self._fill(pool, file, [(piece, apart)])
+                self._fill(file, [(piece, apart)])
                 target.copy_(apart.as_strided(target.shape, piece.body.stride))
             piece.done(target)
-        self._fill(pool, file, in_place)
+        self._fill(file, in_place)
         increment_version([target for _, target in in_place])
         for piece, target in in_place:
             piece.done(target)
 
-    def _fill(self, pool: ThreadPoolExecutor, file: int, places: list[tuple[Piece, torch.Tensor]]) -> None:
+    def _fill(self, file: int, places: list[tuple[Piece, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
         memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
         filled = [
@@ -279,26 +283,25 @@ class Reader(FileSystemReader):
             for memory, start in memories
             for i in range(0, memory.nbytes, _SHARE)
         ]
-        self._each_share(pool, functools.partial(_fill_share, file), filled)
+        self._each_share(functools.partial(_fill_share, file), filled)
 
-    def _each_share(
-        self, pool: ThreadPoolExecutor, work: Callable[[list[Any]], list[Any]], jobs: list[Any]
-    ) -> list[Any]:
-        """Do ``work`` on all ``jobs``, in threads, with such as lie beside each other at once. Returns what it returns."""
+    def _each_share(self, work: Callable[[list[Any]], list[Any]], jobs: list[Any]) -> list[Any]:
+        """Do ``work`` on all ``jobs``, a share at a time, in threads. Returns what it returns, of all together."""
         shares: list[list[Any]] = []
-        first = end = 0
-        for job in sorted(jobs, key=lambda job: job.start):
-            if not shares or not 0 <= job.start - end <= _GAP or job.start + job.nbytes - first > _SHARE:
+        room = 0
+        for job in sorted(jobs, key=_start):
+            if room <= 0:
                 shares.append([])
-                first = job.start
+                room = _SHARE
             shares[-1].append(job)
-            end = job.start + job.nbytes
+            room -= job.nbytes
         found = []
-        for share, of_share in zip(
-            shares, pool.map(work, shares) if len(shares) > 1 else map(work, shares), strict=True
-        ):
-            self._count(sum(job.nbytes for job in share))
-            found += of_share
+        with contextlib.ExitStack() as stack:
+            threads = min(_threads(), len(shares))
+            each = stack.enter_context(ThreadPoolExecutor(threads)).map if threads > 1 else map
+            for share, of_share in zip(shares, each(work, shares), strict=True):
+                self._count(sum(job.nbytes for job in share))
+                found += of_share
         return found
 
     def _count(self, nbytes: int) -> None:
@@ -312,9 +315,10 @@ def _version(file: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _threads() -> ThreadPoolExecutor:
-    """That read: memory and most disks are faster than one of many cores."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flatshard-read")
+def _threads() -> int:
+    """How many read: memory and most disks are faster than one core, and this rank has its share of these."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so
+    return min(8, max(1, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def _describe(index: MetadataIndex) -> str:
@@ -352,23 +356,26 @@ def _summed(pieces: list[Piece]) -> Iterator[_Summed]:
 
 def _without_sum(file: int, share: list[_Summed]) -> list[_Summed]:
     """Those that do not have their sums."""
-    first, last = share[0].start, share[-1]
-    seen = _seen(file, first, last.start + last.nbytes - first)
-    return [s for s in share if checksums(seen[s.start - first : s.start - first + s.nbytes]) != s.sums]
+    wrong = []
+    for run in _runs(share):
+        first, last = run[0].start, run[-1]
+        seen = _seen(file, first, last.start + last.nbytes - first)
+        wrong += [s for s in run if checksums(seen[s.start - first : s.start - first + s.nbytes]) != s.sums]
+    return wrong
 
 
 def _seen(file: int, start: int, nbytes: int) -> memoryview:
     """Bytes to be looked at. [Note: Summed where it lies]"""
-    skip = start % mmap.ALLOCATIONGRANULARITY
-    try:
-        # Writable, of which torch makes tensors, but not to the file.
-        mapped = mmap.mmap(file, skip + nbytes, access=mmap.ACCESS_COPY, offset=start - skip)
-        mapped.madvise(_POPULATE_READ)
-        return memoryview(mapped)[skip:]
-    except (OSError, ValueError):  # ValueError: Python's, where the file ends before
-        memory = memoryview(bytearray(nbytes))
-        disk.read(file, [memory], start)
-        return memory
+    if nbytes >= BLOCK:
+        skip = start % mmap.ALLOCATIONGRANULARITY
+        with contextlib.suppress(OSError, ValueError):  # ValueError: Python's, where the file ends before
+            # Writable, of which torch makes tensors, but not to the file.
+            mapped = mmap.mmap(file, skip + nbytes, access=mmap.ACCESS_COPY, offset=start - skip)
+            mapped.madvise(_POPULATE_READ)
+            return memoryview(mapped)[skip:]
+    memory = memoryview(bytearray(nbytes))
+    disk.read(file, [memory], start)
+    return memory
 
 
 class _Filled(NamedTuple):
@@ -380,14 +387,30 @@ class _Filled(NamedTuple):
 
 
 def _fill_share(file: int, share: list[_Filled]) -> list[_Filled]:
-    """In one call, with what lies between read beside."""
-    buffers: list[memoryview] = []
-    end = share[0].start
-    for each in share:
-        buffers += [memoryview(bytearray(each.start - end)), each.memory] if each.start > end else [each.memory]
-        end = each.start + each.nbytes
-    disk.read(file, buffers, share[0].start)
+    """A run in one call, with what lies between read beside."""
+    for run in _runs(share):
+        buffers: list[memoryview] = []
+        end = run[0].start
+        for each in run:
+            if each.start > end:
+                buffers.append(memoryview(bytearray(each.start - end)))
+            buffers.append(each.memory)
+            end = each.start + each.nbytes
+        disk.read(file, buffers, run[0].start)
     return []
+
+
+def _runs(share: list[Any]) -> Iterator[list[Any]]:
+    """What of a share lies side by side in the file."""
+    run: list[Any] = []
+    end = 0
+    for job in share:
+        if run and not 0 <= job.start - end <= _GAP:
+            yield run
+            run = []
+        run.append(job)
+        end = job.start + job.nbytes
+    yield run
 
 
 def _load(file: int, piece: Piece) -> torch.Tensor:
