@@ -1,31 +1,17 @@
 """Reading the files of a checkpoint at the speed of the disk: ours, and those that torch's writer wrote.
 
 So also FSDP2's, sharded ones of FSDP1, those of plain models. Nothing in them is executed: [Note: No pickle is executed].
-
-[Note: Summed where it lies]
-To verify bytes is to read them and keep none. So they are summed in the system's own cache of the file, which is mapped into
-memory, some MiB at a time: half the time of copying them out. The system is asked to have these there first
-(``MADV_POPULATE_READ``). Where it cannot, that is an error, and the bytes are read instead: the file system maps no files,
-the system is another or older (Linux before 5.14), a disk fails. A file that is cut off between that and the sum, a
-millisecond, would end the process (SIGBUS). Nobody cuts one off: a checkpoint is renamed whole and never written again; one
-that is replaced is removed, and a file that is removed stays for those who have it open.
-
-What is loaded is copied by the system, to its place: copying from a mapping is no faster, and a disk that fails is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import io
 import math
-import mmap
-import operator
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,9 +27,10 @@ from torch.futures import Future
 from flatshard._errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._byte_count import ByteCount
-from flatshard.checkpoint._container import BLOCK, checksums, memory_of
+from flatshard.checkpoint._container import BLOCK, memory_of
 from flatshard.checkpoint._metadata import Body, unpickled
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
+from flatshard.checkpoint._spans import SHARE, Span, read_spans
 
 Way = tuple[Any, ...]
 """The keys that lead to a value in nested dicts and lists."""
@@ -51,11 +38,6 @@ Target = Callable[[], torch.Tensor]
 """Where a tensor goes: a view of it, asked for when it is filled."""
 Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and lengths in a tensor."""
-
-_SHARE = 16 * BLOCK  # bytes for one thread at a time
-_GAP = 4096  # bytes between two pieces that are read at once: more than is around a tensor's
-_start = operator.attrgetter("start")
-_POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
 class Piece(NamedTuple):
@@ -199,7 +181,7 @@ class Reader(FileSystemReader):
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
-        summed = {file: list(_summed(found)) if self._verify else [] for file, found in by_file.items()}
+        summed = {file: _summed(found) if self._verify else [] for file, found in by_file.items()}
         if self.progress is not None:
             verified = sum(each.nbytes for of_file in summed.values() for each in of_file)
             self.progress.total = verified + sum(piece.nbytes for piece in pieces if piece.target is not None)
@@ -237,7 +219,7 @@ class Reader(FileSystemReader):
             found.setdefault(self._files[piece.info.relative_path], []).append(piece)
         return found
 
-    def _damaged(self, file: Path, pieces: list[Piece], summed: list[_Summed]) -> Iterator[str]:
+    def _damaged(self, file: Path, pieces: list[Piece], summed: list[Span]) -> Iterator[str]:
         """What in ``file`` is not as it was saved."""
         with file.open("rb", buffering=0) as raw:
             for piece in pieces if self._verify else ():
@@ -246,8 +228,8 @@ class Reader(FileSystemReader):
                         _load(raw.fileno(), piece)
                     except Exception as e:
                         yield f"{_describe(piece.entry)} in {file.name!r} ({type(e).__name__}: {e})"
-            wrong = self._each_share(functools.partial(_without_sum, raw.fileno()), summed)
-        for name in dict.fromkeys(_describe(each.entry) for each in wrong):
+            wrong = read_spans(raw.fileno(), summed, self._count)
+        for name in dict.fromkeys(span.name for span in wrong):
             yield f"{name} in {file.name!r} (its bytes do not have their sum)"
 
     def _read_file(self, file: int, pieces: list[Piece]) -> None:
@@ -278,31 +260,12 @@ class Reader(FileSystemReader):
     def _fill(self, file: int, places: list[tuple[Piece, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
         memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
-        filled = [
-            _Filled(start + i, min(_SHARE, memory.nbytes - i), memory[i : i + _SHARE])
+        spans = [
+            Span(start + i, min(SHARE, memory.nbytes - i), memory[i : i + SHARE])
             for memory, start in memories
-            for i in range(0, memory.nbytes, _SHARE)
+            for i in range(0, memory.nbytes, SHARE)
         ]
-        self._each_share(functools.partial(_fill_share, file), filled)
-
-    def _each_share(self, work: Callable[[list[Any]], list[Any]], jobs: list[Any]) -> list[Any]:
-        """Do ``work`` on all ``jobs``, a share at a time, in threads. Returns what it returns, of all together."""
-        shares: list[list[Any]] = []
-        room = 0
-        for job in sorted(jobs, key=_start):
-            if room <= 0:
-                shares.append([])
-                room = _SHARE
-            shares[-1].append(job)
-            room -= job.nbytes
-        found = []
-        with contextlib.ExitStack() as stack:
-            threads = min(_threads(), len(shares))
-            each = stack.enter_context(ThreadPoolExecutor(threads)).map if threads > 1 else map
-            for share, of_share in zip(shares, each(work, shares), strict=True):
-                self._count(sum(job.nbytes for job in share))
-                found += of_share
-        return found
+        read_spans(file, spans, self._count)
 
     def _count(self, nbytes: int) -> None:
         if self.progress is not None:
@@ -315,30 +278,12 @@ def _version(file: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _threads() -> int:
-    """How many read: memory and most disks are faster than one core, and this rank has its share of these."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so
-    return min(8, max(1, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
-
-
 def _describe(index: MetadataIndex) -> str:
     return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-class _Summed(NamedTuple):
-    """Blocks of an entry that have a sum each."""
-
-    start: int
-    nbytes: int
-    sums: bytes
-    entry: MetadataIndex
-
-
-def _summed(pieces: list[Piece]) -> Iterator[_Summed]:
-    """Those of one file from which something is read."""
+def _summed(pieces: list[Piece]) -> list[Span]:
+    """The blocks of one file from which something is read, as far as they have sums."""
     touched: dict[int, tuple[int, int, Piece]] = {}  # of each entry, by where it starts: the first block, and the stop
     for piece in pieces:
         if piece.body is not None:
@@ -346,71 +291,16 @@ def _summed(pieces: list[Piece]) -> Iterator[_Summed]:
             first, stop = inside // BLOCK, -(-(inside + piece.nbytes) // BLOCK)
             before = touched.get(piece.body.start, (first, stop, piece))
             touched[piece.body.start] = min(first, before[0]), max(stop, before[1]), piece
-    step = _SHARE // BLOCK
+    spans, step = [], SHARE // BLOCK
     for start, (first, stop, piece) in touched.items():
         assert piece.body is not None
         for i in range(first, stop, step):
-            nbytes = min(min(i + step, stop) * BLOCK, piece.body.nbytes) - i * BLOCK
-            yield _Summed(start + i * BLOCK, nbytes, piece.body.sums[8 * i : 8 * min(i + step, stop)], piece.entry)
-
-
-def _without_sum(file: int, share: list[_Summed]) -> list[_Summed]:
-    """Those that do not have their sums."""
-    wrong = []
-    for run in _runs(share):
-        first, last = run[0].start, run[-1]
-        seen = _seen(file, first, last.start + last.nbytes - first)
-        wrong += [s for s in run if checksums(seen[s.start - first : s.start - first + s.nbytes]) != s.sums]
-    return wrong
-
-
-def _seen(file: int, start: int, nbytes: int) -> memoryview:
-    """Bytes to be looked at. [Note: Summed where it lies]"""
-    if nbytes >= BLOCK:
-        skip = start % mmap.ALLOCATIONGRANULARITY
-        with contextlib.suppress(OSError, ValueError):  # ValueError: Python's, where the file ends before
-            # Writable, of which torch makes tensors, but not to the file.
-            mapped = mmap.mmap(file, skip + nbytes, access=mmap.ACCESS_COPY, offset=start - skip)
-            mapped.madvise(_POPULATE_READ)
-            return memoryview(mapped)[skip:]
-    memory = memoryview(bytearray(nbytes))
-    disk.read(file, [memory], start)
-    return memory
-
-
-class _Filled(NamedTuple):
-    """Memory, and where in the file its bytes are."""
-
-    start: int
-    nbytes: int
-    memory: memoryview
-
-
-def _fill_share(file: int, share: list[_Filled]) -> list[_Filled]:
-    """A run in one call, with what lies between read beside."""
-    for run in _runs(share):
-        buffers: list[memoryview] = []
-        end = run[0].start
-        for each in run:
-            if each.start > end:
-                buffers.append(memoryview(bytearray(each.start - end)))
-            buffers.append(each.memory)
-            end = each.start + each.nbytes
-        disk.read(file, buffers, run[0].start)
-    return []
-
-
-def _runs(share: list[Any]) -> Iterator[list[Any]]:
-    """What of a share lies side by side in the file."""
-    run: list[Any] = []
-    end = 0
-    for job in share:
-        if run and not 0 <= job.start - end <= _GAP:
-            yield run
-            run = []
-        run.append(job)
-        end = job.start + job.nbytes
-    yield run
+            end = min(i + step, stop)
+            nbytes = min(end * BLOCK, piece.body.nbytes) - i * BLOCK
+            spans.append(
+                Span(start + i * BLOCK, nbytes, None, piece.body.sums[8 * i : 8 * end], _describe(piece.entry))
+            )
+    return spans
 
 
 def _load(file: int, piece: Piece) -> torch.Tensor:
