@@ -109,13 +109,13 @@ def checksums(data: memoryview) -> bytes:
 
 def _checksums(data: memoryview, count: int, size: int) -> bytes:
     """Of ``count`` blocks of ``size`` bytes each."""
-    weights, words = _weights(), size // 8
-    blocks = torch.frombuffer(data, dtype=torch.int64, count=count * words) if words else weights[:0]
-    blocks = blocks.view(count, words)
-    if (rows := words // _COLUMNS) > 1:
-        folded = blocks[:, : rows * _COLUMNS].view(count, rows, _COLUMNS).sum(1)
-        blocks = torch.cat([folded, blocks[:, rows * _COLUMNS :]], 1)
-    totals = (blocks @ weights[: blocks.shape[1]]).tolist()
+    weights, words, totals = _weights(), size // 8, [0]
+    if words:
+        blocks = torch.frombuffer(data, dtype=torch.int64, count=count * words).view(count, words)
+        if (rows := words // _COLUMNS) > 1:
+            folded = blocks[:, : rows * _COLUMNS].view(count, rows, _COLUMNS).sum(1)
+            blocks = torch.cat([folded, blocks[:, rows * _COLUMNS :]], 1)
+        totals = (blocks @ weights[: blocks.shape[1]]).tolist()
     if size % 8:  # then it is one block
         totals[0] += int.from_bytes(data[words * 8 :], "little") * int(weights[-1])
     return b"".join([(total % 2**64).to_bytes(8, "little") for total in totals])

@@ -30,7 +30,7 @@ from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import BLOCK, memory_of
 from flatshard.checkpoint._metadata import Body, unpickled
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
-from flatshard.checkpoint._spans import SHARE, Span, read_spans
+from flatshard.checkpoint._spans import SHARE, FileSpan, read_spans
 
 Way = tuple[Any, ...]
 """The keys that lead to a value in nested dicts and lists."""
@@ -40,7 +40,7 @@ Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and lengths in a tensor."""
 
 
-class Piece(NamedTuple):
+class EntryPiece(NamedTuple):
     """What is read of an entry, and to where."""
 
     entry: MetadataIndex
@@ -62,17 +62,10 @@ class Piece(NamedTuple):
         """Whether the bytes can be read to where ``target`` is."""
         assert self.body is not None
         assert self.body.stride is not None
-        return (
-            target.dtype is self.dtype
-            and target.nbytes == self.nbytes
-            and target.device.type == "cpu"
-            and (
-                target.stride() == self.body.stride
-                or all(
-                    n == 1 or s == t for n, s, t in zip(target.shape, self.body.stride, target.stride(), strict=True)
-                )
-            )
-        )
+        if target.dtype is not self.dtype or target.nbytes != self.nbytes or target.device.type != "cpu":
+            return False
+        here, there = target.stride(), self.body.stride
+        return here == there or all(n == 1 or s == t for n, s, t in zip(target.shape, here, there, strict=True))
 
 
 class Reader(FileSystemReader):
@@ -134,8 +127,8 @@ class Reader(FileSystemReader):
         target: Target | None,
         done: Callable[[Any], object],
         region: Region | None = None,
-    ) -> Piece:
-        """What is to be read of one entry: see :class:`Piece`.
+    ) -> EntryPiece:
+        """What is to be read of one entry: see :class:`EntryPiece`.
 
         Raises:
             ValueError: the metadata does not say where it is.
@@ -145,7 +138,7 @@ class Reader(FileSystemReader):
             raise ValueError(f"the checkpoint does not say where {_describe(index)} is")
         body = Body(*info.flatshard_body) if hasattr(info, "flatshard_body") else None
         if body is None or body.stride is None:
-            return Piece(index, info, body, info.offset, info.length, None, region, target, done)
+            return EntryPiece(index, info, body, info.offset, info.length, None, region, target, done)
         dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
         start, nbytes = body.start, body.nbytes
         if region is not None:
@@ -155,9 +148,9 @@ class Reader(FileSystemReader):
                 last += (offset + length - 1) * stride
             nbytes = 0 if 0 in region[1] else (last + 1 - first) * dtype.itemsize
             start += first * dtype.itemsize if nbytes else 0
-        return Piece(index, info, body, start, nbytes, dtype, region, target, done)
+        return EntryPiece(index, info, body, start, nbytes, dtype, region, target, done)
 
-    def check(self, pieces: Sequence[Piece]) -> None:
+    def check(self, pieces: Sequence[EntryPiece]) -> None:
         """What is to be read is there, and as it was saved.
 
         Raises:
@@ -200,7 +193,7 @@ class Reader(FileSystemReader):
             if not file.exists() or _version(file) != version:
                 raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
-    def read(self, pieces: Sequence[Piece]) -> None:
+    def read(self, pieces: Sequence[EntryPiece]) -> None:
         """Fill the targets of what has been checked.
 
         Raises:
@@ -213,13 +206,13 @@ class Reader(FileSystemReader):
 
     # -- one file ------------------------------------------------------------------------------------------------------
 
-    def _by_file(self, pieces: Iterable[Piece]) -> dict[Path, list[Piece]]:
-        found: dict[Path, list[Piece]] = {}
+    def _by_file(self, pieces: Iterable[EntryPiece]) -> dict[Path, list[EntryPiece]]:
+        found: dict[Path, list[EntryPiece]] = {}
         for piece in pieces:
             found.setdefault(self._files[piece.info.relative_path], []).append(piece)
         return found
 
-    def _damaged(self, file: Path, pieces: list[Piece], summed: list[Span]) -> Iterator[str]:
+    def _damaged(self, file: Path, pieces: list[EntryPiece], summed: list[FileSpan]) -> Iterator[str]:
         """What in ``file`` is not as it was saved."""
         with file.open("rb", buffering=0) as raw:
             for piece in pieces if self._verify else ():
@@ -229,11 +222,11 @@ class Reader(FileSystemReader):
                     except Exception as e:
                         yield f"{_describe(piece.entry)} in {file.name!r} ({type(e).__name__}: {e})"
             wrong = read_spans(raw.fileno(), summed, self._count)
-        for name in dict.fromkeys(span.name for span in wrong):
-            yield f"{name} in {file.name!r} (its bytes do not have their sum)"
+        for entry in dict.fromkeys(span.entry for span in wrong):
+            yield f"{_describe(entry)} in {file.name!r} (its bytes do not have their sum)"
 
-    def _read_file(self, file: int, pieces: list[Piece]) -> None:
-        in_place: list[tuple[Piece, torch.Tensor]] = []
+    def _read_file(self, file: int, pieces: list[EntryPiece]) -> None:
+        in_place: list[tuple[EntryPiece, torch.Tensor]] = []
         for piece in pieces:
             if piece.target is None:
                 piece.done(io.BytesIO(_read(file, piece)))
@@ -257,11 +250,11 @@ class Reader(FileSystemReader):
         for piece, target in in_place:
             piece.done(target)
 
-    def _fill(self, file: int, places: list[tuple[Piece, torch.Tensor]]) -> None:
+    def _fill(self, file: int, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
         memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
         spans = [
-            Span(start + i, min(SHARE, memory.nbytes - i), memory[i : i + SHARE])
+            FileSpan(start + i, min(SHARE, memory.nbytes - i), memory[i : i + SHARE])
             for memory, start in memories
             for i in range(0, memory.nbytes, SHARE)
         ]
@@ -282,9 +275,11 @@ def _describe(index: MetadataIndex) -> str:
     return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
 
 
-def _summed(pieces: list[Piece]) -> list[Span]:
+def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
     """The blocks of one file from which something is read, as far as they have sums."""
-    touched: dict[int, tuple[int, int, Piece]] = {}  # of each entry, by where it starts: the first block, and the stop
+    touched: dict[
+        int, tuple[int, int, EntryPiece]
+    ] = {}  # of each entry, by where it starts: the first block, and the stop
     for piece in pieces:
         if piece.body is not None:
             inside = piece.start - piece.body.start
@@ -297,13 +292,11 @@ def _summed(pieces: list[Piece]) -> list[Span]:
         for i in range(first, stop, step):
             end = min(i + step, stop)
             nbytes = min(end * BLOCK, piece.body.nbytes) - i * BLOCK
-            spans.append(
-                Span(start + i * BLOCK, nbytes, None, piece.body.sums[8 * i : 8 * end], _describe(piece.entry))
-            )
+            spans.append(FileSpan(start + i * BLOCK, nbytes, None, piece.body.sums[8 * i : 8 * end], piece.entry))
     return spans
 
 
-def _load(file: int, piece: Piece) -> torch.Tensor:
+def _load(file: int, piece: EntryPiece) -> torch.Tensor:
     """What torch.save wrote."""
     tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, piece)), map_location="cpu", weights_only=True)
     return tensor if piece.region is None else _region(tensor, *piece.region)
@@ -316,7 +309,7 @@ def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
     return tensor
 
 
-def _read(file: int, piece: Piece) -> bytes:
+def _read(file: int, piece: EntryPiece) -> bytes:
     data = bytearray(piece.nbytes)
     disk.read(file, [memoryview(data)], piece.start)
     return bytes(data)
@@ -327,7 +320,7 @@ def _read(file: int, piece: Piece) -> bytes:
 
 def plan(
     reader: Reader, state: dict[str, Any], strict: bool, expected: Iterable[str], is_later: Callable[[Way], bool]
-) -> tuple[list[Piece], list[Piece]]:
+) -> tuple[list[EntryPiece], list[EntryPiece]]:
     """What is to be read now, and later, to fill ``state``.
 
     Args:
@@ -343,8 +336,8 @@ def plan(
     """
     saved = reader.metadata.state_dict_metadata
     values, ways = flatten_state_dict(state)
-    now: list[Piece] = []
-    later: list[Piece] = []
+    now: list[EntryPiece] = []
+    later: list[EntryPiece] = []
     wrong: list[str] = []
     for name, value in values.items():
         kind, pieces = saved.get(name), later if is_later(ways[name]) else now
@@ -419,7 +412,7 @@ def _sources(
 def _boxes_of(name: str, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...], Target]]:
     """What this rank has of it: offsets, sizes, and the memory."""
     if isinstance(tensor, ShardedValue):
-        return [(b.offsets, b.sizes, functools.partial(view_of, tensor.to_local(), b)) for b in tensor.part.boxes]
+        return [(b.offsets, b.sizes, functools.partial(view_of, tensor.to_local(), b)) for b in tensor._part.boxes]
     if hasattr(tensor, "__create_chunk_list__"):  # a DTensor
         shard: Callable[[MetadataIndex], torch.Tensor] = tensor.__get_tensor_shard__  # type: ignore[attr-defined]
         return [

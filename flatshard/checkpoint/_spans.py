@@ -20,8 +20,9 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from flatshard._config import local_world_size
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._container import BLOCK, checksums
 
@@ -30,25 +31,25 @@ _GAP = 4096  # bytes between two spans that are read at once: more than is aroun
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes of a file, and what is to be done with them."""
 
     start: int
     nbytes: int
     place: memoryview | None  # to which they are read. None: they are summed
     sums: bytes = b""  # of each block, as they should be
-    name: str = ""  # of whose they are
+    entry: Any = None  # of the checkpoint, that they are of
 
 
 _start = operator.attrgetter("start")
 
 
-def read_spans(file: int, spans: Iterable[Span], count: Callable[[int], object]) -> list[Span]:
+def read_spans(file: int, spans: Iterable[FileSpan], count: Callable[[int], object]) -> list[FileSpan]:
     """Read all that have a place; returns those of the others that do not have their sums.
 
     ``count`` is told of bytes as they are done.
     """
-    shares: list[list[Span]] = []
+    shares: list[list[FileSpan]] = []
     room = 0
     for span in sorted(spans, key=_start):
         if room <= 0:
@@ -56,7 +57,7 @@ def read_spans(file: int, spans: Iterable[Span], count: Callable[[int], object])
             room = SHARE
         shares[-1].append(span)
         room -= span.nbytes
-    wrong: list[Span] = []
+    wrong: list[FileSpan] = []
     read = functools.partial(_read_share, file)
     with contextlib.ExitStack() as stack:
         threads = min(_threads(), len(shares))
@@ -69,12 +70,11 @@ def read_spans(file: int, spans: Iterable[Span], count: Callable[[int], object])
 
 def _threads() -> int:
     """How many read: memory and most disks are faster than one core, and this rank has its share of these."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so
-    return min(8, max(1, (os.cpu_count() or 1) // ranks))
+    return min(8, max(1, (os.cpu_count() or 1) // (local_world_size() or 1)))
 
 
-def _read_share(file: int, share: list[Span]) -> list[Span]:
-    wrong: list[Span] = []
+def _read_share(file: int, share: list[FileSpan]) -> list[FileSpan]:
+    wrong: list[FileSpan] = []
     for run in _runs(share):
         first = run[0].start
         if run[0].place is not None:
@@ -85,9 +85,9 @@ def _read_share(file: int, share: list[Span]) -> list[Span]:
     return wrong
 
 
-def _runs(share: list[Span]) -> Iterator[list[Span]]:
+def _runs(share: list[FileSpan]) -> Iterator[list[FileSpan]]:
     """What of a share lies side by side in the file, but for what is around a tensor's bytes."""
-    run: list[Span] = []
+    run: list[FileSpan] = []
     end = 0
     for span in share:
         if run and not 0 <= span.start - end <= _GAP:
@@ -98,7 +98,7 @@ def _runs(share: list[Span]) -> Iterator[list[Span]]:
     yield run
 
 
-def _fill(file: int, run: list[Span]) -> None:
+def _fill(file: int, run: list[FileSpan]) -> None:
     """In one call, with what lies between read beside."""
     buffers: list[memoryview] = []
     end = run[0].start
