@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint._container import checksum
+from flatshard.checkpoint._container import checksums
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
@@ -83,7 +83,7 @@ class MemoryWatch(LiveBytes):
 
     def __init__(self) -> None:
         super().__init__()
-        checksum(memoryview(b""))  # makes a table of a MiB, once per process
+        checksums(memoryview(bytes(8)))  # makes a table of a MiB, once per process
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}

@@ -34,16 +34,7 @@ class Box(NamedTuple):
     offsets: _Ints  # in the whole tensor
     sizes: _Ints
     block_offsets: _Ints  # in the block
-    memory_dims: _Ints  # the dimensions, outermost in memory first
-
-    @property
-    def memory_sizes(self) -> _Ints:
-        return tuple(self.sizes[d] for d in self.memory_dims)
-
-    @property
-    def own_order(self) -> _Ints:
-        """How to permute dimensions in memory order to get the tensor's own."""
-        return tuple(self.memory_dims.index(d) for d in range(len(self.memory_dims)))
+    stride: _Ints  # dense
 
 
 @dataclass(frozen=True)
@@ -75,14 +66,15 @@ class Part:
         """In memory order. None for an empty part, but one of an empty tensor, so that a checkpoint knows of it."""
         if math.prod(self.shape) == 0:
             zeros = (0,) * len(self.shape)
-            return (Box(0, 0, zeros, self.shape, zeros, tuple(range(len(self.shape)))),)
+            return (Box(0, 0, zeros, self.shape, zeros, zeros),)
         dims = memory_dims(self.block_shape, self.stride)
         boxes, at = [], 0
+        order = [dims.index(d) for d in range(len(dims))]
         for offsets, sizes in range_boxes([self.block_shape[d] for d in dims], self.start, self.stop):
-            inner = tuple(offsets[dims.index(d)] for d in range(len(dims)))
+            strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+            inner, lengths, stride = (tuple(numbers[i] for i in order) for numbers in (offsets, sizes, strides))
             outer = tuple(o + b for o, b in zip(inner, self.block_offsets, strict=True))
-            box = Box(at, math.prod(sizes), outer, tuple(sizes[dims.index(d)] for d in range(len(dims))), inner, dims)
-            boxes.append(box)
+            boxes.append(box := Box(at, math.prod(sizes), outer, lengths, inner, stride))
             at += box.numel
         return tuple(boxes)
 

@@ -30,6 +30,7 @@ import torch._utils
 ALIGNMENT = 64  # of a tensor's bytes in a file
 BLOCK = 2**20  # bytes that have a sum of their own
 _COLUMNS = 4093  # words
+_BATCH = 16  # blocks that are summed at once
 
 
 class _Storage:
@@ -97,20 +98,24 @@ def _weights() -> torch.Tensor:
     return x | 1
 
 
-def checksum(block: memoryview) -> bytes:
-    """Of at most ``BLOCK`` bytes: 8 bytes. [Note: Sums]"""
-    count, weights, total = block.nbytes // 8, _weights(), 0
-    if count:
-        words = torch.frombuffer(block, dtype=torch.int64, count=count)
-        if count > _COLUMNS:
-            rows = words[: count - count % _COLUMNS].view(-1, _COLUMNS)
-            words = torch.cat([rows.sum(0), words[rows.numel() :]])
-        total = int(torch.dot(words, weights[: len(words)]))
-    if rest := bytes(block[count * 8 :]):
-        total += int.from_bytes(rest, "little") * int(weights[-1])
-    return (total % 2**64).to_bytes(8, "little")
-
-
 def checksums(data: memoryview) -> bytes:
-    """Of each block."""
-    return b"".join([checksum(data[i : i + BLOCK]) for i in range(0, data.nbytes, BLOCK)])
+    """Of each block: 8 bytes. [Note: Sums]"""
+    whole = data.nbytes // BLOCK
+    batches = [(i * BLOCK, min(_BATCH, whole - i), BLOCK) for i in range(0, whole, _BATCH)]
+    if data.nbytes % BLOCK:
+        batches.append((whole * BLOCK, 1, data.nbytes % BLOCK))
+    return b"".join([_checksums(data[at : at + count * size], count, size) for at, count, size in batches])
+
+
+def _checksums(data: memoryview, count: int, size: int) -> bytes:
+    """Of ``count`` blocks of ``size`` bytes each."""
+    weights, words, totals = _weights(), size // 8, [0]
+    if words:
+        blocks = torch.frombuffer(data, dtype=torch.int64, count=count * words).view(count, words)
+        if (rows := words // _COLUMNS) > 1:
+            folded = blocks[:, : rows * _COLUMNS].view(count, rows, _COLUMNS).sum(1)
+            blocks = torch.cat([folded, blocks[:, rows * _COLUMNS :]], 1)
+        totals = (blocks @ weights[: blocks.shape[1]]).tolist()
+    if size % 8:  # then it is one block
+        totals[0] += int.from_bytes(data[words * 8 :], "little") * int(weights[-1])
+    return b"".join([(total % 2**64).to_bytes(8, "little") for total in totals])

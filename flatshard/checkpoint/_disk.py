@@ -17,7 +17,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flatshard._trace import logger
@@ -45,14 +45,37 @@ def create(path: Path) -> int:
 
 def write(file: int, buffers: Sequence[memoryview]) -> None:
     """Append all of ``buffers``."""
+    _all_of(buffers, lambda rest: os.writev(file, rest))
+
+
+def read(file: int, buffers: Sequence[memoryview], at: int) -> None:
+    """Fill all of ``buffers`` with the bytes from ``at`` on.
+
+    Raises:
+        ValueError: the file ends before.
+    """
+
+    def some(rest: list[memoryview]) -> int:
+        nonlocal at
+        count = os.preadv(file, rest, at)
+        if not count:
+            raise ValueError("a file of the checkpoint has been cut off while it was read")
+        at += count
+        return count
+
+    _all_of(buffers, some)
+
+
+def _all_of(buffers: Sequence[memoryview], some: Callable[[list[memoryview]], int]) -> None:
+    """Hand ``buffers`` to ``some``, which returns how many bytes it has done, until all are."""
     for i in range(0, len(buffers), _IOV_MAX):
         rest = list(buffers[i : i + _IOV_MAX])
         while rest:
-            written = os.writev(file, rest)
-            while rest and written >= rest[0].nbytes:
-                written -= rest.pop(0).nbytes
-            if written:
-                rest[0] = rest[0][written:]
+            done = some(rest)
+            while rest and done >= rest[0].nbytes:
+                done -= rest.pop(0).nbytes
+            if done:
+                rest[0] = rest[0][done:]
 
 
 def flush(file: int) -> None:

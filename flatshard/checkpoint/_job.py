@@ -272,29 +272,28 @@ class _Loading:
     def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
         from flatshard.checkpoint import _reader
 
-        self._files, self._path, self._is_first, self._strict = _reader, path, is_first, strict
+        self._files, self._path, self._strict = _reader, path, strict
         self._reader = _reader.Reader(path, verify=verify)
         self._reader.progress = ByteCount("loading", path, report, is_first)
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Any] = {}
-        self._planner: Any = None
-        self._later: Any = None  # what is read into its place
+        self._later: list[Any] = []  # what is read into its place
         self._undos: list[Undo] = []
 
     def check(self, state: Mapping[str, Any]) -> str:
         """Phase 1. Returns by what ranks see that they load the same."""
         self._reader.reset(disk.find(disk.real(self._path)))
         metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, self._is_first)
         names = metadata.state_dict_metadata
         self._entries = {entry.key: entry for entry in entries(state, self._strict)}
         self._loaded = {key: entry.template(names) for key, entry in self._entries.items()}
-        self._planner = self._files.LoadPlanner(self._loaded, metadata, self._strict)
         elsewhere = tuple(prefix for entry in self._entries.values() for prefix in entry.elsewhere)
         expected = [n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)]
-        now, self._later = self._planner.plan(expected, lambda way: self._entries[way[0]].is_in_place(way[1:]))
-        self._reader.check([*now.items, *self._later.items])
-        self._reader.read_data(now, self._planner)
+        now, self._later = self._files.plan(
+            self._reader, self._loaded, self._strict, expected, lambda way: self._entries[way[0]].is_in_place(way[1:])
+        )
+        self._reader.check([*now, *self._later])
+        self._reader.read(now)
         for key, entry in self._entries.items():
             entry.check(self._loaded[key])
         return self._reader.digest
@@ -313,7 +312,7 @@ class _Loading:
     def read(self) -> None:
         """Phase 3."""
         try:
-            self._reader.read_data(self._later, self._planner)
+            self._reader.read(self._later)
         except Exception as e:
             raise RuntimeError(
                 f"reading failed after all had been read once to verify it, and some of the state is changed: {e}"

@@ -11,9 +11,7 @@ import io
 import math
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +20,52 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from flatshard._errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._byte_count import ByteCount
-from flatshard.checkpoint._container import BLOCK, checksum, memory_of
+from flatshard.checkpoint._container import BLOCK, memory_of
 from flatshard.checkpoint._metadata import Body, unpickled
+from flatshard.checkpoint._sharded_value import ShardedValue, view_of
+from flatshard.checkpoint._spans import SHARE, FileSpan, read_spans
 
 Way = tuple[Any, ...]
 """The keys that lead to a value in nested dicts and lists."""
+Target = Callable[[], torch.Tensor]
+"""Where a tensor goes: a view of it, asked for when it is filled."""
+Region = tuple[Sequence[int], Sequence[int]]
+"""Offsets and lengths in a tensor."""
 
-_SHARE = 16 * BLOCK  # bytes for one thread at a time
+
+class EntryPiece(NamedTuple):
+    """What is read of an entry, and to where."""
+
+    entry: MetadataIndex
+    info: Any  # torch's: its file and place
+    body: Body | None  # None: we did not write it
+    start: int  # of what is read, in the file
+    nbytes: int
+    dtype: torch.dtype | None  # of a tensor's own bytes. None: they are what torch.save wrote
+    region: Region | None  # of the entry. None: all of it
+    target: Target | None  # None: no tensor
+    done: Callable[[Any], object]  # is given the tensor, when it is filled; or a stream
+
+    @property
+    def end(self) -> int:
+        """Of the entry, in the file."""
+        return int(self.info.offset + self.info.length)
+
+    def lies_as(self, target: torch.Tensor) -> bool:
+        """Whether the bytes can be read to where ``target`` is."""
+        assert self.body is not None
+        assert self.body.stride is not None
+        if target.dtype is not self.dtype or target.nbytes != self.nbytes or target.device.type != "cpu":
+            return False
+        here, there = target.stride(), self.body.stride
+        return here == there or all(n == 1 or s == t for n, s, t in zip(target.shape, here, there, strict=True))
 
 
 class Reader(FileSystemReader):
@@ -50,9 +80,12 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self.progress: ByteCount | None = None
         self.digest = ""  # of the metadata: the same for all ranks that load one checkpoint
+        self.metadata: Metadata
         self._verify = verify
-        self._metadata: Metadata | None = None
-        self._versions: dict[Path, tuple[int, ...]] = {}  # of the files that are read, once they have been looked at
+        self._files: dict[str, Path] = {}  # by their names in the metadata
+        self._versions: dict[Path, tuple[int, ...]] = {}  # of the files that have been looked at
+
+    # -- torch's -------------------------------------------------------------------------------------------------------
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See torch.
@@ -63,56 +96,76 @@ class Reader(FileSystemReader):
         file = Path(self.path) / disk.METADATA
         self._versions = {file: _version(file)}
         data = file.read_bytes()
-        self._metadata, self.digest = unpickled(data), hashlib.blake2b(data, digest_size=16).hexdigest()
-        return self._metadata
+        self.metadata, self.digest = unpickled(data), hashlib.blake2b(data, digest_size=16).hexdigest()
+        return self.metadata
 
-    def _by_file(self, items: Iterable[ReadItem]) -> dict[Path, list[_Wanted]]:
-        """What is read of each file.
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """See torch.
 
         Raises:
-            ValueError: the metadata does not say where something is, or names a file outside of the directory.
+            ValueError: see :meth:`check`; nothing has been read.
         """
-        found: dict[str, list[_Wanted]] = {}
-        for item in items:
-            info = self.storage_data.get(item.storage_index)
-            if info is None:
-                raise ValueError(f"the checkpoint does not say where {_describe(item.storage_index)} is")
-            found.setdefault(info.relative_path, []).append(self._wanted(item, info))
-        root = Path(os.path.realpath(self.path))
-        files = {name: Path(os.path.realpath(root / name)) for name in found}
-        for name, file in files.items():
-            if not file.is_relative_to(root):
-                raise ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
-        return {files[name]: wanted for name, wanted in found.items()}
+        pieces = []
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                pieces.append(self.piece(item.storage_index, None, functools.partial(planner.load_bytes, item)))
+            else:
+                target, done = (functools.partial(f, item) for f in (planner.resolve_tensor, planner.commit_tensor))
+                region = item.storage_offsets, item.lengths
+                pieces.append(self.piece(item.storage_index, target, done, region))
+        self.check(pieces)
+        self.read(pieces)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    def _wanted(self, item: ReadItem, info: Any) -> _Wanted:
-        end = info.offset + info.length
+    # -- in two steps --------------------------------------------------------------------------------------------------
+
+    def piece(
+        self,
+        index: MetadataIndex,
+        target: Target | None,
+        done: Callable[[Any], object],
+        region: Region | None = None,
+    ) -> EntryPiece:
+        """What is to be read of one entry: see :class:`EntryPiece`.
+
+        Raises:
+            ValueError: the metadata does not say where it is.
+        """
+        info = self.metadata.storage_data.get(index)
+        if info is None:
+            raise ValueError(f"the checkpoint does not say where {_describe(index)} is")
         body = Body(*info.flatshard_body) if hasattr(info, "flatshard_body") else None
         if body is None or body.stride is None:
-            return _Wanted(item, info.offset, info.length, end, None, body)
-        assert self._metadata is not None
-        kind = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(kind, TensorStorageMetadata)
-        dtype = kind.properties.dtype
-        if 0 in item.lengths:
-            return _Wanted(item, body.start, 0, end, dtype, body)
-        first, last = 0, 0  # elements that it is within
-        for offset, length, stride in zip(item.storage_offsets, item.lengths, body.stride, strict=True):
-            first += offset * stride
-            last += (offset + length - 1) * stride
-        start, nbytes = body.start + first * dtype.itemsize, (last + 1 - first) * dtype.itemsize
-        return _Wanted(item, start, nbytes, end, dtype, body)
+            return EntryPiece(index, info, body, info.offset, info.length, None, region, target, done)
+        dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
+        start, nbytes = body.start, body.nbytes
+        if region is not None:
+            first, last = 0, 0  # elements that it is within
+            for offset, length, stride in zip(*region, body.stride, strict=True):
+                first += offset * stride
+                last += (offset + length - 1) * stride
+            nbytes = 0 if 0 in region[1] else (last + 1 - first) * dtype.itemsize
+            start += first * dtype.itemsize if nbytes else 0
+        return EntryPiece(index, info, body, start, nbytes, dtype, region, target, done)
 
-    def check(self, items: Iterable[ReadItem]) -> None:
+    def check(self, pieces: Sequence[EntryPiece]) -> None:
         """What is to be read is there, and as it was saved.
 
         Raises:
-            ValueError: with the names of files that are missing or cut off, and of what is damaged.
+            ValueError: with the names of files that are missing, cut off, or outside of the directory, and of what is
+                damaged.
         """
-        files = self._by_file(items)
+        root = Path(os.path.realpath(self.path))
+        self._files = {name: Path(os.path.realpath(root / name)) for name in {p.info.relative_path for p in pieces}}
+        for name, file in self._files.items():
+            if not file.is_relative_to(root):
+                raise ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
         wrong = []
-        for file, wanted in files.items():
-            end = max(each.end for each in wanted)
+        by_file = self._by_file(pieces)
+        for file, found in by_file.items():
+            end = max(piece.end for piece in found)
             size = file.stat().st_size if file.is_file() else None
             if size is None or size < end:
                 wrong.append(f"{file.name!r} ({'missing' if size is None else f'{size} of at least {end} bytes'})")
@@ -121,12 +174,11 @@ class Reader(FileSystemReader):
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
-        blocks = {file: _blocks(wanted) if self._verify else {} for file, wanted in files.items()}
+        summed = {file: _summed(found) if self._verify else [] for file, found in by_file.items()}
         if self.progress is not None:
-            verified = sum(block.nbytes for each in blocks.values() for block in each)
-            self.progress.total = verified + sum(each.nbytes for w in files.values() for each in w if each.is_tensor)
-        with _threads() as pool:
-            wrong = [text for file in files for text in self._damaged(pool, file, files[file], blocks[file])]
+            verified = sum(each.nbytes for of_file in summed.values() for each in of_file)
+            self.progress.total = verified + sum(piece.nbytes for piece in pieces if piece.target is not None)
+        wrong = [text for file, found in by_file.items() for text in self._damaged(file, found, summed[file])]
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
@@ -141,90 +193,72 @@ class Reader(FileSystemReader):
             if not file.exists() or _version(file) != version:
                 raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
-    def _damaged(
-        self, pool: ThreadPoolExecutor, file: Path, wanted: list[_Wanted], blocks: dict[_Piece, _Wanted]
-    ) -> Iterator[str]:
-        """What in ``file`` is not as it was saved. Blocks that nothing is wanted of are not looked at."""
-        with file.open("rb", buffering=0) as raw:
-            for each in wanted if self._verify else ():
-                if each.body is None and each.is_tensor:  # of others, without sums: whether it can be read at all
-                    try:
-                        _load(raw.fileno(), each)
-                    except Exception as e:
-                        yield f"{each.name} in {file.name!r} ({type(e).__name__}: {e})"
-
-            wrong = self._read_in_threads(pool, raw.fileno(), list(blocks))
-        for name in dict.fromkeys(blocks[block].name for block in wrong):
-            yield f"{name} in {file.name!r} (its bytes do not have their sum)"
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """See torch.
+    def read(self, pieces: Sequence[EntryPiece]) -> None:
+        """Fill the targets of what has been checked.
 
         Raises:
-            ValueError: see :meth:`check`; nothing has been read.
+            ValueError: another save has replaced the files.
         """
-        if len(self._versions) < 2:  # only the metadata's
-            self.check(plan.items)
         self.check_same()
-        with _threads() as pool:
-            for file, wanted in self._by_file(plan.items).items():
-                with file.open("rb", buffering=0) as stream:
-                    self._read_file(pool, stream.fileno(), wanted, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        for file, found in self._by_file(pieces).items():
+            with file.open("rb", buffering=0) as stream:
+                self._read_file(stream.fileno(), found)
 
-    def _read_file(self, pool: ThreadPoolExecutor, file: int, wanted: list[_Wanted], planner: Any) -> None:
-        in_place: list[tuple[_Wanted, torch.Tensor]] = []
-        for each in wanted:
-            if not each.is_tensor:
-                planner.load_bytes(each.item, io.BytesIO(_read(file, each)))
+    # -- one file ------------------------------------------------------------------------------------------------------
+
+    def _by_file(self, pieces: Iterable[EntryPiece]) -> dict[Path, list[EntryPiece]]:
+        found: dict[Path, list[EntryPiece]] = {}
+        for piece in pieces:
+            found.setdefault(self._files[piece.info.relative_path], []).append(piece)
+        return found
+
+    def _damaged(self, file: Path, pieces: list[EntryPiece], summed: list[FileSpan]) -> Iterator[str]:
+        """What in ``file`` is not as it was saved."""
+        with file.open("rb", buffering=0) as raw:
+            for piece in pieces if self._verify else ():
+                if piece.body is None and piece.target is not None:  # without sums: whether it can be read at all
+                    try:
+                        _load(raw.fileno(), piece)
+                    except Exception as e:
+                        yield f"{_describe(piece.entry)} in {file.name!r} ({type(e).__name__}: {e})"
+            wrong = read_spans(raw.fileno(), summed, self._count)
+        for entry in dict.fromkeys(span.entry for span in wrong):
+            yield f"{_describe(entry)} in {file.name!r} (its bytes do not have their sum)"
+
+    def _read_file(self, file: int, pieces: list[EntryPiece]) -> None:
+        in_place: list[tuple[EntryPiece, torch.Tensor]] = []
+        for piece in pieces:
+            if piece.target is None:
+                piece.done(io.BytesIO(_read(file, piece)))
                 continue
-            target = planner.resolve_tensor(each.item).detach()
-            if each.dtype is None:
-                target.copy_(_load(file, each))
-                self._count(each.nbytes)
-            elif each.lies_as(target):
-                in_place.append((each, target))
+            target = piece.target().detach()
+            if piece.dtype is None:
+                target.copy_(_load(file, piece))
+                self._count(piece.nbytes)
+            elif piece.lies_as(target):
+                in_place.append((piece, target))
                 continue
             else:
-                assert each.body is not None
-                assert each.body.stride is not None
-                whole = torch.empty(each.nbytes // each.dtype.itemsize, dtype=each.dtype)
-                self._fill(pool, file, [(each, whole)])
-                target.copy_(whole.as_strided(tuple(each.item.lengths), each.body.stride))
-            planner.commit_tensor(each.item, target)
-        self._fill(pool, file, in_place)
-        for each, target in in_place:
-            increment_version(target)
-            planner.commit_tensor(each.item, target)
+                assert piece.body is not None
+                assert piece.body.stride is not None
+                apart = torch.empty(piece.nbytes // piece.dtype.itemsize, dtype=piece.dtype)
+                self._fill(file, [(piece, apart)])
+                target.copy_(apart.as_strided(target.shape, piece.body.stride))
+            piece.done(target)
+        self._fill(file, in_place)
+        increment_version([target for _, target in in_place])
+        for piece, target in in_place:
+            piece.done(target)
 
-    def _fill(self, pool: ThreadPoolExecutor, file: int, places: list[tuple[_Wanted, torch.Tensor]]) -> None:
+    def _fill(self, file: int, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
         """Read each tensor's memory from its place in ``file``."""
-        memories = [(memory_of(tensor), each.start) for each, tensor in places]
-        pieces = [
-            _Piece(at + i, min(_SHARE, memory.nbytes - i), memory[i : i + _SHARE], b"")
-            for memory, at in memories
-            for i in range(0, memory.nbytes, _SHARE)
+        memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
+        spans = [
+            FileSpan(start + i, min(SHARE, memory.nbytes - i), memory[i : i + SHARE])
+            for memory, start in memories
+            for i in range(0, memory.nbytes, SHARE)
         ]
-        self._read_in_threads(pool, file, pieces)
-
-    def _read_in_threads(self, pool: ThreadPoolExecutor, file: int, pieces: list[_Piece]) -> list[_Piece]:
-        """Read all of ``pieces``, in threads. Returns those that are not as they were saved."""
-        shares: list[list[_Piece]] = []
-        room = 0
-        for piece in pieces:
-            if room <= 0:
-                shares.append([])
-                room = _SHARE
-            shares[-1].append(piece)
-            room -= piece.nbytes
-        read = functools.partial(_read_pieces, file)
-        wrong = []
-        for share, found in zip(shares, pool.map(read, shares) if len(shares) > 1 else map(read, shares), strict=True):
-            self._count(sum(piece.nbytes for piece in share))
-            wrong += found
-        return wrong
+        read_spans(file, spans, self._count)
 
     def _count(self, nbytes: int) -> None:
         if self.progress is not None:
@@ -237,88 +271,35 @@ def _version(file: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-class _Wanted(NamedTuple):
-    """What an item of a plan reads of a file."""
-
-    item: ReadItem
-    start: int
-    nbytes: int
-    end: int  # of the entry that it is within
-    dtype: torch.dtype | None  # of a tensor's own bytes. None: they are what torch.save wrote
-    body: Body | None  # None: we did not write it
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.item.type is not LoadItemType.BYTE_IO
-
-    @property
-    def name(self) -> str:
-        return _describe(self.item.storage_index)
-
-    def lies_as(self, target: torch.Tensor) -> bool:
-        """Whether the bytes can be read to where ``target`` is."""
-        assert self.body is not None
-        assert self.body.stride is not None
-        return (
-            target.device.type == "cpu"
-            and target.dtype is self.dtype
-            and target.nbytes == self.nbytes
-            and all(n == 1 or s == t for n, s, t in zip(target.shape, self.body.stride, target.stride(), strict=True))
-        )
+def _describe(index: MetadataIndex) -> str:
+    return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
 
 
-class _Piece(NamedTuple):
-    """Bytes of a file that are read at once: to their place, or to see that they have their sum."""
-
-    start: int
-    nbytes: int
-    place: memoryview | None
-    sum: bytes
-
-
-class _Beside(threading.local):
-    """Memory of each thread for what is only looked at: small enough for a processor's cache."""
-
-    def __init__(self) -> None:
-        self.block = memoryview(bytearray(BLOCK))
-
-
-_beside = _Beside()
-
-
-def _read_pieces(file: int, pieces: list[_Piece]) -> list[_Piece]:
-    """Returns those that do not have their sum."""
-    wrong = []
+def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
+    """The blocks of one file from which something is read, as far as they have sums."""
+    touched: dict[
+        int, tuple[int, int, EntryPiece]
+    ] = {}  # of each entry, by where it starts: the first block, and the stop
     for piece in pieces:
-        memory = piece.place or _beside.block[: piece.nbytes]
-        _read_into(file, memory, piece.start)
-        if piece.place is None and checksum(memory) != piece.sum:
-            wrong.append(piece)
-    return wrong
+        if piece.body is not None:
+            inside = piece.start - piece.body.start
+            first, stop = inside // BLOCK, -(-(inside + piece.nbytes) // BLOCK)
+            before = touched.get(piece.body.start, (first, stop, piece))
+            touched[piece.body.start] = min(first, before[0]), max(stop, before[1]), piece
+    spans, step = [], SHARE // BLOCK
+    for start, (first, stop, piece) in touched.items():
+        assert piece.body is not None
+        for i in range(first, stop, step):
+            end = min(i + step, stop)
+            nbytes = min(end * BLOCK, piece.body.nbytes) - i * BLOCK
+            spans.append(FileSpan(start + i * BLOCK, nbytes, None, piece.body.sums[8 * i : 8 * end], piece.entry))
+    return spans
 
 
-def _blocks(wanted: list[_Wanted]) -> dict[_Piece, _Wanted]:
-    """Those of one file that have a sum, and are touched; each with one that touches it."""
-    blocks = {}
-    for each in wanted:
-        if each.body is not None:
-            start, nbytes, _, sums = each.body
-            first, stop = (each.start - start) // BLOCK, -(-(each.start - start + each.nbytes) // BLOCK)
-            for i in range(first, stop):
-                size = min(BLOCK, nbytes - i * BLOCK)
-                blocks[_Piece(start + i * BLOCK, size, None, sums[8 * i : 8 * i + 8])] = each
-    return blocks
-
-
-def _threads() -> ThreadPoolExecutor:
-    """That read: memory and most disks are faster than one of many cores."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flatshard-read")
-
-
-def _load(file: int, wanted: _Wanted) -> torch.Tensor:
+def _load(file: int, piece: EntryPiece) -> torch.Tensor:
     """What torch.save wrote."""
-    tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, wanted)), map_location="cpu", weights_only=True)
-    return _region(tensor, wanted.item.storage_offsets, wanted.item.lengths)
+    tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, piece)), map_location="cpu", weights_only=True)
+    return tensor if piece.region is None else _region(tensor, *piece.region)
 
 
 def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
@@ -328,120 +309,118 @@ def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
     return tensor
 
 
-def _read(file: int, wanted: _Wanted) -> bytes:
-    data = bytearray(wanted.nbytes)
-    _read_into(file, memoryview(data), wanted.start)
+def _read(file: int, piece: EntryPiece) -> bytes:
+    data = bytearray(piece.nbytes)
+    disk.read(file, [memoryview(data)], piece.start)
     return bytes(data)
 
 
-def _read_into(file: int, memory: memoryview, at: int) -> None:
-    while memory.nbytes:
-        count = os.preadv(file, [memory], at)
-        if not count:
-            raise ValueError("a file of the checkpoint has been cut off while it was read")
-        memory, at = memory[count:], at + count
+# -- what a job's load reads -------------------------------------------------------------------------------------------
 
 
-def _describe(index: MetadataIndex) -> str:
-    return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
+def plan(
+    reader: Reader, state: dict[str, Any], strict: bool, expected: Iterable[str], is_later: Callable[[Way], bool]
+) -> tuple[list[EntryPiece], list[EntryPiece]]:
+    """What is to be read now, and later, to fill ``state``.
+
+    Args:
+        reader: has read the metadata.
+        state: values that are no tensors are replaced as they are read.
+        strict: ``state`` has all names that the checkpoint has, and no others.
+        expected: names in the checkpoint that are to be loaded.
+        is_later: by where a value is in the state.
+
+    Raises:
+        ValueError: with all names that are missing or unexpected, if that matters; that have another shape or kind, or
+            one that it cannot become; of which parts overlap, or are missing, in the checkpoint.
+    """
+    saved = reader.metadata.state_dict_metadata
+    values, ways = flatten_state_dict(state)
+    now: list[EntryPiece] = []
+    later: list[EntryPiece] = []
+    wrong: list[str] = []
+    for name, value in values.items():
+        kind, pieces = saved.get(name), later if is_later(ways[name]) else now
+        if isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
+            try:
+                sources = _sources(name, value, kind)
+            except ValueError as e:
+                wrong.append(f"{name!r} {e}")
+            else:
+                pieces += [reader.piece(index, target, _nothing, region) for index, target, region in sources]
+        elif isinstance(value, torch.Tensor) and kind is not None:
+            wrong.append(f"{name!r} is a tensor here, and none in the checkpoint")
+        elif isinstance(kind, TensorStorageMetadata):
+            wrong.append(f"{name!r} is a tensor in the checkpoint, and a {type(value).__name__} here")
+        elif kind is not None:
+            pieces.append(reader.piece(MetadataIndex(name), None, functools.partial(_put, state, ways[name], name)))
+    if strict and (missing := [n for n in values if n not in saved]):
+        wrong.insert(0, f"not in the checkpoint: {name_list(missing, 50)}")
+    if strict and (unexpected := [n for n in expected if n not in values]):
+        wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return now, later
 
 
-class LoadPlanner:
-    """What a job's load reads, and to where: for ``Reader`` a planner of torch's. It executes nothing."""
-
-    def __init__(self, state: dict[str, Any], metadata: Metadata, strict: bool) -> None:
-        """``state``: what is filled. ``strict``: it has all names that the checkpoint has, and no others."""
-        self._state, self._saved, self._strict = state, metadata.state_dict_metadata, strict
-        self._values, self._ways = flatten_state_dict(state)
-
-    def plan(self, expected: Iterable[str], is_later: Callable[[Way], bool]) -> tuple[LoadPlan, LoadPlan]:
-        """What is to be read now, and later.
-
-        Args:
-            expected: names in the checkpoint that are to be loaded.
-            is_later: by where a value is in the state.
-
-        Raises:
-            ValueError: with all names that are missing or unexpected, if that matters; that have another shape or kind, or
-                one that it cannot become; of which parts overlap, or are missing, in the checkpoint.
-        """
-        now, later, wrong = LoadPlan([]), LoadPlan([]), []
-        for name, value in self._values.items():
-            kind, plan = self._saved.get(name), later if is_later(self._ways[name]) else now
-            if isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
-                try:
-                    plan.items.extend(_tensor_items(name, value, kind))
-                except ValueError as e:
-                    wrong.append(f"{name!r} {e}")
-            elif isinstance(value, torch.Tensor) and kind is not None:
-                wrong.append(f"{name!r} is a tensor here, and none in the checkpoint")
-            elif isinstance(kind, TensorStorageMetadata):
-                wrong.append(f"{name!r} is a tensor in the checkpoint, and a {type(value).__name__} here")
-            elif kind is not None:
-                index, zero = MetadataIndex(name), torch.Size((0,))
-                plan.items.append(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
-        if self._strict and (missing := [n for n in self._values if n not in self._saved]):
-            wrong.insert(0, f"not in the checkpoint: {name_list(missing, 50)}")
-        if self._strict and (unexpected := [n for n in expected if n not in self._values]):
-            wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return now, later
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See torch, which would execute ``value``."""
-        name = read_item.dest_index.fqn
-        try:
-            found = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as e:
-            raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
-        place: Any = self._state
-        *way, last = self._ways[name]
-        for key in way:
-            place = place[key]
-        place[last] = found
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """See torch."""
-        index = read_item.dest_index
-        tensor = self._values[index.fqn]
-        if hasattr(tensor, "__get_tensor_shard__"):
-            tensor = tensor.__get_tensor_shard__(index)
-        return _region(tensor, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """See torch."""
+def _put(state: Any, way: Way, name: str, stream: io.BytesIO) -> None:
+    """What is no tensor to its place in ``state``, without executing it as torch would."""
+    try:
+        found = torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError as e:
+        raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
+    *before, last = way
+    for key in before:
+        state = state[key]
+    state[last] = found
 
 
-def _tensor_items(name: str, tensor: torch.Tensor, saved: TensorStorageMetadata) -> list[ReadItem]:
-    """What this rank reads of a tensor.
+def _nothing(_: object) -> None:
+    pass
+
+
+def _sources(
+    name: str, tensor: torch.Tensor, saved: TensorStorageMetadata
+) -> list[tuple[MetadataIndex, Target, Region | None]]:
+    """What this rank reads of a tensor: entries, where they go, and which region of them.
 
     Raises:
         ValueError: why it cannot be loaded.
     """
-    if tuple(saved.size) != tuple(tensor.shape):
+    if saved.size != tensor.shape:
         raise ValueError(f"has shape {tuple(saved.size)} in the checkpoint, {tuple(tensor.shape)} here")
-    dtype, has = saved.properties.dtype, sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-    if not torch.can_cast(dtype, tensor.dtype):
+    dtype, sizes = saved.properties.dtype, {chunk.offsets: chunk.sizes for chunk in saved.chunks}
+    if dtype is not tensor.dtype and not torch.can_cast(dtype, tensor.dtype):
         raise ValueError(f"has {dtype} in the checkpoint, {tensor.dtype} here")
-    if has != math.prod(saved.size):
-        raise ValueError(f"has {has} of {math.prod(saved.size)} elements in the checkpoint")
-    items = []
-    for box in _boxes_of(tensor):
-        if box in saved.chunks:  # nothing is cut otherwise than it was
-            zeros = torch.Size([0] * len(box.sizes))
-            index = MetadataIndex(name, box.offsets)
-            found = [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, box.sizes)]
-        else:
-            found = create_read_items_for_chunk_list(name, saved, [box])
-        if (got := sum(math.prod(item.lengths) for item in found)) != math.prod(box.sizes):
-            raise ValueError(f"at {tuple(box.offsets)}: the checkpoint has {got} of {math.prod(box.sizes)} elements")
-        items += found
-    return items
+    if (has := sum(map(math.prod, sizes.values()))) != (numel := math.prod(saved.size)):
+        raise ValueError(f"has {has} of {numel} elements in the checkpoint")
+    found: list[tuple[MetadataIndex, Target, Region | None]] = []
+    for offsets, lengths, target in _boxes_of(name, tensor):
+        if sizes.get(offsets) == lengths:  # type: ignore[call-overload]  # it is cut as it was
+            found.append((MetadataIndex(name, offsets), target, None))
+            continue
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+        items = create_read_items_for_chunk_list(name, saved, [chunk])
+        if (got := sum(math.prod(item.lengths) for item in items)) != math.prod(lengths):
+            raise ValueError(f"at {tuple(offsets)}: the checkpoint has {got} of {math.prod(lengths)} elements")
+        for i in items:
+            part = functools.partial(_region_of, target, i.dest_offsets, i.lengths)
+            found.append((i.storage_index, part, (i.storage_offsets, i.lengths)))
+    return found
 
 
-def _boxes_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
-    """What this rank has of it."""
-    if hasattr(tensor, "__create_chunk_list__"):
-        return tensor.__create_chunk_list__()  # type: ignore[no-any-return]
-    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
+def _boxes_of(name: str, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...], Target]]:
+    """What this rank has of it: offsets, sizes, and the memory."""
+    if isinstance(tensor, ShardedValue):
+        return [(b.offsets, b.sizes, functools.partial(view_of, tensor.to_local(), b)) for b in tensor._part.boxes]
+    if hasattr(tensor, "__create_chunk_list__"):  # a DTensor
+        shard: Callable[[MetadataIndex], torch.Tensor] = tensor.__get_tensor_shard__  # type: ignore[attr-defined]
+        return [
+            (c.offsets, c.sizes, functools.partial(shard, MetadataIndex(name, c.offsets)))
+            for c in tensor.__create_chunk_list__()
+        ]
+    return [((0,) * tensor.dim(), tensor.shape, lambda: tensor)]
+
+
+def _region_of(target: Target, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    return _region(target(), offsets, lengths)

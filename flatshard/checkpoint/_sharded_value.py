@@ -18,6 +18,7 @@ value is this rank's part and says so: another rank refuses to load it.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import warnings
@@ -28,11 +29,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from flatshard._composable.state import flat_of
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.experts import ExpertRuntime
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, in_memory_order, shard_info
+from flatshard._handle.tensors.sharded_parameter import (
+    ShardedParameter,
+    ShardInfo,
+    home_of,
+    in_memory_order,
+    shard_info,
+)
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._boxes import Box, Part
 from flatshard.checkpoint._gathering import from_parts, unwrapped_whole
@@ -143,7 +150,7 @@ class ShardedValue(torch.Tensor):
                 f"every rank must save a file of its own, which it alone can load. For one file of everything: {_CURE}",
                 stacklevel=2,
             )
-        return _unpickled, (self._local, *_plain(part))
+        return _unpickled, (self._local, *dataclasses.astuple(part))  # plain values, which any unpickler knows
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
@@ -257,11 +264,6 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _warned: list[bool] = []  # that a part is not the whole: once
 
 
-def _plain(part: Part) -> tuple[Any, ...]:
-    """In tuples, numbers and flags, which any unpickler knows."""
-    return part.shape, part.block_shape, part.block_offsets, part.stride, part.start, part.stop, part.is_copy
-
-
 def _unpickled(local: torch.Tensor, *part: Any) -> ShardedValue:
     return ShardedValue(local, Part(*part), None)
 
@@ -341,17 +343,19 @@ def part_of(info: ShardInfo) -> Part:
 
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """``tensor``, which lies as the sharded ``param`` does, as a state dict holds it: whole, where it is."""
-    info, flat = shard_info(param), flat_of(param)
+    info = shard_info(param)
     if info is None or (info.shard_world_size == 1 and info.parallel is None and info.runtime is None):
         return tensor
-    origin = None if flat is None else Origin(info, flat.placement.runtime)
+    flat = home_of(param) if isinstance(param, ShardedParameter) else None
+    origin = Origin(info, flat.placement.runtime) if isinstance(flat, FlatParam) else None
     return ShardedValue(info.in_memory_order(tensor), part_of(info), origin)
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
     """A box of a part (1-D) in the tensor's own dimensions, sharing memory."""
-    flat = local[box.start : box.start + box.numel]
-    return flat.view(box.memory_sizes).permute(box.own_order)
+    step = local.stride(0)
+    stride = box.stride if step == 1 else [s * step for s in box.stride]
+    return local.as_strided(box.sizes, stride, local.storage_offset() + box.start * step)
 
 
 def take(part: Part, whole: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -51,6 +51,12 @@ class Writer(FileSystemWriter):
         """See torch."""
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
+        alike: list[TensorProperties] = []  # each once: it takes a quarter of the time to read them
+        for kind in metadata.state_dict_metadata.values():
+            if isinstance(kind, TensorStorageMetadata):
+                if kind.properties not in alike:
+                    alike.append(kind.properties)
+                kind.properties = alike[alike.index(kind.properties)]
         data = pickle.dumps(metadata)
         file = disk.create(Path(self.path) / f"{disk.METADATA}.tmp")
         try:

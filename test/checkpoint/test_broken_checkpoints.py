@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, Reader, _byte_count, _disk, _job, _meeting
+from flatshard.checkpoint import MeetingError, Reader, _byte_count, _disk, _job, _meeting, _spans
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._disk import METADATA
 
@@ -547,11 +547,65 @@ def test_a_flipped_bit(job):
     assert same(values(job.model)[1:], job.saved[1:4])
 
 
+def refuse_to_map(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+@pytest.mark.parametrize("maps", ["all", "nothing", "no page"])
+def test_large_tensors_are_verified_where_files_cannot_be_mapped_too(tmp_path, monkeypatch, maps):
+    """Several blocks of one tensor at once, and what is over."""
+    saved = {"a": torch.arange(700_003), "b": torch.arange(3 * 2**20 + 5).to(torch.uint8)}
+    save_checkpoint(tmp_path / "x", saved)
+    seen: list[int] = []
+    map_file = _spans.mmap.mmap
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(1)
+        return map_file(*args, **options)
+
+    monkeypatch.setattr(_spans.mmap, "mmap", refuse_to_map if maps == "nothing" else watched)
+    monkeypatch.setattr(_spans, "_POPULATE_READ", 10_000 if maps == "no page" else _spans._POPULATE_READ)
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    intact = file.read_bytes()
+    for name, at in [("a", 0), ("a", 5 * 2**20 + 8), ("a", 700_003 * 8 - 1), ("b", 2**20), ("b", 3 * 2**20 + 4)]:
+        data = bytearray(intact)
+        data[data.index(bytes_of(saved[name])) + at] ^= 1
+        file.write_bytes(data)
+        target = {n: torch.zeros_like(v) for n, v in saved.items()}
+        with expect(rf"damaged: '{name}' at \(0,\) in '__0_0.distcp' \(its bytes do not have their sum\)$"):
+            load_checkpoint(tmp_path / "x", target)
+        file.write_bytes(intact)
+        found = load_checkpoint(tmp_path / "x", target)
+        assert all(torch.equal(found[n], v) for n, v in saved.items())
+    assert bool(seen) == (maps != "nothing")
+
+
+def test_a_file_that_is_cut_off_after_it_was_looked_at(tmp_path, monkeypatch):
+    """Where it would be mapped: an error, and not the end of the process."""
+    saved = {"a": torch.arange(700_003)}
+    save_checkpoint(tmp_path / "x", saved)
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    map_file = _spans.mmap.mmap
+    for late in (False, True):  # before it is mapped, and before the system has it there
+        data = file.read_bytes()
+
+        def cut(*args: Any, late: bool = late, **options: Any) -> Any:
+            mapped = map_file(*args, **options) if late else None
+            os.truncate(file, 2**20)
+            return mapped or map_file(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_spans.mmap, "mmap", cut)
+            with expect("a file of the checkpoint has been cut off while it was read"):
+                load_checkpoint(tmp_path / "x", {"a": torch.zeros(700_003, dtype=torch.int64)})
+        file.write_bytes(data)
+
+
 def test_replaced_while_it_is_read(job, monkeypatch):
     """By another job, between any two steps of the load."""
     other = Job(job.path.parent / "other")
     other.path = job.path
-    for owner, name in [(Reader, "check"), (Reader, "read_data"), (_job._Loading, "install"), (_job._Loading, "read")]:
+    for owner, name in [(Reader, "check"), (Reader, "read"), (_job._Loading, "install"), (_job._Loading, "read")]:
         step = getattr(owner, name)
 
         def late(self: Any, *args: Any, step: Callable[..., Any] = step) -> Any:
@@ -561,13 +615,12 @@ def test_replaced_while_it_is_read(job, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, late)
-            error = (
-                job.check_refused("replaced the checkpoint while it was read: load it again") if name != "read" else ""
-            )
-            if name == "read":
+            if (owner, name) == (_job._Loading, "read"):
                 with expect("some of the state is changed: another save has replaced the checkpoint"):
                     job.load()
-        assert "some of the state is changed" not in error
+            else:
+                error = job.check_refused("replaced the checkpoint while it was read: load it again")
+                assert "some of the state is changed" not in error
     job.load()
     assert same(job.values(), other.values())
 
