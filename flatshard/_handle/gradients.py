@@ -39,6 +39,7 @@ zeros, such a gradient becomes zero instead of None.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ _grad = plain_grad.__get__  # called for every parameter in every step, so the l
 _NONE = itertools.repeat(None)
 
 
+@functools.cache
 def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
     """The narrowest dtype that holds gradients exactly if they are computed in ``compute`` and reduced in ``reduce``."""
     wide = reduce in (torch.float32, torch.float64)

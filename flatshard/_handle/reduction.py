@@ -138,4 +138,5 @@ class Reduction:
             return None
         if (factor := self.flat.placement.factor) is not None:
             output.mul_(factor)
-        return output.to(self._of.dtype)
+        dtype = self._of.dtype
+        return output if output.dtype is dtype else output.to(dtype)
