@@ -165,9 +165,12 @@ class UnshardedBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (plain) is a view of the storage."""
-        if self._slot is not None and self._slot.user is not self:
+        if (self._slot is not None and self._slot.user is not self) or tensor.layout is not torch.strided:
             return False
-        return tensor.layout is torch.strided and tensor.untyped_storage() is self._storage
+        start = self.flat.data_ptr()
+        if start and not start <= tensor.data_ptr() < start + self.flat.nbytes:  # on meta there are no addresses
+            return False
+        return tensor.untyped_storage() is self._storage  # slower, as it makes a Python object
 
     @property
     def nbytes(self) -> int:
