@@ -294,7 +294,9 @@ class UnitHooks:
         """Called when backward reaches the unit, through one of its outputs."""
         unit, task = self.unit, current_graph_task()
         record = unit.record
-        if step.opened_in == task or (record and record.finished_in == task and not record.finished_early):
+        if step.opened_in == task:
+            return
+        if record and record.finished_in == task and not record.finished_early and unit.is_done_with_gradients:
             return
         step.opened_in = task
         context, backward = unit.context, Backward.of(unit)

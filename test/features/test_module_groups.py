@@ -130,6 +130,62 @@ def test_trains_as_one_process(pool, world_size):
     pool.run(train_some, some(range(len(CASES)), 8, turn=world_size), world_size=world_size)
 
 
+class Halves(nn.Module):
+    """Called twice in a pass: first for the half that is frozen, then for the one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, half: str) -> Tensor:
+        return torch.tanh(getattr(self, half)(x))
+
+
+class TwoCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.halves, self.head = nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.halves(self.halves(self.front(x), "frozen"), "trained"))
+
+
+def values_after_gradients(ctx) -> None:
+    """The gradients of a unit are complete before backward comes to a forward of it that used frozen parameters only."""
+
+    def freeze_norm(model: Model) -> Model:
+        model.norm.requires_grad_(False)
+        return model
+
+    def freeze_block(model: Model) -> Model:
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    cases = [
+        (how, model, options)
+        for how, freeze in (
+            (by_policy, freeze_norm),
+            (by_list, freeze_norm),
+            (outermost, freeze_norm),
+            (across, freeze_block),
+        )
+        for options in ({}, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, {"strategy": GRAD_OP})
+        for model in (lambda freeze=freeze: freeze(Model()), lambda freeze=freeze: freeze(Model(call="reentrant")))
+    ]
+    cases.append((lambda m, group, **_: fully_shard(m, policy={Halves}, process_group=group), TwoCalls, {}))
+    for how, model, options in cases:
+        ctx.note(f"{how.__name__} {model.__name__} {options}")
+        run = check_parity(
+            ctx, model, make_input, steps=2, shard=lambda m, group, how=how, options=options: how(m, group, **options)
+        )
+        check_clean(run.sharded)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_are_there_after_all_gradients_have_come(pool, world_size):
+    pool.run(values_after_gradients, world_size=world_size)
+
+
 def frozen_and_skipped(ctx) -> None:
     def freeze_head(model: Model, step: int) -> None:
         model.head.requires_grad_(step % 2 == 0)
