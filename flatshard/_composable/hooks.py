@@ -19,7 +19,8 @@ at any other time. When a backward fails, the user's parameters are registered a
 When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
 the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
 the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
-inputs (``_Leave``), or at the end of backward.
+inputs (``_Leave``), or at the end of backward. If backward then comes to another forward of the unit (a module called twice,
+or another module of a group), the unit is gathered again, even if all its gradients have come.
 """
 
 from __future__ import annotations
@@ -296,6 +297,7 @@ class UnitHooks:
         record = unit.record
         if step.opened_in == task:
             return
+        # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
         if record and record.finished_in == task and not record.finished_early and unit.is_done_with_gradients:
             return
         step.opened_in = task

@@ -277,9 +277,8 @@ def _describe(index: MetadataIndex) -> str:
 
 def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
     """The blocks of one file from which something is read, as far as they have sums."""
-    touched: dict[
-        int, tuple[int, int, EntryPiece]
-    ] = {}  # of each entry, by where it starts: the first block, and the stop
+    # Of each entry, by where it starts: the first block that is touched, the one after the last, and a piece.
+    touched: dict[int, tuple[int, int, EntryPiece]] = {}
     for piece in pieces:
         if piece.body is not None:
             inside = piece.start - piece.body.start
