@@ -558,7 +558,7 @@ def test_forward_methods(pool):
 def test_plan():
     with torch.device("meta"):
         model = Model()
-    plan = flatshard.plan(model, policy={Block, (model.norm, model.head)}, world_size=4, tokens=8, device="cpu")
+    plan = flatshard.plan(model, policy={Block, (model.norm, model.head)}, world_size=4, device="cpu")
     assert [unit.fqn for unit in plan.units] == ["", "blocks.0", "blocks.1", "norm, head"]
     names = [c.unit for c in plan.collectives if "gather" in c.kind]
     assert names.count("norm, head") == 2
