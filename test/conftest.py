@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     faulthandler.cancel_dump_traceback_later()
     os.close(config.stash[_stderr_fd])
+    gc.unfreeze()  # else what the interpreter collects at its end stays, and libraries in C++ print it as leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

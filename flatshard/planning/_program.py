@@ -262,7 +262,7 @@ class _InOrder:
                 shown: nn.Parameter = getattr(module, name)  # of full shape
                 is_matrix = shown.ndim > 1 and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
                 flops = 2 * shown.numel() * self.program.options.tokens if is_matrix else 0
-                x = _Use.apply(x, shown, saved, flops, self.program.clock)  # type: ignore[no-untyped-call]
+                x = _use(x, shown, saved, flops, self.program.clock)
         for child in module._modules.values():
             if child is not None and child not in self.done:
                 self.done.add(child)
@@ -288,6 +288,9 @@ class _Use(torch.autograd.Function):
         of_input, of_param = ctx.needs_input_grad[:2]
         ctx.clock.compute(ctx.flops * (of_input + of_param))
         return grad if of_input else None, ctx.gradient() if of_param else None, None, None, None
+
+
+_use: Callable[..., Tensor] = _Use.apply
 
 
 def _on_meta(value: Any) -> Any:
