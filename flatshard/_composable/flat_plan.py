@@ -33,7 +33,9 @@ def _options(
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
     compute = None if isinstance(wrapping, TensorSubclass) else policy.param_dtype
-    return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, *placed)
+    return FlatOptions(
+        compute, policy.reduce_dtype, policy.reduce_in_param_dtype, policy.keep_low_precision_grads, *placed
+    )
 
 
 Loads = dict[Groups | None, list[int]]

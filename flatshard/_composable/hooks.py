@@ -285,7 +285,7 @@ class UnitHooks:
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
             return None
-        leaving = _Leave.apply(self, *[values[i] for i in where])  # type: ignore[no-untyped-call]
+        leaving = _leave(self, *[values[i] for i in where])
         for i, watched in zip(where, leaving, strict=True):
             values[i] = watched
         new_args, new_kwargs = tree_unflatten(values, spec)
@@ -409,3 +409,6 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.hooks.leave()
         return None, *grads
+
+
+_leave: Callable[..., tuple[torch.Tensor, ...]] = _Leave.apply

@@ -92,7 +92,8 @@ class FlatGradients:
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
         flat, options, kind = self.flat, self.flat.options, self.flat.kind
-        self.reduce_dtype = dtype = options.reduce_dtype or kind.compute_dtype  # of the sums
+        unset = kind.compute_dtype if options.reduce_as_computed else kind.dtype
+        self.reduce_dtype = dtype = options.reduce_dtype or unset  # of the sums
         self.dtype = dtype if options.keep_low_precision_grads else kind.dtype  # of the user's ``.grad``
         to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once

@@ -253,7 +253,7 @@ class _InOrder:
         for name, param in module._parameters.items():
             if param is not None:
                 shown: nn.Parameter = getattr(module, name)  # of full shape
-                x = _Use.apply(x, shown, saved)  # type: ignore[no-untyped-call]
+                x = _use(x, shown, saved)
         for child in module._modules.values():
             if child is not None and child not in self.done:
                 self.done.add(child)
@@ -276,6 +276,9 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         of_input, of_param = ctx.needs_input_grad[:2]
         return grad if of_input else None, ctx.gradient() if of_param else None, None
+
+
+_use: Callable[..., Tensor] = _Use.apply
 
 
 def _on_meta(value: Any) -> Any:

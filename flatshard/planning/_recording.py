@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
@@ -92,8 +91,10 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees all operations, and records their memory and floating-point operations. [Note: What is counted]"""
 
     def __init__(self, recorder: Recorder) -> None:
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
+        self.recorder, self._flops_of = recorder, flop_registry
         self.samples: list[Sample] = []
         # Bytes by category, of what keeps its size: on the device, and on the host.
         self._nbytes = (dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0))
@@ -154,7 +155,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if id(storage) not in self._storages and storage.nbytes():
                     on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
                     self.track([tensor], "gradients" if on_host else category, on_host)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = self._flops_of.get(func._overloadpacket)
         if formula is not None and self.recorder.is_recording:
             self.recorder.flops += formula(*args, **kwargs, out_val=result)
         self.look()

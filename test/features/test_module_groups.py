@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import flatshard
 import flatshard.fsdp2
-from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
+from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, _torch, fully_shard
 from flatshard._composable.state import unit_of
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -384,7 +384,7 @@ reshard norm, head         reduce-scatter <root>""",
 def torch_collectives() -> Iterator[list[tuple[str, int]]]:
     """The collectives that FSDP2 issues, with the number of elements of the whole."""
     found: list[tuple[str, int]] = []
-    names = ("all_gather_single", "reduce_scatter_single")
+    names = (_torch.ALL_GATHER, _torch.REDUCE_SCATTER)
     originals = [getattr(dist, name) for name in names]
 
     def noted(name: str, original: Any, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -698,10 +698,9 @@ def test_optimizers_that_look_at_shapes():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     cure = r"WholeParameterOptimizer .* number of bytes of state per element: optimizer=8"
     kinds = [torch.optim.Adafactor, functools.partial(torch.optim.Adafactor, lr=0.1)]
-    if hasattr(torch.optim, "Muon"):
-        kinds += [torch.optim.Muon, torch.optim.Muon(model.parameters(), lr=0.1)]
-        whole = plan(model, policy=nn.Linear, world_size=4, optimizer=torch.optim.Muon, layout=Whole(max_padding=99))
-        assert whole.between_steps.optimizer == 4 * 64 * 64
+    kinds += [torch.optim.Muon, torch.optim.Muon(model.parameters(), lr=0.1)]
+    whole = plan(model, policy=nn.Linear, world_size=4, optimizer=torch.optim.Muon, layout=Whole(max_padding=99))
+    assert whole.between_steps.optimizer == 4 * 64 * 64
     for kind in kinds:
         for layout in (None, Rows(max_padding=99)):
             with pytest.raises(ValueError, match=r"^plan: (Muon|Adafactor) .*" + cure):
