@@ -296,6 +296,8 @@ class UnitHooks:
         unit, task = self.unit, current_graph_task()
         record = unit.record
         if step.opened_in == task:
+            for needed in unit.needs if unit.context.runtime.streams is not None else ():
+                needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
         if record and record.finished_in == task and not record.finished_early and unit.is_done_with_gradients:

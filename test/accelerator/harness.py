@@ -151,6 +151,19 @@ class Env:
         for side in sides:
             here.wait_stream(side)
 
+    @staticmethod
+    def wait(waiter: Any, *others: Any) -> None:
+        """Make one of the ``side_streams`` wait for others."""
+        if isinstance(waiter, _OnStream):
+            for other in others:
+                waiter.stream.wait_stream(other.stream)
+
+    @staticmethod
+    def follow(side: Any) -> None:
+        """Make one of the ``side_streams`` wait for the current stream."""
+        if isinstance(side, _OnStream):
+            side.stream.wait_stream(torch.accelerator.current_stream())
+
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
         """Compute on another stream."""
@@ -224,10 +237,10 @@ class _OnStream:
 
     def __init__(self, device: Any, stream: Any) -> None:
         self._device = device
-        self._stream = stream
+        self.stream = stream
 
     def __enter__(self) -> None:
-        self._entered = self._device.stream(self._stream)
+        self._entered = self._device.stream(self.stream)
         self._entered.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
