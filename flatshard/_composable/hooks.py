@@ -170,6 +170,8 @@ class UnitHooks:
         elif alone:
             handle.check_parameters()
             if not handle.is_sharded and unit.is_outdated(context.pass_id):
+                assert handle.gathered is not None
+                unit.changes_in_passes |= handle.gathered.by == context.pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(

@@ -26,6 +26,7 @@ from flatshard import CPUOffload
 from flatshard._composable.backward import Backward
 from flatshard._composable.context import Context as UnitContext
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.state import Unit
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.reduction import Reduction
@@ -252,6 +253,13 @@ MUTANTS = {
         "waiting on the host waits",
         lambda: without(StreamEvent, "wait_on_host"),
         _training("offload_evaluates-write"),
+    ),
+    "gathered_before_it_changes": Mutant(
+        "a unit whose shards change inside a pass is not gathered ahead",
+        lambda: mock.patch.object(
+            Unit, "changes_in_passes", property(lambda unit: False, lambda unit, value: None), create=True
+        ),
+        _training("momentum_encoder-lerp"),
     ),
     # lifetimes
     "input_copied_on_the_reduce_stream": Mutant(

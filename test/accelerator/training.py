@@ -744,17 +744,21 @@ class Momentum(nn.Module):
         return y - target
 
 
-# What was gathered ahead is gathered again when the shard has changed, so what a gather read too late is not used.
+# What was gathered ahead is gathered again when the shard has changed, so what a gather read too late is not used. After the
+# first time the unit is not gathered ahead.
 GATHERED_AHEAD = (
     r"first:\n    (all_gather|copy_) reads .*flatshard/_handle/flat_param.py:\d+ gather\n.*/training.py:\d+ follow"
 )
 
 
-@cases.add({how: {"how": how} for how in ("data", "copy", "lerp")}, benign=GATHERED_AHEAD)
+@cases.add({how: {"how": how} for how in ("data", "copy", "lerp")})
 def momentum_encoder(env: Env, how: str) -> Any:
     """With the default prefetch: on CPU without, as that is what it must equal."""
     options = {} if env.is_simulated else {"forward_prefetch": False}
-    return env.train(env.shard(env.make(lambda: Momentum(how)), **options), steps=4)
+    model = env.shard(env.make(lambda: Momentum(how)), **options)
+    first = env.train(model, steps=2)  # the second pass is the first one that gathers ahead
+    env.forgive(GATHERED_AHEAD)
+    return first, env.train(model, steps=3)
 
 
 @cases.add({"frozen": {"frozen": True}, "trained": {"frozen": False}})
