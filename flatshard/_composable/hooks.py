@@ -170,6 +170,8 @@ class UnitHooks:
         elif alone:
             handle.check_parameters()
             if not handle.is_sharded and unit.is_outdated(context.pass_id):
+                assert handle.gathered is not None
+                unit.changes_in_passes |= handle.gathered.by == context.pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -296,6 +298,8 @@ class UnitHooks:
         unit, task = self.unit, current_graph_task()
         record = unit.record
         if step.opened_in == task:
+            for needed in unit.needs if unit.context.runtime.streams is not None else ():
+                needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
         if record and record.finished_in == task and not record.finished_early and unit.is_done_with_gradients:

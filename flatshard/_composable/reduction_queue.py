@@ -34,6 +34,7 @@ class ReductionQueue:
     """Those with units that hold gradients of earlier backwards for a later reduction."""
 
     def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
         # In the order of their first forward; they are reduced from the end. Weak references: a forward without a backward
         # must not keep its model alive.
@@ -132,7 +133,11 @@ class ReductionQueue:
 
     def reduce_held(self, units: Collection[Unit]) -> None:
         """Outside of a backward: reduce the gradients that earlier backwards hold for ``units``."""
-        self.reduce_all({u for u in self.units() if u in units and u.handle.gradients.wants_reduction})
+        held = {u for u in self.units() if u in units and u.handle.gradients.wants_reduction}
+        for unit in held:
+            unit.handle.gradients.come_home()
+        self.reduce_all(held)
+        self._runtime.join()
 
     def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:
         """Drop all gradients of its units and ``others`` that are not in ``.grad`` yet, also those of reductions in flight.

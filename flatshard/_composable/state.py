@@ -142,6 +142,9 @@ class Unit:
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_prefetch: Iterable[Unit] | None = None
         self.backward_prefetch: Iterable[Unit] | None = None
+        # Whether its shards have changed between an all-gather and a use of it in one pass. context.py, [Note: Gathered
+        # before it changes]
+        self.changes_in_passes = False
         self._reset()
         self._own_parameters()
 
