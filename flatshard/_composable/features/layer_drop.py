@@ -6,8 +6,8 @@ when a later one of its list starts, or when the module that holds the list ends
 (``skip``). Then every rank gathers and reduces the same layers in the same order, and the numbers are the model's own.
 
 This may happen inside the checkpoint of the later layer. Their backward belongs in front of that checkpoint, so they are
-hidden from it: it does not recompute them. That does not work for a reentrant checkpoint, which has no graph, nor where a layer
-has several units, which other ranks gather in another order as they recompute them. Both raise.
+hidden from it: it does not recompute them. That does not work for a reentrant checkpoint, which has no graph, nor where a
+layer has several units, which other ranks gather in another order as they recompute them. Both raise.
 
 Some Hugging Face models (those for speech) check the attribute ``_is_fsdp_managed_module``, which FSDP sets. They then run a
 dropped layer *and use its result*: they drop nothing. So flatshard does not set it.
@@ -53,8 +53,8 @@ def join_dropped(root: nn.Module) -> str | None:
         return None
     return (
         f"{name_list(unclear)} may leave out layers at random (layerdrop), different ones on each rank, and has several "
-        "lists of layers that are units, so flatshard cannot tell which were left out: ranks would end with an OutOfStepError. Set "
-        "layerdrop to 0, or call flatshard.skip(layer, x) on a rank that leaves out a layer"
+        "lists of layers that are units, so flatshard cannot tell which were left out: ranks would end with an "
+        "OutOfStepError. Set layerdrop to 0, or call flatshard.skip(layer, x) on a rank that leaves out a layer"
     )
 
 
