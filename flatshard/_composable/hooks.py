@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import (
     Backward,
@@ -52,7 +51,7 @@ from flatshard._composable.backward import (
 from flatshard._composable.claims import Claim
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import ForwardFeature
-from flatshard._composable.outputs import is_opaque, tensors_in
+from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
 from flatshard._composable.state import ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED

@@ -462,8 +462,8 @@ _composable.features.transforms: forward_ad._current_level
 _composable.features.transforms: torch._C._functorch.get_unwrapped
 _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
-_composable.hooks: torch.utils._pytree.tree_flatten
-_composable.hooks: torch.utils._pytree.tree_unflatten
+_composable.outputs: torch.utils._pytree.tree_flatten
+_composable.outputs: torch.utils._pytree.tree_unflatten
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
