@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flatshard._composable.state import owner_of, units_below
+from flatshard._composable.state import owner_of, units_of_parameters
 from flatshard._errors import name_list
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm
@@ -135,9 +135,9 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             f"{verb} takes the module, got a {type(module).__name__}: pass the model, or pass its parameters to torch's own, "
             f"torch.nn.utils.{verb}"
         )
-    for below in units_below(module):
-        if below.handle.slots.shows is not SHARDED:
-            raise _unsharded(below.fqn, verb)
+    for unit in units_of_parameters(module):
+        if unit.handle.slots.shows is not SHARDED:
+            raise _unsharded(unit.fqn, verb)
     grads: dict[int, torch.Tensor | None] = {}  # of sharded parameters, by the parameter's id
     found = []
     for name, param in module.named_parameters():

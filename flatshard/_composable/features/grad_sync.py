@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.find import units_for
+from flatshard._composable.features.find import units_of
 from flatshard._composable.features.full_params import shows_gradients
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
@@ -43,7 +43,7 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``module`` is sharded.
     """
-    units = units_for(module, recurse, "no_sync")
+    units = units_of(module, "no_sync", recurse)
     for unit in units:
         _held_back(unit).append(unit.requires_gradient_sync)
         set_gradient_sync(unit, False)
@@ -104,7 +104,7 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
         RuntimeError: called inside a forward or a backward, or inside ``summon_full_params(with_grads=True)``.
         CollectiveError: a reduction failed. The accumulated gradients are dropped.
     """
-    units = units_for(module, recurse, "reduce_gradients")
+    units = units_of(module, "reduce_gradients", recurse)
     contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
     if any(context.is_running for context in contexts):
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
