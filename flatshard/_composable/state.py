@@ -277,7 +277,7 @@ def owner_of(param: nn.Parameter) -> Unit | None:
     """The unit that owns a parameter, or None. ``param``: what modules show of it now: a part, the whole, or a copy."""
     if (found := _owners.get(id(param))) is not None:
         return found
-    of_copy = _owners_of_copies.get(param)
+    of_copy = _owners_of_copies.get(param) if _owners_of_copies else None
     return None if of_copy is None else of_copy()
 
 
