@@ -31,7 +31,7 @@ class ReductionQueue:
     """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
 
     holding: ClassVar[weakref.WeakSet[ReductionQueue]] = weakref.WeakSet()
-    """Those with units that hold gradients of earlier backwards for a later reduction."""
+    """Those with units that hold gradients of earlier backwards for a later reduction (``UnitGradients.is_held``)."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -86,7 +86,9 @@ class ReductionQueue:
             self._reduce(unit)
             ready.remove(unit)
             stays_open = unit.handle.has_replicas and not unit.handle.placement.averaging.reduces_replicas
-            if not stays_open:
+            if stays_open:
+                self.holding.add(self)
+            else:
                 del self._open[weakref.ref(unit)]
 
     def _reduce(self, unit: Unit) -> None:
@@ -128,7 +130,7 @@ class ReductionQueue:
         except BaseException:  # may come from a user's hook
             self.discard()
             raise
-        if self in self.holding and not any(unit.handle.gradients.wants_reduction for unit in self.units()):
+        if self in self.holding and not any(unit.handle.gradients.is_held for unit in self.units()):
             self.holding.discard(self)
 
     def reduce_held(self, units: Collection[Unit]) -> None:

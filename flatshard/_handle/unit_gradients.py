@@ -208,6 +208,11 @@ class UnitGradients:
         return self._lifetime.grads is GradState.HELD or any([b.gradients.partial is not None for b in self._flats])
 
     @property
+    def withholds(self) -> bool:
+        """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
+        return self.is_held and any([flat.gradients.is_reduced for flat in self._flats])
+
+    @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
         if self._lifetime.grads is GradState.HELD:

@@ -15,7 +15,7 @@ from flatshard._composable.construct import validate
 from flatshard._composable.construct.options import unit_config
 from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.policy import Policy
-from flatshard._composable.state import Unit, UnitConfig, units_below
+from flatshard._composable.state import Unit, UnitConfig, units_of_parameters
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
@@ -108,7 +108,7 @@ def plan(
     of_unit = [field.name for field in dataclasses.fields(UnitConfig) if field.name in given]
     config = unit_config(collectives=None, **{name: given[name] for name in of_unit})
     ranks = _ranks(world_size, config.strategy, ranks_per_node)
-    if isinstance(module, nn.Module) and (units := units_below(module)):
+    if isinstance(module, nn.Module) and (units := units_of_parameters(module)):
         raise ValueError(
             f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() shows "
             "its units. To plan, build the model again: `with torch.device('meta'):` takes no memory"

@@ -349,7 +349,8 @@ class Clamped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.weight.clamp_(max=0.5)
+            self.weight[1].clamp_(max=0.5)
+            self.weight.data[4].clamp_(max=0.5)
         return x * self.weight
 
 
