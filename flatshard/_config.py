@@ -57,7 +57,8 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     """Of the unsharded floating-point parameters, in forward and backward. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: see ``reduce_in_param_dtype``.
+    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: see ``reduce_in_param_dtype``; where
+    parameters have a ``p.grad_dtype`` other than their dtype, the promoted dtype of all.
 
     This is how to send gradients in 16 bits: ``reduce_dtype=torch.bfloat16``. With ``param_dtype=torch.bfloat16,
     reduce_dtype=torch.float32`` the sum is exact; over gloo gradients are sent in bfloat16 even then, and added in float32.

@@ -27,6 +27,7 @@ from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Users
@@ -342,6 +343,7 @@ class FlatParamHandle:
             if flat.filling is not None and not new.is_meta:
                 flat.filling.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
+            hand_on(new, sharded)
             sharded.requires_grad_(new.requires_grad)
             self.slots.write(module, name, sharded)
         for flat in self.flats:
@@ -368,7 +370,7 @@ class FlatParamHandle:
             self.gathered = self.gathered._replace(version=self.version())
 
     def sync_thawed(self) -> None:
-        """Before a backward: follow what the user unfroze.
+        """Before a backward: follow what the user unfroze, and the dtypes that the user chose for gradients.
 
         Not what the user froze, whose gradient is dropped: a recomputation under activation checkpointing must save what its
         forward saved.
@@ -377,6 +379,8 @@ class FlatParamHandle:
             self._sync_requires_grad(thawed_only=True)
 
     def _sync_requires_grad(self, thawed_only: bool) -> None:
+        for flat in self.flats:
+            flat.gradients.follow_grad_dtypes()
         if any([flat.sync_requires_grad(thawed_only) for flat in self.flats]):
             self.gradients.find_accumulators()
 

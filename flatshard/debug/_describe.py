@@ -22,7 +22,7 @@ class FlatDescription:
     shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
     dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
-    grad_dtype: torch.dtype  # of ``.grad``
+    grad_dtype: torch.dtype  # of ``.grad``; of several, the promoted one
     reduce_dtype: torch.dtype  # in which gradients are reduced
     trainable: bool
     numel: int  # elements of the whole parameters

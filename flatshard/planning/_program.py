@@ -33,6 +33,7 @@ from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit, called_modules, unit_of
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
@@ -294,6 +295,7 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
             made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made.detach(), tensor.requires_grad)
+                hand_on(tensor, made)
                 made.__dict__.update(tensor.__dict__)
             memo[id(tensor)] = made
     return memo

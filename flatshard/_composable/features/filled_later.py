@@ -31,6 +31,7 @@ from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import fillings, in_memory_order
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -81,8 +82,7 @@ class FillFlat:
         fill_with_pattern(flat.shard)
         for index, param in enumerate(flat.params):
             real = nn.Parameter(flat.part_view(index), param.requires_grad)
-            if param.grad_dtype is not real.grad_dtype:
-                real.grad_dtype = param.grad_dtype
+            hand_on(param, real)
             torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
         changes.count += 1
 

@@ -44,6 +44,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
@@ -231,6 +232,12 @@ class ShardedParameter(nn.Parameter):
 
     requires_grad = property(_plain_requires_grad.__get__, _set_requires_grad)
 
+    def _set_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        plain_grad_dtype.__set__(self, dtype)
+        changes.count += 1
+
+    grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # [Note: The dtype of a gradient]
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As in torch."""
         super().requires_grad_(requires_grad)
@@ -333,6 +340,7 @@ class ShardedParameter(nn.Parameter):
         attributes = {k: v for k, v in self.__dict__.items() if k != "_flatshard_info"}
         result = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = result
+        hand_on(self, result)
         result.__dict__.update(copy.deepcopy(attributes, memo))
         return result
 
