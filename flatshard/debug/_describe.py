@@ -146,8 +146,11 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
     ``verbose``: the table lists every parameter with its shape, below its unit.
 
     Raises:
+        TypeError: ``module`` is no module.
         ValueError: nothing in ``module`` is sharded.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"describe takes the model, an nn.Module, got a {type(module).__name__}")
     units = units_below(module)
     if not units:
         raise ValueError(f"describe: nothing in this {type(module).__name__} is sharded; call fully_shard first")

@@ -40,7 +40,7 @@ def renamed(given: Mapping[str, Any], ours: Mapping[str, Any], defaults: Mapping
         if name in OTHER_VALUES:
             raise TypeError(f"fully_shard has no argument {name!r}: {OTHER_VALUES[name]}")
         if name not in SAME_VALUES:
-            raise TypeError(f"fully_shard has no argument {name!r}{_hint(name, [*defaults, *SAME_VALUES])}")
+            raise TypeError(f"fully_shard has no argument {name!r}{did_you_mean(name, [*defaults, *SAME_VALUES])}")
         own = SAME_VALUES[name]
         if own in named or result.get(own, defaults[own]) is not defaults[own]:
             raise TypeError(
@@ -51,6 +51,8 @@ def renamed(given: Mapping[str, Any], ours: Mapping[str, Any], defaults: Mapping
     return result
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown ``name``: the most similar of the ``known``, if there is one."""
+    known = list(known)
+    close = [*difflib.get_close_matches(name, known, 1), *(each for each in known if each.startswith(name))]
     return f": did you mean {close[0]!r}?" if close else ""
