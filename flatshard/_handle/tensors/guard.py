@@ -217,7 +217,8 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
     method, frame = None, forward.f_back
     while frame is not None and method is None:
         caller = _self_of(frame)
-        if isinstance(caller, nn.Module) and _gathers(caller, param):
+        from_torch = frame.f_code.co_filename == _GETATTR.co_filename
+        if isinstance(caller, nn.Module) and not from_torch and _gathers(caller, param):
             method = _method_name(type(caller), frame.f_code)
         frame = frame.f_back
     if method is not None:
