@@ -453,7 +453,7 @@ class Runtime:
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
             raise error
-        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text
         text = text if len(text) <= 400 else f"{text[:400]}..."

@@ -43,6 +43,6 @@ def _skip() -> None:
 
     for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):
         # As torch.compiler.disable(reason=...) has them: what dynamo says with fullgraph=True.
-        hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-        hook._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+        vars(hook)["_torchdynamo_disable"] = True
+        vars(hook)["_torchdynamo_disable_msg"] = _REASON
         set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
