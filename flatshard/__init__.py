@@ -20,7 +20,7 @@ from flatshard._composable.policy import CustomPolicy
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.tensors.sharded_parameter import full_shape
-from flatshard.checkpoint import load_checkpoint, save_checkpoint
+from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
 from flatshard.debug import describe
 from flatshard.optim import clip_grad_norm_, flat_parameters
 from flatshard.planning import plan
@@ -33,6 +33,7 @@ __all__ = [
     "CollectiveError",
     "CustomPolicy",
     "InternalError",
+    "MeetingError",
     "MixedPrecision",
     "OutOfStepError",
     "ShardingStrategy",

@@ -236,9 +236,11 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def as_enum(kind: type[E], value: Any, argument: str) -> E:
-    """``value`` as a member of ``kind``; members of an enum of the same name (FSDP1's) are taken by their names."""
+    """``value`` as a member of ``kind``; names, and members of an enum of the same name (FSDP1's), stand for it."""
     if isinstance(value, kind):
         return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
     if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__:
         name = value.name.lstrip("_")  # FSDP1 has a _HYBRID_SHARD_ZERO2
         if name in kind.__members__:

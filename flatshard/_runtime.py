@@ -54,7 +54,7 @@ from flatshard._comm.backends import (
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
-from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._errors import CollectiveError, OutOfStepError, cannot_trace
 from flatshard._host_memory import keep_freed_memory
 
 
@@ -522,6 +522,8 @@ class Runtime:
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
             raise error
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text
         text = text if len(text) <= 400 else f"{text[:400]}..."
         where = describe_place(self.progress.place()) if self.progress is not None else ""

@@ -70,12 +70,15 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> M:
     """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it. See the module's text.
 
     Args:
         module: a module, or a list of modules that become one unit.
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
+        dp_mesh_dims: a ``torch.distributed.fsdp.DataParallelMeshDims``: which dimensions of ``mesh`` to shard and replicate
+            over, one each. Parameters that are DTensors are so over other dimensions.
         shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
 
     Raises:
@@ -91,7 +94,7 @@ def fully_shard(
     modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
     for each in modules:
         _check_names(each)
-    hybrid = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    hybrid = dp_mesh_dims is None and isinstance(mesh, DeviceMesh) and mesh.ndim == 2
     _fully_shard(
         module,
         device_mesh=mesh,
@@ -100,6 +103,7 @@ def fully_shard(
         mixed_precision=mp_policy,
         cpu_offload=offload_policy,
         ignored_states=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
     )
     for each in modules:
         add_methods(each)
