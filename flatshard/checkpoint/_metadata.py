@@ -73,12 +73,13 @@ def pickled(metadata: Metadata) -> bytes:
 
 def _shared_fields(properties: TensorProperties) -> tuple[Any, ...]:
     """Those that every torch reads."""
-    fields: tuple[Any, ...] = properties.__getstate__()
+    fields: tuple[Any, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
     return fields[:_PROPERTIES]
 
 
 def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
-    make, arguments, *_ = properties.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    reduced: Any = properties.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    make, arguments, *_ = reduced
     return make, arguments, _shared_fields(properties)
 
 

@@ -26,10 +26,10 @@ class WholeParameterOptimizer(Optimizer):
     """Steps whole parameters by an ``optimizer_class`` that looks at more than single elements: Muon, Shampoo, Adafactor.
 
     One rank steps each parameter. With the same gradients the result is the same as in one process, bit for bit. A parameter
-    that lies on one rank (by ``layout=flatshard.layouts.Whole()``, or because it is small) is stepped there in place, without
-    communication. If a parameter is cut, its parts and those of its gradient are sent to one rank, which steps it and sends
-    the new parts back. This runs in batches, while other parameters are stepped. The work is balanced over the ranks. The
-    optimizer's state exists only on the rank that steps the parameter.
+    that lies on one rank is stepped there in place, without communication: because it is small, or by
+    ``layout=flatshard.layouts.Whole(max_padding=math.inf)``. If a parameter is cut, its parts and those of its gradient are
+    sent to one rank, which steps it and sends the new parts back. This runs in batches, while other parameters are stepped.
+    The work is balanced over the ranks. The optimizer's state exists only on the rank that steps the parameter.
 
     Example::
 
