@@ -12,6 +12,12 @@ parts.
 torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
 on sharded parameters, or by ``load_optim_state_dict``; before that it has no state, but what plain ``load_state_dict`` put
 there. That is looked at before the first step: then each rank takes its part, or refuses what isn't its own.
+
+[Note: Options of groups]
+All that a group has besides its parameters is an option. Some are given, by the user or a scheduler (``initial_lr``). Others
+are made by steps (``step`` of timm's Adan), and are state. The checkpoint decides: each option that it has is loaded, whether
+the group has it yet or not. So a scheduler may be made before or after loading, as with a plain optimizer. An option that the
+checkpoint lacks stays if it was given. It goes if steps make it, as the state that a checkpoint lacks does.
 """
 
 from __future__ import annotations
@@ -206,14 +212,14 @@ def _first_options(optimizer: Optimizer, group: Group) -> Group:
     return _first_step(optimizer, group, _smallest(group))[1]
 
 
-def made_by_steps(optimizer: Optimizer, group: Group, names: Collection[str]) -> set[str]:
-    """Those options of ``group`` that a first step would make, if it had none of ``names``."""
+def made_by_steps(optimizer: Optimizer, given: Group, names: Collection[str]) -> set[str]:
+    """Those options of ``given`` that a first step would make, if it had none of ``names``."""
     odd = set(names) - optimizer.defaults.keys()
-    if not odd or not any(p.requires_grad for p in group["params"]):
+    if not odd or not any(p.requires_grad for p in given["params"]):
         return set()
-    without = {key: value for key, value in group.items() if key not in odd}
+    without = {key: value for key, value in given.items() if key not in odd}
     try:
-        return odd & _first_step(optimizer, without, _smallest(group))[1].keys()
+        return odd & _first_step(optimizer, without, _smallest(given))[1].keys()
     except RuntimeError:  # a step needs some of them: they were given
         return set()
 
