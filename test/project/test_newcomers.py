@@ -387,8 +387,7 @@ def test_an_optimizer_of_whole_matrices(world):
 RuntimeError: Adafactor looks at whole parameters, but ranks have parts of
     'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight': on parts it would
     compute wrong updates. Use flatshard.optim.WholeParameterOptimizer(params,
-    Adafactor, ...), which works in any layout, or shard with
-    layout=flatshard.layouts.Whole()""",
+    Adafactor, ...), which works in any layout""",
     )
 
 
