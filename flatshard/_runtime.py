@@ -497,10 +497,10 @@ class Runtime:
         raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
 
     def _refuse_changed(self, verb: str, label: Label) -> NoReturn:
-        group, was = self.group, f"rank {self.rank} of {self.world_size}"
+        was, rank, size = f"rank {self.rank} of {self.world_size}", *self._builtin.current_place()
         text = (
             f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the "
-            f"unit was sharded, this was {was}; now it is rank {group.rank()} of {group.size()}, and the parts of "
+            f"unit was sharded, this was {was}; now it is rank {rank} of {size}, and the parts of "
             "other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, "
             "init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
             "flatshard.load_checkpoint takes one of any number of ranks"

@@ -61,6 +61,10 @@ class BuiltinCollectives(Collectives):
             return False
         return group.size() != self.size or group.rank() != self.rank
 
+    def current_place(self) -> tuple[int, int]:
+        """This process's rank in the group, and the group's size, as they are now."""
+        return self.group.rank(), self.group.size()
+
     @property
     def group(self) -> dist.ProcessGroup:
         return self._group() or alive(self._group)
