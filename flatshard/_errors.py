@@ -54,6 +54,13 @@ class OutOfStepError(CollectiveError):
         return str(self.args[-1])
 
 
+class ReconfiguredError(CollectiveError):
+    """The process group was given other ranks after a module was sharded over it. Nothing was sent."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
 def name_list(names: Iterable[str], limit: int = 8) -> str:
     """``'a', 'b', ... (3 more)``: names in an error message, never a wall of text."""
     names = list(names)
