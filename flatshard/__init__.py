@@ -9,6 +9,7 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 """
 
 from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, planning, policies, tensors
+from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
 from flatshard._composable.features.full_params import recover, reshard, summon_full_params, unshard
@@ -61,6 +62,7 @@ __all__ = [
     "save_checkpoint",
     "skip",
     "summon_full_params",
+    "sync_buffers",
     "tensors",
     "unshard",
 ]

@@ -44,7 +44,8 @@ def full_state_dict(
     """``module.state_dict()`` with whole, plain tensors: what the unsharded model's would be. All ranks must call it.
 
     Gathers one flat parameter at a time, so a rank holds at most one unit beyond the result. Nothing shares memory with the
-    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own.
+    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own (for
+    BatchNorm's statistics see ``flatshard.sync_buffers``).
 
     Args:
         module: a sharded module, or one that holds sharded ones.

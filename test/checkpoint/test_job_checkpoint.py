@@ -477,7 +477,14 @@ def damage(ctx, path: str) -> None:
     metadata = (at / METADATA).read_bytes()
     largest = max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
     data = largest.read_bytes()
-    refused(nothing, r"not in the checkpoint: 'extra'", extra=torch.ones(2))
+    refused(nothing, r"not in the checkpoint: 'extra'; it was saved with 'model'", extra=torch.ones(2))
+    with (
+        unchanged(job),
+        expect(r"not in the checkpoint: 'net'; it was saved with 'model', 'optimizer', 'scheduler', 'step'"),
+    ):
+        load_checkpoint(
+            at, {"net": job.model, "optimizer": job.optimizer}, process_group=ctx.group
+        )  # under another name
     other = Net().double()
     other.head = nn.Linear(WIDTH + 1, 4).double()
     other.added = nn.Linear(2, 2)

@@ -324,6 +324,8 @@ def only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.construct.materialize", "broadcast_now"),
         ("_composable.features.filled_later", "broadcast_now"),  # as materialize, later
         ("_composable.features.filled_later", "all_reduce_now"),
+        ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
+        ("_composable.features.buffers", "broadcast_now"),
         ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
         ("_composable.features.gathering", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),
