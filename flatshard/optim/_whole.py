@@ -114,6 +114,13 @@ class WholeParameterOptimizer(Optimizer):
         """Whether this rank steps ``param``, and so has its state."""
         return self._owned[param].is_mine
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch: by number. Of the whole state of one process each rank keeps that of the parameters that it steps."""
+        super().load_state_dict(state_dict)
+        for param, each in self._owned.items():
+            if not each.is_mine:
+                self.state.pop(param, None)
+
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
         """The state that a first step would create for ``param``, and the options that ``group`` would have.
 
