@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._composable.state import units_below
+from flatshard.layouts import Rows, Whole
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -321,3 +322,27 @@ def converted_to_another_precision(ctx) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_converted_to_another_precision(pool, world_size):
     pool.run(converted_to_another_precision, world_size=world_size)
+
+
+def draw(model: nn.Module) -> Tensor:
+    torch.manual_seed(7)  # on all ranks
+    for number, p in enumerate(model.parameters()):
+        (nn.init.normal_, nn.init.uniform_)[number % 2](p)
+    return torch.rand(())
+
+
+def draw_all(ctx) -> None:
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last), nn.Linear(1, 1))
+    start = copy.deepcopy(plain)
+    afterwards = draw(plain)
+    for options in ({}, {"cpu_offload": CPUOffload()}, {"layout": Rows(max_padding=9.0)}, {"layout": Whole(9.0)}):
+        model = fully_shard(copy.deepcopy(start), policy={nn.Linear}, process_group=ctx.group, **options)
+        assert torch.equal(draw(model), afterwards), options  # the generators go on alike
+        for name, value in flatshard.checkpoint.full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[name]), (options, name)
+
+
+def test_ranks_seeded_alike_draw_what_one_process_draws(pool):
+    """Not each the same numbers for its part: also of parameters that have been sharded, on the host."""
+    for world_size in (2, 3):
+        pool.run(draw_all, world_size=world_size)

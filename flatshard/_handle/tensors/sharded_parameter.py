@@ -173,12 +173,21 @@ def _not_of_a_part(name: str, of_vectors: bool = False) -> Callable[..., Any]:
 
 
 def _drawn_whole(name: str) -> Any:
-    """The method ``name``, which draws random numbers: for the whole while the parameter is filled. [Note: Filled later]"""
+    """The method ``name``, which draws random numbers: for the whole, of which a rank that has a part keeps that part.
+
+    So ranks that are seeded alike draw what one process draws, and not each the same numbers for its part.
+    """
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
     def draw(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        method(show_whole(self), *args, **kwargs)
+        shown, info = show_whole(self), self._flatshard_info
+        if shown is not self or info.shard_world_size == 1:
+            method(shown, *args, **kwargs)
+        else:
+            whole = torch.empty_strided(info.shape, info.stride, dtype=self.dtype, device=self.device)
+            drawn = method(whole, *args, **kwargs).as_strided((info.numel,), (1,))
+            torch.Tensor.copy_(self, info.shaped(drawn[info.start : info.stop]))
         return self
 
     return draw
