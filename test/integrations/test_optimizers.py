@@ -1,0 +1,107 @@
+"""All optimizers of timm, and Adafactor of transformers: stopped midway, and gone on with by another number of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import restarts
+import torch
+from restarts import Make
+
+pytestmark = [pytest.mark.clients("timm", "torchvision", "transformers"), pytest.mark.slow]
+pytestmark += [pytest.mark.time_limit(1800)]
+
+F64, NO_CLIP, MOMENTUM, NO_DECAY = (
+    {"momentum_dtype": torch.float64},
+    {"max_grad_norm": None},
+    {"momentum": 0.9},
+    {"weight_decay": 0.0},
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("adafactorbv", "adafactorbvc", "cadafactorbv", "cadafactorbvc"), F64),
+    **dict.fromkeys(("lamb", "lambc", "lambcd", "lambcw", "lambw", "clamb", "clambw"), NO_CLIP),
+    **dict.fromkeys(("csgdc", "csgdp", "csgdw"), MOMENTUM),
+    # It adds eps to the rate, so the step of rate 0 by which torch's helper makes state would decay weights.
+    **dict.fromkeys(("madgrad", "madgradw"), NO_DECAY),
+}
+"""What each must have: a momentum of the parameters' dtype; no norm over all parameters; one at all."""
+
+REFUSED = {"adahessian"}  # by the backward that it needs
+COMPILED = {"kron", "kronc", "kronw"}  # by functions of its own, for which ranks that are forks wait forever
+PARTS = {"adabelief", "adan", "laprop", "lion", "madgrad", "nadam", "radam", "rmsproptf", "sgd"}
+WHOLE = {
+    "adafactor",
+    "cnadamw",
+    "csgdw",
+    "lamb",
+    "lars",
+    "mars",
+    "muon",
+    "novograd",
+    "sgdp",
+    "adafactor of transformers",
+}
+CHUNKS = 8
+
+
+def of_timm() -> list[str]:
+    """Names. Those of other packages have a path in the place of a class."""
+    import timm.optim
+
+    return [n for n in timm.optim.list_optimizers() if isinstance(timm.optim.get_optimizer_info(n).opt_class, type)]
+
+
+def all_of_them() -> dict[str, Make]:
+    import timm.optim
+    from transformers.optimization import Adafactor
+
+    made: dict[str, Make] = {}
+    for name in of_timm():
+        settings = {"weight_decay": 0.1, **SETTINGS.get(name, {})}
+        made[name] = partial(timm.optim.create_optimizer_v2, opt=name, lr=0.05, **settings)
+    fixed = partial(Adafactor, lr=0.05, scale_parameter=False, relative_step=False)
+    return {**made, "adafactor of transformers": fixed, "adafactor with its own rate": Adafactor}
+
+
+def one_of_each_class(names: list[str]) -> list[str]:
+    """With other names come other settings of the same code."""
+    import timm.optim
+
+    own = [name for name in names if " " in name]
+    kinds = {timm.optim.get_optimizer_info(name).opt_class: name for name in names if name not in own}
+    return [*kinds.values(), *own, "cadamw", "csgdw", "cadafactorbv"]
+
+
+def save(ctx: Any, path: str, names: list[str]) -> dict[str, bool]:
+    """Which of them step whole parameters."""
+    return {name: restarts.save(ctx, name, all_of_them()[name], path) for name in names}
+
+
+def restart(ctx: Any, path: str, is_whole: dict[str, bool]) -> None:
+    for name, steps_whole in is_whole.items():
+        restarts.restart(ctx, name, all_of_them()[name], path, steps_whole)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_other_ranks_go_on(pool, tmp_path, chunk):
+    every = [name for name in all_of_them() if name not in REFUSED | COMPILED]
+    assert len(every) > 80
+    names = every[chunk::CHUNKS]
+    found, other = pool.run(save, str(tmp_path / "x"), names, world_size=2, timeout=300)
+    assert found == other
+    assert {name for name in found if found[name] and name in PARTS | WHOLE} == WHOLE & found.keys()
+    chosen = {name: found[name] for name in one_of_each_class(every) if name in found}
+    pool.run(restart, str(tmp_path / "x"), chosen, world_size=3, timeout=300)
+
+
+def second_derivatives(ctx: Any) -> None:
+    model, optimizer = restarts.sharded(ctx, all_of_them()["adahessian"], 0, is_whole=False)
+    loss = model(torch.ones(2, 5, dtype=torch.float64)).square().mean()
+    with pytest.raises(RuntimeError, match=r"has a graph of its own \(backward\(create_graph=True\)\)"):
+        loss.backward(create_graph=optimizer.is_second_order)
+
+
+def test_second_derivatives_are_refused(pool):
+    pool.run(second_derivatives, world_size=2, timeout=300)
