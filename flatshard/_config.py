@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import os
@@ -10,6 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from flatshard import _torch
+from flatshard._errors import name_list
 
 
 class ShardingStrategy(enum.Enum):
@@ -53,8 +57,8 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     """Of the unsharded floating-point parameters, in forward and backward. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: ``param_dtype``, or where parameters
-    have a ``p.grad_dtype`` other than their dtype, the promoted dtype of these.
+    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: see ``reduce_in_param_dtype``; where
+    parameters have a ``p.grad_dtype`` other than their dtype, the promoted dtype of all.
 
     This is how to send gradients in 16 bits: ``reduce_dtype=torch.bfloat16``. With ``param_dtype=torch.bfloat16,
     reduce_dtype=torch.float32`` the sum is exact; over gloo gradients are sent in bfloat16 even then, and added in float32.
@@ -74,6 +78,15 @@ class MixedPrecision:
     """Cast floating-point tensors in the output of the unit's forward to it. None: left alone."""
     full_precision_in_eval: bool = False
     """A forward in ``eval()`` mode without gradients uses the parameters' own dtype, and casts nothing."""
+    reduce_in_param_dtype: bool = True
+    """With ``reduce_dtype=None``, gradients are reduced in ``param_dtype``. False: in the parameters' own dtype.
+
+    [Note: reduce_dtype=None]
+    FSDP1 reduces in ``param_dtype``, as FSDP2 did before torch 2.15. Since then FSDP2 reduces in the dtype of ``.grad``: the
+    bf16 gradients 256 and 1 of two ranks give 128.5, where they gave 128.0. A policy of FSDP2's class means what it means in
+    the torch that is installed. One of this class means what it always did, as does FSDP1's: for fp32 parameters that
+    compute in bf16, reductions in fp32 send 4 bytes per element instead of 2, so a step of FULL_SHARD sends 8 instead of 6,
+    and the input of a reduction is twice as large. Over gloo both send 2: see ``reduce_dtype``."""
     keep_cast_shard: bool = False
     """Keep this rank's cast shard from forward to backward: one cast instead of two, ``param_dtype`` bytes / N more memory.
 
@@ -89,29 +102,67 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, value: Any) -> MixedPrecision:
-        """``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``."""
+        """``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: it says something that has no counterpart here.
+        """
         if value is None:
             return cls()
         if isinstance(value, cls):
             return value
-        names = cls.__dataclass_fields__
-        fields = {n: getattr(value, n) for n in getattr(value, "__dataclass_fields__", ()) if n in names}
         kind = type(value).__name__
         if kind == "MixedPrecision":
-            fields["module_classes_to_ignore"] = tuple(value._module_classes_to_ignore or ())
-        elif kind == "MixedPrecisionPolicy":  # it casts inputs everywhere, and knows no ignored classes
-            fields |= {"cast_root_forward_inputs": fields["cast_forward_inputs"], "module_classes_to_ignore": ()}
-        else:
-            dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
-            raise TypeError(
-                f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}: pass "
-                f"flatshard.MixedPrecision(param_dtype={dtype}, reduce_dtype=torch.float32)"
+            fields = _fields_of(value, "mixed_precision", _FSDP1_PRECISION)
+            return cls(**fields | {"module_classes_to_ignore": fields["module_classes_to_ignore"] or ()})
+        if kind == "MixedPrecisionPolicy":
+            fields = _fields_of(value, "mixed_precision", _FSDP2_PRECISION)
+            return cls(
+                **fields,
+                cast_root_forward_inputs=value.cast_forward_inputs,
+                module_classes_to_ignore=(),
+                reduce_in_param_dtype=_torch.FSDP2_REDUCES_IN_PARAM_DTYPE,
             )
-        return cls(**fields)
+        dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
+        raise TypeError(
+            f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}: pass "
+            f"flatshard.MixedPrecision(param_dtype={dtype}, reduce_dtype=torch.float32)"
+        )
 
     def ignores(self, module: nn.Module) -> bool:
         """Whether ``module``'s own parameters and buffers keep their dtype."""
         return isinstance(module, self.module_classes_to_ignore)
+
+
+_FSDP2_PRECISION = {name: name for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")}
+_FSDP1_PRECISION = {
+    **{name: name for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads")},
+    **{name: name for name in ("cast_forward_inputs", "cast_root_forward_inputs")},
+    "_module_classes_to_ignore": "module_classes_to_ignore",
+}
+
+
+def _fields_of(value: Any, argument: str, ours: dict[str, str]) -> dict[str, Any]:
+    """The fields of a dataclass of torch's, by our names: ``ours`` has them by theirs.
+
+    Raises:
+        ValueError: another field is not at its default: some version of torch can say what we cannot do.
+    """
+    found = {}
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if field.name in ours:
+            found[ours[field.name]] = given
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if given is not default and given != default:
+            raise ValueError(
+                f"{argument}: {type(value).__name__}({field.name}={given!r}) has no counterpart in flatshard"
+                + ("" if default is dataclasses.MISSING else f": leave it out, which means {default!r}")
+                + f". What is understood of this class: {name_list(ours) or 'nothing'}"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -127,16 +178,30 @@ class CPUOffload:
 
     @classmethod
     def of(cls, value: Any) -> CPUOffload:
-        """``value`` as ours: None, True or False, ours, or FSDP's."""
+        """``value`` as ours: None, True or False, ours, or FSDP's.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: it says something that has no counterpart here.
+        """
         if value is None or isinstance(value, bool):
             return cls(offload_params=bool(value))
         if isinstance(value, cls):
             return value
         kind = type(value).__name__
-        if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
-            offload = getattr(value, "offload_params", kind == "CPUOffloadPolicy")
-            return cls(bool(offload), bool(getattr(value, "pin_memory", True)))
+        if kind in _OFFLOADS:
+            known = _OFFLOADS[kind]
+            fields = {"offload_params": kind == "CPUOffloadPolicy", **_fields_of(value, "cpu_offload", known)}
+            return cls(**{name: bool(given) for name, given in fields.items()})
         raise TypeError(f"cpu_offload must be a flatshard.CPUOffload, a bool, or one of FSDP's, got {value!r}")
+
+
+_OFFLOADS: dict[str, dict[str, str]] = {
+    "CPUOffload": {"offload_params": "offload_params"},  # FSDP1's
+    "CPUOffloadPolicy": {"pin_memory": "pin_memory"},
+    "OffloadPolicy": {},
+}
+"""The fields of FSDP's classes that are understood, and our names for them."""
 
 
 E = TypeVar("E", bound=enum.Enum)

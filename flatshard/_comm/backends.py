@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from flatshard import _torch
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, here, mixed_all_reduce
 
@@ -291,9 +292,8 @@ class DefaultCollectives(BuiltinCollectives):
                 )
             self.compared = (GATHER,)  # a reduction may come before a gather on one rank and after it on another
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
-        # torch 2.13 renamed these; 2.11 has the old names only.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._all_gather: Callable[..., object] = getattr(dist, _torch.ALL_GATHER)
+        self._reduce_scatter: Callable[..., object] = getattr(dist, _torch.REDUCE_SCATTER)
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:

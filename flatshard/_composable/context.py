@@ -2,6 +2,15 @@
 
 It is shared per group, not per root. So several models issue their collectives in one order, prefetching works across units
 that were sharded by separate calls, and no unit needs to know which one is the root.
+
+[Note: Gathered before it changes]
+A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
+gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters are
+plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells when it is
+enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard until they end,
+so there would be no prefetch left. What the gather has read does no harm, as the version of the shards has changed when
+the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any more, so no read
+is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so all do the same.
 """
 
 from __future__ import annotations
@@ -187,6 +196,8 @@ class Context:
             if needed.handle.is_sharded:
                 blocked = needed.handle.has_static_buffers and needed.handle.is_blocked
                 if blocked or (needed.claims and needed.claims.show_copies):
+                    continue
+                if self.forwards and needed.changes_in_passes:
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()

@@ -35,7 +35,9 @@ def _options(
     compute = policy.param_dtype
     if compute is not None and wrapping is not None and not wrapping.computes_in(compute):
         compute = None
-    return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, *placed)
+    return FlatOptions(
+        compute, policy.reduce_dtype, policy.reduce_in_param_dtype, policy.keep_low_precision_grads, *placed
+    )
 
 
 Loads = dict[Groups | None, list[int]]

@@ -337,9 +337,10 @@ class FlatParam:
         self.placement.runtime.reads_host()
         return moved
 
-    def keep_gathered(self) -> None:
+    def keep_gathered(self) -> Pending:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""
         self._gathered = self.unsharded.own.clone()
+        return self.placement.runtime.issued(Done())
 
     def free(self) -> None:
         """Free the unsharded buffer."""

@@ -103,16 +103,17 @@ class FlatGradients:
     def _follow_choices(self) -> None:
         """Set the dtypes of gradients on their way. [Note: The dtype of a gradient]"""
         flat, options, own, computed = self.flat, self.flat.options, self.flat.kind.dtype, self.flat.kind.compute_dtype
+        unset = computed if options.reduce_as_computed else own
         owners = self._owners
         if options.keep_low_precision_grads:
             for param in owners:
                 if not has_chosen(param):
-                    choose(param, options.reduce_dtype or computed)
+                    choose(param, options.reduce_dtype or unset)
         self._choices = choices = [param.grad_dtype for param in owners]
-        wanted = [computed if choice in (None, own) else choice for choice in choices]
-        self.reduce_dtype = options.reduce_dtype or promoted(wanted)  # of the sums
+        others = [None if choice is own else choice for choice in choices]
+        self.reduce_dtype = options.reduce_dtype or promoted([other or unset for other in others])  # of the sums
         self._takes_any = options.reduce_dtype is None and None in choices
-        arriving = [promoted((computed, dtype)) for dtype in wanted]
+        arriving = [promoted((computed, other or computed)) for other in others]
         # What arrives in any dtype, or was added up before, is not known to fit into a narrower one.
         known = None not in choices and not any(w is not None and w.adds_gradients for w in flat.wrappings)
         self._sent_dtype = exactly_sent_as(promoted(arriving), self.reduce_dtype) if known else self.reduce_dtype

@@ -30,6 +30,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_gradients import UnitGradients
+from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -45,7 +46,9 @@ class Source(Protocol):
         """
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Called before the gathered ``flats`` are freed. As long as ``until`` lives, ``gathers`` may be called ``again``."""
+        """Called before the gathered ``flats`` are freed, on the stream that they belong to. As long as ``until`` lives,
+        ``gathers`` may be called ``again``.
+        """
 
 
 class FlatParamHandle:
@@ -62,6 +65,7 @@ class FlatParamHandle:
         self.gradients = UnitGradients(self.flats, placement, self.lifetime)
         self._checked_at = -1  # `changes.count` at the last `check_parameters`
         self._gathers: list[Pending] = []
+        self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
         self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
@@ -214,11 +218,10 @@ class FlatParamHandle:
     def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             if instead is None:
-                for flat in self._gathered:
-                    self._gathers.append(flat.gather(exactly, again))
-            else:
-                for started in instead:
-                    self._gathers.append(started)  # at once: a later one may raise
+                instead = (flat.gather(exactly, again) for flat in self._gathered)
+            for flat, started in zip(self._gathered, instead, strict=True):
+                # At once: a later one may raise.
+                self._gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
             self._settle_gathers()
             for flat in self._gathered:
@@ -234,8 +237,11 @@ class FlatParamHandle:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
         if self.lifetime.params is not ParamState.UNSHARDING:
+            if self._users is not None:
+                self._users.add_current()
             return
-        gathers = self._gathers
+        gathers, streams = self._gathers, self.runtime.streams
+        users = None if streams is None or not gathers else Users(streams, gathers)
         try:
             while gathers:  # an interrupt leaves the unfinished ones in the list, and the next `wait` continues
                 gathers[0].wait()
@@ -245,9 +251,7 @@ class FlatParamHandle:
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
-        if self.gathered is not None and not self.gathered.exact:
-            for flat in self._gathered:
-                flat.keep_gathered()
+        self._users = users
 
     def reshard(self, until: object = None) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
@@ -265,9 +269,7 @@ class FlatParamHandle:
             except CollectiveError as e:  # the gathered values are not needed
                 _trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
-        if until is not None and self.source is not None:
-            self.source.keep(self._gathered, until)
-        self._free()
+        self._free(until)
 
     def _settle_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
@@ -275,14 +277,18 @@ class FlatParamHandle:
             for flat in self._gathered:
                 flat.unsharded.leave_memory()
 
-    def _free(self) -> None:
+    def _free(self, until: object = None) -> None:
         if self._gathers:
             self._settle_gathers()
         if self._gathered:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
-            if self.runtime.streams is not None:
-                self.runtime.before_free()
+            if (streams := self.runtime.streams) is not None:
+                self.runtime.before_free(self._users)
+                self._users = None
+            if until is not None and self.source is not None:
+                with self.runtime.on(None if streams is None else streams.gather):
+                    self.source.keep(self._gathered, until)
             for flat in self._gathered:
                 flat.free()
         self.lifetime.move_params("reshard")

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import units_below
+from flatshard._composable.state import units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
@@ -210,7 +210,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                 raise ValueError(
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
-            flats = idle_flats(owner, "checkpoint") if units_below(owner) else []
+            flats = idle_flats(owner, "checkpoint") if units_of_parameters(owner) else []
             kind = Optimized if flats else PlainOptimized
             found.append(kind(key, value, Names(owner, "checkpoint", flats), strict))
         elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
@@ -224,10 +224,11 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
 
 def _settled_state(module: nn.Module) -> dict[str, Any]:
     """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
-    for context in {unit.context for unit in units_below(module)}:
+    units = units_of_parameters(module)
+    for context in {unit.context for unit in units}:
         if context.forwards and not context.is_running:
             context.recover()
-    check_has_memory([unit.handle for unit in units_below(module)], "checkpoint")
+    check_has_memory([unit.handle for unit in units], "checkpoint")
     found: dict[str, Any] = module.state_dict()
     return found
 

@@ -73,7 +73,8 @@ def save_checkpoint(
     at = Path(path).absolute()
     before = _ended()
     meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
-    saving, save = _Saving(at, meeting.is_first, overwrite, progress), Save()
+    count = ByteCount("saving", at, progress, meeting.is_first)
+    saving, save = _Saving(at, meeting.is_first, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(meeting)
         stack.callback(saving.discard)
@@ -151,11 +152,11 @@ def load_checkpoint(
 class _Saving:
     """One rank's part of a save."""
 
-    def __init__(self, path: Path, is_first: bool, overwrite: bool, report: Report | None) -> None:
+    def __init__(self, path: Path, is_first: bool, overwrite: bool, count: ByteCount) -> None:
         from flatshard.checkpoint import _writer
 
         self._files, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
-        self._planner = _writer.SavePlanner(ByteCount("saving", path, report, is_first))
+        self._planner = _writer.SavePlanner(count)
         self._directory: disk.NewDirectory | None = None  # on rank 0
         self._metadata: Any = None  # on rank 0
 
@@ -198,9 +199,14 @@ class Save(Future[None]):
 
     is_known = False  # whether somebody has asked how it ended
 
-    def __init__(self) -> None:
+    def __init__(self, count: ByteCount) -> None:
         super().__init__()
+        self._count = count
         self.set_running_or_notify_cancel()  # what has begun is not cancelled
+
+    def __repr__(self) -> str:
+        state = "failed" if self.done() and super().exception() is not None else "saved" if self.done() else "saving"
+        return f"<Save {state} {str(self._count.path)!r}: {self._count} written by this rank>"
 
     def result(self, timeout: float | None = None) -> None:
         """Wait, and raise what went wrong."""

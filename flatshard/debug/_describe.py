@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flatshard._composable.features.find import units_of
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.layout import ParamInfo
 
@@ -141,16 +142,16 @@ def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
-    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))`` is a table.
+    """The units that own ``module``'s parameters: FQNs, sizes, padding, dtypes, strategy, state.
+
+    ``print(describe(model))`` is a table.
 
     ``verbose``: the table lists every parameter with its shape, below its unit.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
     """
-    units = units_below(module)
-    if not units:
-        raise ValueError(f"describe: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    units = units_of(module, "describe")
     runtime = units[0].context.runtime
     return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.progress import Label
+from flatshard._composable.features.find import units_of
 from flatshard._composable.features.left_alone import added_later
-from flatshard._composable.state import Unit, unit_of, units_below
+from flatshard._composable.state import Unit, unit_of
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
@@ -43,9 +44,7 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
         ValueError: nothing in ``module`` is sharded; or there is nothing to compare, as no unit has replicas and ``buffers``
             is False.
     """
-    units = units_below(module)
-    if not units:
-        raise ValueError(f"check_replicas: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    units = units_of(module, "check_replicas")
     added = list(added_later(module))
     if not (buffers or added) and not any(u.config.strategy.is_hybrid or _keeps_all(u) for u in units):
         raise ValueError(
@@ -68,7 +67,8 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
         ):
             compare(runtime, [(fqn, param.data)])
     if buffers:
-        for unit, values in _buffers(module):
+        around = next((u for u in units if any(m is module for m in u.module.modules())), None)
+        for unit, values in _buffers(module, around):
             compare(unit.context.runtime, values)
             if unit.config.strategy.is_hybrid:
                 compare(unit.handle.placement.replicas, values)
@@ -99,8 +99,8 @@ def _parameters(flat: FlatParam) -> Iterator[tuple[str, torch.Tensor]]:
         yield info.fqn, param.data
 
 
-def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:
-    """The buffers of each unit, without those of units below it."""
+def _buffers(module: nn.Module, around: Unit | None) -> list[tuple[Unit, Named]]:
+    """The buffers of each unit, without those of units below it. ``around``: the unit that ``module`` is in or is."""
     found: list[tuple[Unit, Named]] = []
     seen: set[int] = set()
 
@@ -113,7 +113,7 @@ def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:
         for child_name, child in at.named_children():
             visit(child, f"{name}{child_name}.", unit)
 
-    visit(module, "", None)
+    visit(module, "", around)
     return found
 
 

@@ -1,10 +1,10 @@
 """Checks an optimizer of sharded parameters before it steps.
 
 [Note: Steps that change nothing]
-Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync`` gradients are accumulated,
-but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the exit overwrites them by the
-unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which nobody reads afterwards.
-Active contexts are kept in two lists, so a step outside of them only checks that the lists are empty.
+Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync``, and after it until they are
+reduced, gradients are accumulated, but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the
+exit overwrites them by the unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which
+nobody reads afterwards. Other steps only check that no queue holds gradients, and that no such context is active.
 
 [Note: Optimizers that look at shapes]
 Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
@@ -26,9 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.full_params import copy_names, summoned_units
-from flatshard._composable.features.grad_sync import held_back_units
+from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit, UnitConfig, all_units, flat_of
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
@@ -72,30 +73,25 @@ def _check_moment(optimizer: Optimizer) -> None:
     """Check that a step now has an effect. [Note: Steps that change nothing]
 
     Raises:
-        RuntimeError: the step is inside ``no_sync`` or ``summon_full_params``.
+        RuntimeError: units hold gradients (``no_sync``), or the step is inside ``summon_full_params``.
     """
-    if not held_back_units and not summoned_units:
+    if not ReductionQueue.holding and not summoned_units:
         return
     params = {id(p) for p in params_of(optimizer)}
     name = type(optimizer).__name__
-    held = [u for units in held_back_units for u in units if u.handle.gradients.is_held]
-    if units := _stepped(held, params):
+    check_reduced(_stepped(held_units(), params), f"{name}.step")
+    if found := _stepped([u for units in summoned_units for u in units], params):
+        units = name_list((unit.fqn for unit in found), 3)
         raise RuntimeError(
-            f"{name}.step inside no_sync: units {name_list(units, 3)} hold gradients that no rank has reduced, and that are "
-            "not in .grad. Run the last backward outside of no_sync, or call flatshard.reduce_gradients(module) after it; "
-            "then step"
-        )
-    if units := _stepped([u for units in summoned_units for u in units], params):
-        raise RuntimeError(
-            f"{name}.step inside summon_full_params of units {name_list(units, 3)}: the step would change the sharded "
+            f"{name}.step inside summon_full_params of units {units}: the step would change the sharded "
             "parameters, and the end of the `with` block would overwrite them. Step after the block"
         )
 
 
-def _stepped(units: Iterable[Unit], params: set[int]) -> list[str]:
-    """The FQNs of the ``units`` that own some of ``params``, which are ids."""
-    owned = [(u.fqn, p) for u in units for f in u.handle.flats for p in (f.gradients.shard_param, *f.params)]
-    return list(dict.fromkeys(fqn for fqn, param in owned if id(param) in params))
+def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:
+    """Those of ``units`` that own some of ``params``, which are ids."""
+    owned = [(u, p) for u in units for f in u.handle.flats for p in (f.gradients.shard_param, *f.params)]
+    return list(dict.fromkeys(unit for unit, param in owned if id(param) in params))
 
 
 def _holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:

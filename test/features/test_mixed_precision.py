@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed import fsdp
 
 import flatshard
-from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy, fully_shard
+import flatshard.fsdp2
+from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy, _torch, fully_shard
 from flatshard._composable.state import units_below
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -347,7 +349,8 @@ class Clamped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.weight.clamp_(max=0.5)
+            self.weight[1].clamp_(max=0.5)
+            self.weight.data[4].clamp_(max=0.5)
         return x * self.weight
 
 
@@ -427,13 +430,84 @@ def test_policies_of_fsdp_are_accepted():
     assert one == MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True)
     two = MixedPrecision.of(fsdp.MixedPrecisionPolicy(BF16, FP32, output_dtype=FP16))
     expected = MixedPrecision(BF16, FP32, output_dtype=FP16, cast_forward_inputs=True, module_classes_to_ignore=())
-    assert two == expected
+    assert dataclasses.replace(two, reduce_in_param_dtype=True) == expected
     assert MixedPrecision.of(None) == MixedPrecision()
     assert CPUOffload.of(fsdp.CPUOffload(True)) == CPUOffload(True)
     assert CPUOffload.of(fsdp.CPUOffloadPolicy(pin_memory=False)) == CPUOffload(True, False)
     assert not CPUOffload.of(fsdp.OffloadPolicy()).offload_params
     assert not CPUOffload.of(None).offload_params
     assert CPUOffload.of(True).offload_params
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        (fsdp.MixedPrecision, "mixed_precision"),
+        (fsdp.MixedPrecisionPolicy, "mixed_precision"),
+        (flatshard.fsdp2.MixedPrecisionPolicy, "mixed_precision"),
+        (fsdp.CPUOffload, "cpu_offload"),
+        (fsdp.CPUOffloadPolicy, "cpu_offload"),
+        (fsdp.OffloadPolicy, "cpu_offload"),
+    ],
+)
+def test_what_a_later_torch_can_say_is_refused(kind: type, argument: str):
+    """A field that is not known is refused unless it says nothing."""
+    frozen = kind.__dataclass_params__.frozen
+    later = dataclasses.make_dataclass(
+        kind.__name__,
+        [("sum_backwards", bool, False), ("axes", list, dataclasses.field(default_factory=list))],
+        bases=(kind,),
+        frozen=frozen,
+    )
+    model = nn.Linear(2, 2)
+    for given in ({"sum_backwards": True}, {"axes": [1]}):
+        (name,) = given
+        with pytest.raises(
+            ValueError, match=rf"^{argument}: {kind.__name__}\({name}=.* has no counterpart .*: leave it out"
+        ):
+            fully_shard(model, **{argument: later(**given)})
+    assert type(model.weight) is nn.Parameter
+    ours = MixedPrecision if argument == "mixed_precision" else CPUOffload
+    assert ours.of(later()) == ours.of(kind())
+
+
+def reductions_without_a_dtype(ctx) -> None:
+    """The bf16 gradients 256 and 1 of two ranks: 128.5, or 128.0 where the sum is rounded to bf16."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.weight.dtype is BF16
+            return (self.weight * x).sum()
+
+    def reduced(policy: Any, backwards: int = 1) -> float:
+        model = fully_shard(Scale(), process_group=ctx.group, mixed_precision=policy)
+        for i in range(backwards):
+            with contextlib.nullcontext() if i == backwards - 1 else flatshard.no_sync(model):
+                model(torch.full((4,), 256.0 if (ctx.rank + i) % 2 == 0 else 1.0)).backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            assert model.weight.grad.dtype is FP32
+            return model.weight.grad[3].item()
+
+    theirs = Scale()
+    fsdp.fully_shard(theirs, mesh=ctx.mesh, mp_policy=fsdp.MixedPrecisionPolicy(BF16))
+    theirs(torch.full((4,), 256.0 if ctx.rank == 0 else 1.0)).backward()
+    expected = theirs.weight.grad.full_tensor()[3].item()
+    assert expected == (128.0 if _torch.FSDP2_REDUCES_IN_PARAM_DTYPE else 128.5)
+    for kind in (fsdp.MixedPrecisionPolicy, flatshard.fsdp2.MixedPrecisionPolicy):
+        assert reduced(kind(BF16)) == expected
+        assert reduced(kind(BF16), 2) == (256.0 if _torch.FSDP2_REDUCES_IN_PARAM_DTYPE else 257.0)
+    for kind in (fsdp.MixedPrecision, MixedPrecision):
+        assert reduced(kind(BF16)) == 128.0
+    assert reduced(MixedPrecision(BF16, reduce_in_param_dtype=False)) == 128.5
+    assert reduced(MixedPrecision(BF16, BF16, reduce_in_param_dtype=False)) == 128.0
+
+
+def test_reductions_without_a_dtype_are_those_of_the_policys_class(pool):
+    pool.run(reductions_without_a_dtype, world_size=2)
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,12 +60,12 @@ class Momentum(nn.Module):
 
 
 def train_momentum(ctx: Any) -> None:
-    for update in (by_data, by_data_in_place, by_lerp, by_copy):
+    for update, policy in itertools.product((by_data, by_data_in_place, by_lerp, by_copy), ({nn.Linear}, None)):
         for strategy in STRATEGIES:
-            ctx.note(f"{update.__name__}, {strategy}")
+            ctx.note(f"{update.__name__}, {strategy}, {'units' if policy else 'one unit'}")
             torch.manual_seed(0)
             plain = Momentum(update).double()
-            model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
+            model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group, strategy=strategy)
             optimizers = [torch.optim.SGD(m.student.parameters(), lr=0.5) for m in (plain, model)]
             for step in range(4):
                 torch.manual_seed(step)
@@ -80,7 +81,10 @@ def train_momentum(ctx: Any) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_momentum_encoders(pool, world_size: int):
-    """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty."""
+    """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty.
+
+    In one unit the forward writes to its own unsharded parameters. [Note: Written through .data]
+    """
     pool.run(train_momentum, world_size=world_size)
 
 

@@ -24,8 +24,7 @@ from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.optim import WholeParameterOptimizer, segment_reduce
 
 FREE = 1e9
-Optimizer = torch.optim.Optimizer
-Muon = getattr(torch.optim, "Muon", None)
+Muon, Optimizer = torch.optim.Muon, torch.optim.Optimizer
 
 
 class Shampoo(Optimizer):
@@ -115,9 +114,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "counting": (Counting, {}),
     "lamb": (LAMB, {}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "muon": (Muon, {"lr": 0.05}),
 }
-if Muon is not None:
-    KINDS["muon"] = (Muon, {"lr": 0.05})
 
 LAYOUTS = ["", "rows", "blocks", "whole", "mixed"]
 
@@ -516,12 +514,8 @@ def refuse(ctx) -> None:
             optimizer.step()
     flatshard.optim.check_whole_parameters([nn.Parameter(torch.ones(2))])
     by_rows = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
-    if Muon is not None:
-        with pytest.raises(
-            RuntimeError,
-            match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer",
-        ):
-            Muon(by_rows.parameters()).step()
+    with pytest.raises(RuntimeError, match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer"):
+        Muon(by_rows.parameters()).step()
     whole = fully_shard(make(True), process_group=ctx.group, layout=Whole(FREE))
     flatshard.optim.check_whole_parameters(whole.parameters())
     with pytest.raises(RuntimeError, match="Adafactor cannot step parameters without elements"):
@@ -567,7 +561,6 @@ def test_tensor_parallel_matrices_are_refused(pool):
     pool.run(refuse_parallel, world_size=4)
 
 
-@pytest.mark.skipif(Muon is None, reason="this torch has no Muon")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_muon_itself_on_whole_parameters(pool, world_size):
     pool.run(muon_itself, world_size=world_size)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from flatshard._composable.features import inner_shards
-from flatshard._composable.features.find import unit_for, units_for
+from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.grad_sync import set_gradient_sync
 from flatshard._composable.state import Unit, copies_in, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
@@ -71,7 +71,7 @@ def configure(
         TypeError, ValueError: an argument is wrong, or not possible for a unit, which the message names. Nothing has been
             changed.
     """
-    units = units_for(module, recurse, "configure")
+    units = units_in(module, recurse, "configure")
     changes: list[tuple[Unit, dict[str, Any]]] = []
     split: dict[Runtime, int] = {}
     if reshard_after_forward is not UNCHANGED:

@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.state import Unit, units_of_parameters
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FILL
@@ -156,7 +156,7 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
         RuntimeError: something in it was never filled: on all ranks.
     """
     cut_all()
-    inside = list(dict.fromkeys(needed for unit in units_below(outermost.module) for needed in unit.needs))
+    inside = units_of_parameters(outermost.module)
     todo = [unit for unit in inside if unit in made]
     for unit in todo:
         unit.handle.check_parameters()

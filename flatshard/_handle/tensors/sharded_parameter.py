@@ -53,11 +53,10 @@ _plain_requires_grad: Any = torch.Tensor.requires_grad
 _TO_EMPTY = nn.Module.to_empty.__code__
 _FROM_VECTOR, _TO_VECTOR = nn.utils.vector_to_parameters.__code__, nn.utils.parameters_to_vector.__code__
 # Of `torch.nn.init`: they call `dim()` or `ndimension()` of what they fill, before anything else. The first is called by
-# `kaiming_*` and `xavier_*`; it is private, and where it is absent these raise torch's own error.
+# `kaiming_*` and `xavier_*`.
 _SHAPED_INITIALISERS = {
     getattr(nn.init, name).__code__
     for name in ("_calculate_fan_in_and_fan_out", "orthogonal_", "eye_", "dirac_", "sparse_")
-    if hasattr(nn.init, name)
 }
 
 
@@ -437,7 +436,7 @@ def show_whole(param: ShardedParameter) -> nn.Parameter:
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether ``data`` is the same memory as ``param``. Compares storages, because an empty tensor has no address."""
-    return (
+    return bool(
         data.dtype is param.dtype
         and data.shape == param.shape
         and data.stride() == param.stride()
