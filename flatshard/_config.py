@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,6 +88,11 @@ class MixedPrecision:
     the torch that is installed. One of this class means what it always did, as does FSDP1's: for fp32 parameters that
     compute in bf16, reductions in fp32 send 4 bytes per element instead of 2, so a step of FULL_SHARD sends 8 instead of 6,
     and the input of a reduction is twice as large. Over gloo both send 2: see ``reduce_dtype``."""
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+    """As in FSDP2's policy: called once for each floating-point parameter; returns its own dtype, to compute in that, or
+    ``param_dtype``, or None for it. The same on every rank. Inputs are still cast to ``param_dtype``. Parameters of a unit
+    that compute in different dtypes are in different flat parameters, and each is gathered and reduced by itself.
+    ``describe`` and ``plan`` show them."""
     keep_cast_shard: bool = False
     """Keep this rank's cast shard from forward to backward: one cast instead of two, ``param_dtype`` bytes / N more memory.
 
@@ -99,6 +105,11 @@ class MixedPrecision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}={dtype!r}): must be a floating-point torch.dtype or None")
         object.__setattr__(self, "module_classes_to_ignore", tuple(self.module_classes_to_ignore))
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise ValueError(
+                f"MixedPrecision(param_dtype_override_fn={self.param_dtype_override_fn!r}): must be a function that takes a "
+                "parameter and returns a dtype or None: lambda p: p.dtype if p.ndim < 2 else None"
+            )
 
     @classmethod
     def of(cls, value: Any) -> MixedPrecision:
@@ -130,12 +141,29 @@ class MixedPrecision:
             f"flatshard.MixedPrecision(param_dtype={dtype}, reduce_dtype=torch.float32)"
         )
 
+    def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype that ``param`` is cast to. None: its own.
+
+        Raises:
+            ValueError: ``param_dtype_override_fn`` returned something else than it may.
+        """
+        chosen = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if chosen is not None and not (isinstance(chosen, torch.dtype) and chosen in (param.dtype, self.param_dtype)):
+            raise ValueError(
+                f"param_dtype_override_fn returned {chosen!r} for parameter {fqn!r}: it may return the parameter's own "
+                f"dtype, {param.dtype}, or None for param_dtype={self.param_dtype}"
+            )
+        return chosen or self.param_dtype
+
     def ignores(self, module: nn.Module) -> bool:
         """Whether ``module``'s own parameters and buffers keep their dtype."""
         return isinstance(module, self.module_classes_to_ignore)
 
 
-_FSDP2_PRECISION = {name: name for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")}
+_FSDP2_PRECISION = {
+    **{name: name for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")},
+    "param_dtype_override_fn": "param_dtype_override_fn",  # since torch 2.15
+}
 _FSDP1_PRECISION = {
     **{name: name for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads")},
     **{name: name for name in ("cast_forward_inputs", "cast_root_forward_inputs")},
@@ -208,9 +236,11 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def as_enum(kind: type[E], value: Any, argument: str) -> E:
-    """``value`` as a member of ``kind``; members of an enum of the same name (FSDP1's) are taken by their names."""
+    """``value`` as a member of ``kind``; names, and members of an enum of the same name (FSDP1's), stand for it."""
     if isinstance(value, kind):
         return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
     if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__:
         name = value.name.lstrip("_")  # FSDP1 has a _HYBRID_SHARD_ZERO2
         if name in kind.__members__:

@@ -54,7 +54,7 @@ from flatshard._comm.backends import (
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
-from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
 from flatshard._host_memory import keep_freed_memory
 
 
@@ -174,6 +174,15 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait()
 
 
+def _has(owner: Any, path: str) -> bool:
+    """Whether ``owner`` has the attribute, which may be one of an attribute."""
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
 class Streams:
     """The side streams of one accelerator. [Note: Memory follows the streams]"""
 
@@ -197,10 +206,19 @@ class Streams:
         if device.type == "cpu":
             return None
         module = torch.get_device_module(device)
-        if not hasattr(module, "Stream"):
+        needed = (
+            "current_stream",
+            "stream",
+            "Stream",
+            "Stream.wait_stream",
+            "Stream.wait_event",
+            "Stream.record_event",
+        )
+        missing = [name for name in needed if not _has(module, name)]
+        if missing:
             raise NotImplementedError(
                 f"fully_shard: parameters are on {str(device)!r}, and torch.{device.type} has no streams to run collectives "
-                "on. Move the module to the CPU or to another accelerator first"
+                f"on: it lacks {', '.join(missing)}. Move the module to the CPU or to another accelerator first"
             )
         return cls(module, device)
 
@@ -451,6 +469,8 @@ class Runtime:
     ) -> Pending:
         """Issue a collective by ``start(*tensors)``."""
         progress, monitor = self.progress, self.monitor
+        if self._builtin.has_changed:
+            self._refuse_changed(verb, label)
         if progress is None:
             here.label = label
             pending = start(*tensors)
@@ -475,6 +495,17 @@ class Runtime:
             "without collectives, fix the cause that the first error names, and restart all ranks"
         )
         raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
+
+    def _refuse_changed(self, verb: str, label: Label) -> NoReturn:
+        was, rank, size = f"rank {self.rank} of {self.world_size}", *self._builtin.current_place()
+        text = (
+            f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the "
+            f"unit was sharded, this was {was}; now it is rank {rank} of {size}, and the parts of "
+            "other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, "
+            "init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
+            "flatshard.load_checkpoint takes one of any number of ranks"
+        )
+        raise ReconfiguredError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
         """The process group's store. None after the group has been destroyed."""
@@ -522,6 +553,8 @@ class Runtime:
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
             raise error
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text
         text = text if len(text) <= 400 else f"{text[:400]}..."
         where = describe_place(self.progress.place()) if self.progress is not None else ""

@@ -53,6 +53,18 @@ class BuiltinCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
+        self._may_change = _may_change(group)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
+        if not self._may_change or (group := self._group()) is None:
+            return False
+        return group.size() != self.size or group.rank() != self.rank
+
+    def current_place(self) -> tuple[int, int]:
+        """This process's rank in the group, and the group's size, as they are now."""
+        return self.group.rank(), self.group.size()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -84,6 +96,14 @@ class BuiltinCollectives(Collectives):
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
         return Done()
+
+
+def _may_change(group: dist.ProcessGroup) -> bool:
+    """Whether the group may be given other ranks (torch 2.15: ``reconfigure``)."""
+    try:
+        return bool(getattr(group, "supports_reconfigure", False))
+    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
+        return False
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

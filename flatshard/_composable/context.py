@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -136,9 +137,12 @@ class Context:
         self.forwards.append(forward)
         return forward
 
-    def exit_forward(self, module: nn.Module) -> Forward | None:
-        """Called when ``module`` ends a forward. Returns None if the forward never started (an earlier hook raised)."""
-        if not self.forwards or self.forwards[-1].module is not module:
+    def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
+        """Called when ``module`` ends a forward. Returns None if the forward never started (an earlier hook raised).
+
+        ``raised``: it may have raised. Then a running forward of ``module`` may be another thread's.
+        """
+        if not self.forwards or self.forwards[-1].module is not module or (raised and self._is_elsewhere()):
             return None
         return self.forwards.pop()
 
@@ -274,8 +278,14 @@ class Context:
         if any(_is_inside(running, last.frame) for running in sys._current_frames().values()):
             raise RuntimeError(
                 f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
-                "mix: run all sharded modules of a process in one thread"
+                "mix: run all sharded modules of a process in one thread. Other threads hand it their inputs, as by a "
+                "concurrent.futures.ThreadPoolExecutor(max_workers=1)"
             )
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the innermost running forward is on another thread."""
+        here, frame = threading.get_ident(), self.forwards[-1].frame
+        return any(_is_inside(at, frame) for thread, at in sys._current_frames().items() if thread != here)
 
     def recover(self, drop_held: bool = False) -> None:
         """After an exception: restore the state between two steps.

@@ -193,7 +193,7 @@ class UnitHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Returns a new output, or None. If the forward raised, this is called with None as ``output``."""
         unit = self.unit
-        forward = unit.context.exit_forward(module)
+        forward = unit.context.exit_forward(module, output is None)
         if forward is None:
             return None
         comes_back = leaks = False

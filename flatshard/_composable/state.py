@@ -22,6 +22,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, Shown
+from flatshard._names import UNIT_KEY
 from flatshard.layouts import LayoutChoice
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ T = TypeVar("T")
 
 MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
 """The mesh of a parameter, by its FQN; None: that of the call."""
-
-_KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +271,7 @@ def called_modules(module: nn.Module) -> tuple[nn.Module, ...]:
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module is ``module``, or has it in its group. None if there is none."""
-    found: Unit | None = module.__dict__.get(_KEY)
+    found: Unit | None = module.__dict__.get(UNIT_KEY)
     return found
 
 
@@ -302,7 +301,7 @@ def all_units() -> list[Unit]:
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
     for each in {module, *called_modules(module)}:
-        each.__dict__[_KEY] = unit
+        each.__dict__[UNIT_KEY] = unit
 
 
 def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:

@@ -51,7 +51,7 @@ def _at_home(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Con
     """The method runs on the stream that works on the unit's gradients: see ``UnitGradients.home``."""
 
     @functools.wraps(method)
-    def run(self: UnitGradients, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: UnitGradients, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if (streams := self._placement.runtime.streams) is None or self.home is None:
             return method(self, *args, **kwargs)
         with streams.on(self.home):

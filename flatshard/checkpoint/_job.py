@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
+from flatshard._comm.monitor.messages import default_group
+from flatshard._composable.state import units_below
 from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
@@ -66,11 +69,13 @@ def save_checkpoint(
         and the next call raises it.
 
     Raises:
+        TypeError: ``path`` is none.
+        RuntimeError: ``destroy_process_group`` was called before.
         MeetingError: on all ranks, if one did not come or could not do its part: the path exists, a disk is full, elements
             are missing, a value is of a class that loading refuses, another job is saving to ``path``; or the save before
             failed in the background, and nobody knows. The files of the attempt are removed.
     """
-    at = Path(path).absolute()
+    at = _place(path, state, process_group, "save_checkpoint")
     before = _ended()
     meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
     count = ByteCount("saving", at, progress, meeting.is_first)
@@ -125,12 +130,13 @@ def load_checkpoint(
         ``state``, with what was read in the place of tensors and plain values.
 
     Raises:
+        TypeError, RuntimeError: as for saving.
         MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after all that, the
             message says that some has been read.
     """
-    at = Path(path).absolute()
+    at = _place(path, state, process_group, "load_checkpoint")
     before = _ended()
     meeting = Meeting(process_group, f"load_checkpoint({str(at)!r})", timeout)
     loading = _Loading(at, meeting.is_first, strict, verify, progress)
@@ -144,6 +150,28 @@ def load_checkpoint(
             raise
         meeting.round(loading.read)
     return loading.results()
+
+
+def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
+    """Where the checkpoint is, once the call makes sense.
+
+    Raises:
+        TypeError: ``path`` is none.
+        RuntimeError: the ranks that have parts of ``state`` cannot be asked any more.
+    """
+    if not isinstance(path, str | os.PathLike):
+        swapped = (
+            f", and state a {type(state).__name__}: the other way round" if isinstance(state, str | os.PathLike) else ""
+        )
+        raise TypeError(f"{verb}(path, state): path must be a str or a Path, got a {type(path).__name__}{swapped}")
+    if group is None and default_group() is None and isinstance(state, Mapping):
+        units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
+        if ranks := max((u.context.runtime.world_size for u in units), default=1) - 1:
+            raise RuntimeError(
+                f"{verb}: the model is sharded over {ranks + 1} ranks, and there is no process group any more: call it "
+                "before torch.distributed.destroy_process_group(), or give it the group, process_group="
+            )
+    return Path(path).absolute()
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

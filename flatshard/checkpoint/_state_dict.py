@@ -44,7 +44,8 @@ def full_state_dict(
     """``module.state_dict()`` with whole, plain tensors: what the unsharded model's would be. All ranks must call it.
 
     Gathers one flat parameter at a time, so a rank holds at most one unit beyond the result. Nothing shares memory with the
-    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own.
+    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own (for
+    BatchNorm's statistics see ``flatshard.sync_buffers``).
 
     Args:
         module: a sharded module, or one that holds sharded ones.
@@ -310,7 +311,10 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
-    if whole := [u.fqn or "<root>" for u in units if u.handle.slots.shows is not SHARDED]:
+    whole = [u.fqn or "<root>" for u in units if u.handle.slots.shows is not SHARDED]
+    if whole and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
+        raise RuntimeError(f"{verb}: {name_list(whole)} are in a backward. Call it when loss.backward() has returned")
+    if whole:
         raise RuntimeError(
             f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"
         )

@@ -149,8 +149,11 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
     ``verbose``: the table lists every parameter with its shape, below its unit.
 
     Raises:
+        TypeError: ``module`` is no module.
         ValueError: nothing in ``module`` is sharded.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"describe takes the model, an nn.Module, got a {type(module).__name__}")
     units = units_of(module, "describe")
     runtime = units[0].context.runtime
     return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)

@@ -136,11 +136,11 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             f"{verb} takes the module, got a {type(module).__name__}: pass the model, or pass its parameters to torch's own, "
             f"torch.nn.utils.{verb}"
         )
-    units = units_of_parameters(module)
-    for unit in units:
-        if unit.handle.slots.shows is not SHARDED:
-            raise _unsharded(unit.fqn, verb)
-    check_reduced(units, verb)
+    owners = units_of_parameters(module)
+    for owner in owners:
+        if owner.handle.slots.shows is not SHARDED:
+            raise _unsharded(owner.fqn, verb)
+    check_reduced(owners, verb)
     grads: dict[int, torch.Tensor | None] = {}  # of sharded parameters, by the parameter's id
     found = []
     for name, param in module.named_parameters():

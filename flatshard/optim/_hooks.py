@@ -159,11 +159,17 @@ _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam
 _ELEMENTWISE_TYPES = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), torch.optim.SparseAdam}
 
 
+# Without this limit small units would be cut all the same.
+_KEEP_WHOLE = (
+    "or shard with layout=flatshard.layouts.Whole(max_padding=math.inf), which cuts no parameter and pads as it must"
+)
+
+
 def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """Raise if the optimizer cannot step parts of parameters. [Note: Optimizers that look at shapes]"""
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
-        check_whole_parameters(params, name)
+        _check_whole(params, name, steps_empty)
         scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
         if not steps_empty and scattered:
             raise RuntimeError(
@@ -211,8 +217,8 @@ def _try_it(optimizer: Optimizer) -> None:
                 raise RuntimeError(
                     f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
                     f"its parts, and ranks have parts of {info.fqn!r}. Use "
-                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, or shard with "
-                    f"layout=flatshard.layouts.Whole(). {allow}"
+                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, "
+                    f"{_KEEP_WHOLE}. {allow}"
                 )
 
 
@@ -257,6 +263,11 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
         RuntimeError: a parameter is cut between ranks, or is a 1-D part although the whole has more dimensions, or is sharded
             by tensor parallelism.
     """
+    _check_whole(params, optimizer, steps_empty=True)
+
+
+def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> None:
+    """``steps_empty``: the optimizer can step parameters without elements, which other ranks have where one has the whole."""
     infos = [i for p in params if (i := shard_info(p)) is not None]
     parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
     if parallel:
@@ -267,8 +278,8 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
     if cut := [i.fqn for i in infos if _is_cut(i)]:
         raise RuntimeError(
             f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
-            f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any "
-            "layout, or shard with layout=flatshard.layouts.Whole()"
+            f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any layout"
+            + (f", {_KEEP_WHOLE}" if steps_empty else "")
         )
 
 

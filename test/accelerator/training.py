@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -594,11 +595,11 @@ class Halves(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.full((8,), 1.5))
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.sides: Any = ()
+        self.sides: Any = tuple
 
     def forward(self, x: Tensor) -> list[Tensor]:
         outputs = []
-        for side, linear in zip(self.sides, (self.left, self.right), strict=True):
+        for side, linear in zip(self.sides(), (self.left, self.right), strict=True):
             Env.follow(side)
             with side:
                 outputs.append(linear(x * self.scale).tanh() * self.scale)
@@ -619,7 +620,8 @@ def halves(env: Env, **options: Any) -> Any:
             values = [batch, batch]
             for half in model:
                 given = values[0] * values[1]
-                with env.side_streams(2) as half.sides:
+                with env.side_streams(2) as sides:
+                    half.sides = functools.partial(tuple, sides)  # an attribute's value would be searched for tensors
                     values = half(given)
             mean_square(values[0] + values[1]).backward()
             optimizer.step()

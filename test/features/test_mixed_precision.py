@@ -422,6 +422,93 @@ def test_describe_names_all_dtypes(pool):
     assert "fp16" in text
 
 
+# -- a dtype for each parameter ----------------------------------------------------------------------------------------
+
+
+class NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6, bias=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [self.norm.weight.dtype, self.up.weight.dtype]
+        norm = nn.functional.layer_norm(x.to(self.norm.weight.dtype), (6,), self.norm.weight, self.norm.bias)
+        return x + self.down(self.up(norm.to(x.dtype)).relu())
+
+
+def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
+    return p.dtype if tuple(p.shape) == (6,) else None
+
+
+def parameters_of_two_dtypes(ctx) -> None:
+    """As in one process that casts by hand; and on two ranks bit for bit as FSDP2, where it has such a policy."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(NormedBlock(), nn.Sequential(NormedBlock(), NormedBlock()))
+    model, theirs = copy.deepcopy(reference), copy.deepcopy(reference)
+    policy = MixedPrecision(BF16, FP32, param_dtype_override_fn=norms_in_their_own)
+    fully_shard(model, policy={NormedBlock}, process_group=ctx.group, mixed_precision=policy)
+    fsdp2 = fsdp.MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False)
+    if not _torch.FSDP2_REDUCES_IN_PARAM_DTYPE:  # it has such a policy then
+        fsdp2 = dataclasses.replace(fsdp2, param_dtype_override_fn=norms_in_their_own)
+        for module in (*[m for m in theirs.modules() if isinstance(m, NormedBlock)], theirs):
+            fsdp.fully_shard(module, mesh=ctx.mesh, mp_policy=fsdp2)
+    slices = torch.randn(ctx.world_size, 4, 6).to(BF16)
+    sums: dict[str, torch.Tensor] = {}
+    for x in slices:
+        plain = copy.deepcopy(reference)
+        for p in plain.parameters():
+            p.data = p.data.to(norms_in_their_own(p) or BF16)
+        plain(x).float().square().mean().backward()
+        for name, p in plain.named_parameters():
+            sums[name] = sums.get(name, 0) + p.grad.float()
+    for each in (model, theirs) if fsdp2.__dict__.get("param_dtype_override_fn") else (model,):
+        each(slices[ctx.rank]).float().square().mean().backward()
+    assert model[0].seen == model[1][1].seen == [FP32, BF16]
+    with flatshard.summon_full_params(model, with_grads=True):
+        for (name, p), q in zip(model.named_parameters(), theirs.parameters(), strict=True):
+            assert p.grad.dtype is FP32
+            torch.testing.assert_close(p.grad, sums[name] / ctx.world_size, rtol=1e-6, atol=1e-7, msg=name)
+            if q.grad is not None:
+                exact = 0 if ctx.world_size == 2 else 1e-6  # three ranks are summed in another order
+                torch.testing.assert_close(p.grad, q.grad.full_tensor(), rtol=exact, atol=exact / 10, msg=name)
+    flats = {f.fqns: (f.dtype, f.compute_dtype) for f in flatshard.describe(model).units[1].flats}
+    own = {fqns: dtypes for fqns, dtypes in flats.items() if "0.norm.weight" in fqns}
+    assert list(own.values()) == [(FP32, FP32)]
+    assert len(flats) == 2
+    assert {dtypes for fqns, dtypes in flats.items() if fqns not in own} == {(FP32, BF16)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_dtype_for_each_parameter(pool, world_size):
+    pool.run(parameters_of_two_dtypes, world_size=world_size)
+
+
+def test_each_dtype_of_a_unit_is_gathered_by_itself():
+    """One more collective for each dtype, and the bytes of each dtype."""
+
+    def gathers(fn: Any) -> list[int]:
+        policy = MixedPrecision(BF16, FP32, param_dtype_override_fn=fn)
+        plan = flatshard.plan(NormedBlock(), world_size=2, mixed_precision=policy)
+        return [c.nbytes for c in plan.collectives if c.kind == "all-gather" and c.phase == "forward"]
+
+    assert len(gathers(None)) == 1
+    assert len(gathers(norms_in_their_own)) == 2
+
+
+@pytest.mark.parametrize(("wrong", "shown"), [(FP16, "torch.float16"), ("bf16", "'bf16'"), (FP64, "torch.float64")])
+def test_dtypes_that_a_parameter_cannot_have(wrong: Any, shown: str):
+    model = NormedBlock()
+    policy = MixedPrecision(BF16, param_dtype_override_fn=lambda p: wrong if p is model.up.bias else None)
+    with pytest.raises(
+        ValueError, match=f"returned {shown} for parameter 'up.bias': it may return .*torch.float32, or"
+    ):
+        flatshard.plan(model, world_size=2, mixed_precision=policy)
+    assert type(model.up.bias) is nn.Parameter
+    with pytest.raises(ValueError, match="must be a function that takes a parameter"):
+        MixedPrecision(BF16, param_dtype_override_fn=FP32)
+
+
 # -- the policy objects ------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -86,6 +87,45 @@ def test_momentum_encoders(pool, world_size: int):
     In one unit the forward writes to its own unsharded parameters. [Note: Written through .data]
     """
     pool.run(train_momentum, world_size=world_size)
+
+
+class Twins(nn.Module):
+    """A network, and a target that is updated between steps; both may be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.target = copy.deepcopy(self.online)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.online(x) - self.target(x.flip(1)).detach()).square().mean()
+
+
+def train_twins(ctx: Any, update: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+    for policy in ({nn.Sequential}, {nn.Linear}, None):
+        torch.manual_seed(0)
+        plain = Twins().double()
+        model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group)
+        for m in (plain, model):
+            optimizer = torch.optim.SGD(m.online.parameters(), lr=0.5)
+            for step in range(3):
+                torch.manual_seed(step)
+                m(torch.randn(3, 5, dtype=torch.double)).backward()
+                optimizer.step()
+                m.zero_grad()
+                whole = policy is None and m is model
+                with flatshard.summon_full_params(m) if whole else contextlib.nullcontext():
+                    for target, online in zip(m.target.parameters(), m.online.parameters(), strict=True):
+                        update(target, online)
+        for name, value in flatshard.checkpoint.full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("update", [by_data, by_data_in_place, by_lerp, by_copy])
+def test_targets_updated_between_steps(pool, update):
+    """The parts of two networks with units of their own are cut alike; in one unit the parameters must be whole."""
+    for world_size in (2, 3):
+        pool.run(train_twins, update, world_size=world_size)
 
 
 def net() -> nn.Module:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import ShardingStrategy, fully_shard, layouts
 from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.optim import WholeParameterOptimizer, segment_reduce
 
@@ -523,6 +526,30 @@ def refuse(ctx) -> None:
     (flat,) = flatshard.flat_parameters(whole)
     with pytest.raises(ValueError, match=r"not flat_parameters\(\)"):
         WholeParameterOptimizer([flat], torch.optim.Adafactor)
+
+
+def follow_the_cure(ctx) -> None:
+    """Muon is told two ways out; with each the layers' step, of units too small to be cut between matrices, runs."""
+    cut = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
+    with pytest.raises(RuntimeError) as raised:
+        Muon(cut.parameters()).step()
+    (layout,) = re.findall(r"layout=flatshard\.(layouts\.\w+\(.*?\))", str(raised.value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fully_shard(
+            nn.Linear(6, 4, bias=False),
+            process_group=ctx.group,
+            layout=eval(layout, {"layouts": layouts, "math": math}),
+        )
+    for optimizer in (Muon(model.parameters()), WholeParameterOptimizer(cut.parameters(), Muon)):
+        for p in (*model.parameters(), *cut.parameters()):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+
+@pytest.mark.skipif(Muon is None, reason="this torch has no Muon")
+def test_following_the_cure(pool):
+    pool.run(follow_the_cure, world_size=2)
 
 
 def couple(ctx) -> None:

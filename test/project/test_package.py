@@ -30,9 +30,7 @@ def test_the_report(tmp_path):
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_what_an_archive_contains(kind, tmp_path):
-    setuptools = pytest.importorskip("setuptools")
-    if int(setuptools.__version__.split(".")[0]) < 77:
-        pytest.skip("this setuptools cannot build flatshard")
+    pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path / "source"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in [*files, "pyproject.toml"]:

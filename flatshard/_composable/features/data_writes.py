@@ -40,4 +40,4 @@ class DataWrites(Extension):
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         if "data" not in vars(nn.Parameter):
-            nn.Parameter.data = property(_get, _plain.__set__, _plain.__delete__)  # type: ignore[assignment,method-assign]
+            nn.Parameter.data = property(_get, _plain.__set__, _plain.__delete__)  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.features.find import settle, units_of
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.state import Unit, own_copies, units_of_parameters
+from flatshard._errors import cannot_trace
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED, Slots
 from flatshard._handle.tensors.sharded_parameter import shard_info
@@ -110,6 +111,8 @@ class _Summoned(Claim):
     def check_forward(self, grad: bool) -> None:
         """Raise if gradients of a forward inside would be lost, or if other ranks would gather for it."""
         unit = self.unit
+        if torch.compiler.is_exporting():
+            raise cannot_trace("torch.export", f"unit {unit.fqn or '<root>'!r}")
         _check_all_ranks(unit, "a forward", may_on_rank0=True)
         if not grad:
             return

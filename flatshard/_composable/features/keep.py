@@ -22,6 +22,9 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     whole parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
     All ranks must enter together. The context can be nested.
 
+    A server with many threads, or with ``asyncio``, gives the model to one thread, ``ThreadPoolExecutor(max_workers=1)``: a
+    forward raises while one runs on another thread. All ranks answer the same requests in the same order.
+
     Example::
 
         with torch.no_grad(), flatshard.keep_unsharded(model):

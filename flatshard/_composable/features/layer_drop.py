@@ -79,7 +79,7 @@ class _DroppedLayers:
     def begin(self, holder: nn.Module, args: Any) -> None:
         self.ran, self.graph = (0 if holder.training else None), torch.is_grad_enabled()
 
-    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer starts: pass by those before it that have not run."""
         if self.ran is None:
             if current_graph_task() == -1:

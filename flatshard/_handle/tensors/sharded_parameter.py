@@ -459,6 +459,10 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
         decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
     """
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(
+            f"full_shape takes a parameter, got {param!r}: to look one up by its name, full_shape(model.get_parameter(name))"
+        )
     info = shard_info(param)
     if info is None:
         return param.shape
