@@ -217,9 +217,9 @@ class FlatParamHandle:
 
     def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
-            if instead is None:
-                instead = (flat.gather(exactly, again) for flat in self._gathered)
-            for flat, started in zip(self._gathered, instead, strict=True):
+            others = None if instead is None else iter(instead)
+            for flat in self._gathered:
+                started = flat.gather(exactly, again) if others is None else next(others)
                 # At once: a later one may raise.
                 self._gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
