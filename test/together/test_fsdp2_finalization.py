@@ -197,9 +197,7 @@ def addresses(ctx) -> None:
                 with flatshard.summon_full_params(model, writeback=False):
                     for p, value in zip(model.parameters(), values, strict=True):
                         assert torch.equal(p.to(dtype or p.dtype).float(), value)
-                assert not any(
-                    f.unsharded.nbytes for u in flatshard._composable.state.units_below(model) for f in u.handle.flats
-                )
+                assert all(unit.state == "sharded" for unit in flatshard.describe(model).units)
             model.set_keep_unsharded_storage(False)
             if ours:  # theirs: at the next reshard
                 assert not any(p.untyped_storage().nbytes() for p in first)
