@@ -68,11 +68,11 @@ class UnshardedBuffer:
         if self.is_alias:
             self._point_at(self._of.shard)
             return
-        own = self._make_slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        own = Slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
-        self._storage.resize_(0)
+        own.free()
         if self._pool is None:
-            self._slot = own
+            self._slot = self._make_slot(own.flat)
 
     def use_slots(self, make: Callable[[torch.Tensor], Slot]) -> None:
         """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
