@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._composable.features import full_params, grad_sync
 from flatshard._composable.features.configure import configure
-from flatshard._composable.features.find import unit_for
+from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.forward_method import register_forward_method
 from flatshard._composable.fully_shard import fully_shard as _fully_shard
 from flatshard._config import ShardingStrategy
+from flatshard._errors import name_list
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -120,7 +121,9 @@ def add_methods(module: nn.Module) -> None:
 
     ``set_requires_gradient_sync``, ``set_requires_all_reduce``, ``set_is_last_backward``, ``set_reshard_after_forward``,
     ``set_reshard_after_backward``, ``set_gradient_divide_factor``, ``set_modules_to_forward_prefetch``,
-    ``set_modules_to_backward_prefetch``, ``unshard``, ``reshard``. ``fully_shard`` of this module has done so already.
+    ``set_modules_to_backward_prefetch``, ``unshard``, ``reshard``, ``set_keep_unsharded_storage``,
+    ``set_manual_backward_finalization``, ``finalize_backward``, ``set_reduce_scatter_unused_params``, ``reset_iter_state``.
+    ``fully_shard`` of this module has done so already.
 
     Raises:
         ValueError: ``module`` is not a unit, or its class has an attribute of such a name.
@@ -186,6 +189,42 @@ def _reshard(module: nn.Module) -> None:
     full_params.reshard(module, recurse=False)
 
 
+def _set_keep_unsharded_storage(module: nn.Module, keep: bool, *, recurse: bool = True) -> None:
+    configure(module, recurse=recurse, keep_unsharded_storage=keep)
+
+
+def _set_manual_backward_finalization(module: nn.Module, enabled: bool) -> None:
+    configure(module, manual_finalization=enabled)
+
+
+def _finalize_backward(module: nn.Module, *, async_op: bool = False) -> grad_sync.ReductionHandle | None:
+    """As FSDP2, it reduces what backwards without synchronisation hold, if synchronisation is on now."""
+    units = units_in(module, True, "finalize_backward")
+    if automatic := [unit.fqn for unit in units if not unit.defers_gradients]:
+        raise RuntimeError(
+            f"finalize_backward: backwards of units {name_list(automatic, 3)} end by themselves. Call "
+            "set_manual_backward_finalization(True) before the backward. To reduce gradients that were accumulated without "
+            "synchronisation, call flatshard.reduce_gradients(module)"
+        )
+    return grad_sync.finalize(units, [unit for unit in units if unit.requires_gradient_sync], async_op)
+
+
+def _set_reduce_scatter_unused_params(
+    module: nn.Module, reduce_scatter_unused_params: bool, *, recurse: bool = True
+) -> None:
+    """Nothing is to set: parameters that a rank did not use take part in each reduction here, as zeros."""
+
+
+def _reset_iter_state(module: nn.Module) -> None:
+    """As FSDP2, it drops all gradients: those of the iteration that failed, and those that were in ``.grad``."""
+    full_params.recover(module)
+    for unit in units_in(module, True, "reset_iter_state"):
+        for flat in unit.handle.flats:
+            for param in (*flat.params, flat.gradients.shard_param):
+                if param is not None:
+                    param.grad = None
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     method.__name__.removeprefix("_"): method
     for method in (
@@ -200,5 +239,10 @@ _METHODS: dict[str, Callable[..., Any]] = {
         _set_modules_to_backward_prefetch,
         _unshard,
         _reshard,
+        _set_keep_unsharded_storage,
+        _set_manual_backward_finalization,
+        _finalize_backward,
+        _set_reduce_scatter_unused_params,
+        _reset_iter_state,
     )
 }
