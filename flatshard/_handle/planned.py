@@ -22,6 +22,7 @@ class FlatOptions:
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     offload: bool = False  # the shard and its gradient are on the CPU
     pin_memory: bool = True  # they are in page-locked memory, under offload
+    decoded_dtype: torch.dtype | None = None  # the class encodes parameters in ``compute_dtype``, and computes in this
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]

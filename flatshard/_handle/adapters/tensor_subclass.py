@@ -108,11 +108,7 @@ class TensorSubclass(Wrapping):
 
     def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
         """See ``Wrapping``. Swaps ``param`` with a new object: there is no other way to change the tensors inside."""
-        fresh = nn.Parameter(self.wrap(plain), param.requires_grad)
-        for name, value in param.__dict__.items():
-            fresh.__dict__.setdefault(name, value)
-        hand_on(param, fresh)
-        torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
+        swap_inside(param, self.wrap(plain))
 
     def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Wrapping``."""
@@ -144,6 +140,15 @@ class TensorSubclass(Wrapping):
         if any(t.numel() and t.untyped_storage().data_ptr() != memory.data_ptr() for t in inside):
             return "copies the tensors that its __tensor_unflatten__ is given, so it cannot lie in a flat parameter"
         return None
+
+
+def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
+    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay."""
+    fresh = nn.Parameter(made, param.requires_grad)
+    for name, value in param.__dict__.items():
+        fresh.__dict__.setdefault(name, value)
+    hand_on(param, fresh)
+    torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
 
 
 def is_wrapper(tensor: object) -> bool:
