@@ -61,8 +61,7 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         options = _options(owned, plain, wrapping, config.mixed_precision, config.cpu_offload)
         ranks = _shards(unit, owned.groups, world_size)
         if isinstance(wrapping, TensorSubclass) and ranks > 1 and (encoded := encoded_dtype(wrapping)) is not None:
-            decoded = options.compute_dtype or plain.dtype
-            options = replace(options, compute_dtype=encoded, decoded_dtype=decoded)
+            options = replace(options, encoded_dtype=encoded)
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes
@@ -94,7 +93,7 @@ def _lay_out(
 ) -> PlannedFlat:
     owned, layouts = tuple(m[0] for m in members), [m[2] for m in members]
     sizes = [(o.fqn, tuple(plain.shape), tuple(plain.stride())) for o, plain, _ in members]
-    itemsize = min((options.compute_dtype or dtype).itemsize, dtype.itemsize)
+    itemsize = min((options.encoded_dtype or options.compute_dtype or dtype).itemsize, dtype.itemsize)
     layout, warning = plan_layout(sizes, itemsize, world_size), None
     if world_size > 1 and not all(isinstance(each, Elements) for each in layouts):
         densest = layout

@@ -29,11 +29,13 @@ from flatshard._runtime import Runtime
 
 def kind_of(options: FlatOptions) -> type[FlatParam]:
     """The class of a flat parameter that has these options."""
-    return FlatParam if options.decoded_dtype is None else EncodedFlatParam
+    return FlatParam if options.encoded_dtype is None else EncodedFlatParam
 
 
 class EncodedBuffer(UnshardedBuffer):
     """The encoded values of all ranks. Modules see what the class of each parameter makes of them."""
+
+    _of: EncodedFlatParam
 
     def place(self) -> None:
         """See ``UnshardedBuffer``."""
@@ -58,7 +60,7 @@ class EncodedBuffer(UnshardedBuffer):
     def _decoded(self, index: int, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         flat = self._of
         asked, _, metadata = encode(self._wrapping(index), data.new_empty(0, dtype=flat.kind.dtype), scale)
-        made: torch.Tensor = asked.fsdp_post_all_gather((data,), metadata, flat.options.decoded_dtype)[0]
+        made: torch.Tensor = asked.fsdp_post_all_gather((data,), metadata, flat.decoded_dtype)[0]
         return made
 
     def _wrapping(self, index: int) -> TensorSubclass:
@@ -81,7 +83,7 @@ class EncodedBuffer(UnshardedBuffer):
             mine = slice(part.start, part.stop)
             asked, sent, metadata = encode(self._wrapping(index), shard[mine], self._each[index])
             output[mine].copy_(sent)
-            asked.fsdp_post_all_gather((self._encoded[index],), metadata, flat.options.decoded_dtype, out=compute)
+            asked.fsdp_post_all_gather((self._encoded[index],), metadata, flat.decoded_dtype, out=compute)
 
 
 class EncodedFlatParam(FlatParam):
@@ -103,6 +105,11 @@ class EncodedFlatParam(FlatParam):
         self.scales.join(self)
 
     @property
+    def decoded_dtype(self) -> torch.dtype:
+        """The dtype of what modules see."""
+        return self.options.compute_dtype or self.kind.dtype
+
+    @property
     def version(self) -> int:
         """Increases with every change of the values."""
         shard_param = self.gradients.shard_param
@@ -118,11 +125,12 @@ class EncodedFlatParam(FlatParam):
 
     def largest(self) -> torch.Tensor:
         """The largest magnitude in this rank's part of each parameter."""
-        result = torch.zeros(len(self.slices), device=self.shard.device)
+        dtype = torch.float64 if self.kind.dtype is torch.float64 else torch.float32
+        result = torch.zeros(len(self.slices), dtype=dtype, device=self.shard.device)
         here = [index for index, part in enumerate(self.slices) if part.numel]
         if here:
             parts = [self.shard[self.slices[i].start : self.slices[i].stop] for i in here]
-            result[here] = torch.stack(torch._foreach_norm(parts, math.inf)).float()
+            result[here] = torch.stack(torch._foreach_norm(parts, math.inf)).to(dtype)
         return result
 
     def write_back(self, own: torch.Tensor | None = None) -> None:
@@ -168,10 +176,11 @@ class Scales:
         with torch.no_grad():
             sizes = [len(flat.slices) for flat in flats]
             pool, device = flats[0].placement.pool, flats[0].kind.compute_device
+            own = torch.cat([flat.largest().to(device) for flat in flats])
             numel = ranks * sum(sizes)
-            found = torch.empty(numel, device=device) if pool is None else pool.allocate(numel, torch.float32)
+            found = own.new_empty(numel) if pool is None else pool.allocate(numel, own.dtype)
             of_ranks = found.view(ranks, -1)
-            of_ranks[rank].copy_(torch.cat([flat.largest().to(device) for flat in flats]))
+            of_ranks[rank].copy_(own)
             self._runtime.exact.all_gather(found, of_ranks[rank], self._label).wait()
             for flat, largest in zip(flats, of_ranks.amax(0).split(sizes), strict=True):
                 flat.unsharded.scales.copy_(scale_of(largest, flat.kind.compute_dtype))

@@ -65,7 +65,8 @@ class Kind:
         home = runtime.host if options.offload and runtime.host is not None else compute_device
         at = home if device == compute_device else device
         is_offloaded = options.offload and at == runtime.host
-        return cls(dtype, at, options.compute_dtype or dtype, compute_device, home, is_offloaded)
+        gathered = options.encoded_dtype or options.compute_dtype or dtype
+        return cls(dtype, at, gathered, compute_device, home, is_offloaded)
 
     def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
         """The kind after the shard was given another dtype or device."""
@@ -73,7 +74,8 @@ class Kind:
         if home == compute_device and device.type != "meta":  # without offload
             compute_device = home = device
         is_offloaded = device == home != compute_device
-        return Kind(dtype, device, options.compute_dtype or dtype, compute_device, home, is_offloaded)
+        gathered = options.encoded_dtype or options.compute_dtype or dtype
+        return Kind(dtype, device, gathered, compute_device, home, is_offloaded)
 
     @property
     def is_one(self) -> bool:
