@@ -41,7 +41,7 @@ class EncodedBuffer(UnshardedBuffer):
         """See ``UnshardedBuffer``."""
         infos = self._of.layout.params
         self.scales = torch.ones(len(infos), device=self._of.kind.compute_device)
-        # Written in place, so that what autograd has saved keeps them. unsharded.py, [Note: .data does not share a version ...]
+        # Views that autograd may save. They are written in place: unsharded.py, [Note: .data does not share a version counter].
         self._each = self.scales.data.unbind()
         self._encoded = [self.scales[:0]] * len(infos)  # each parameter's range of the buffer
         super().place()
@@ -87,7 +87,7 @@ class EncodedBuffer(UnshardedBuffer):
 
 
 class EncodedFlatParam(FlatParam):
-    """A flat parameter whose shards are encoded before they are gathered. adapters/encoding.py, [Note: Classes that encode]"""
+    """A flat parameter whose shards are encoded before they are gathered: adapters/encoding.py."""
 
     unsharded: EncodedBuffer
 
@@ -182,6 +182,6 @@ class Scales:
             of_ranks = found.view(ranks, -1)
             of_ranks[rank].copy_(own)
             self._runtime.exact.all_gather(found, of_ranks[rank], self._label).wait()
-            for flat, largest in zip(flats, of_ranks.amax(0).split(sizes), strict=True):
+            for flat, largest in zip(flats, torch.split(of_ranks.amax(0), sizes), strict=True):
                 flat.unsharded.scales.copy_(scale_of(largest, flat.kind.compute_dtype))
                 flat.scaled_at = flat.version

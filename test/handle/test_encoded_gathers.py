@@ -135,7 +135,6 @@ def train(ctx: Any) -> None:
     for options in (
         {},
         {"reshard_after_forward": False},
-        {"static_buffers": True},
         {"strategy": ShardingStrategy.NO_SHARD},
     ):
         ctx.note(str(options))

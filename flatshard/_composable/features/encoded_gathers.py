@@ -1,4 +1,7 @@
-"""Has all units of a model share the scales of encoded parameters at once. _handle/encoded.py, [Note: Scales of encoded parameters]"""
+"""Has all units of a model share the scales of their encoded parameters at once.
+
+See _handle/encoded.py, [Note: Scales of encoded parameters].
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Classes of parameters that say what of them is sent, in fewer bytes: their ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+"""Classes of parameters that say what of them is sent, in fewer bytes.
 
 [Note: Classes that encode]
-FSDP2 asks a class by ``fsdp_pre_all_gather`` what to send of this rank's part, and has ``fsdp_post_all_gather`` make the whole
-from what has come. Here both are called if the class
+FSDP2 asks a class by ``fsdp_pre_all_gather`` what to send of this rank's part, and has ``fsdp_post_all_gather`` make the
+whole from what has come. Here both are called if the class
 
 - has one floating-point tensor inside, of its own shape,
 - takes the scale of its values from the attribute ``_precomputed_scale``, and then needs no communication of its own, and

@@ -11,7 +11,8 @@ be frozen.
 
 [Note: Classes that FSDP2 asks what to gather]
 FSDP2 asks a class with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to send of a part, and to build the whole
-from what has come. Here neither is called: the tensor inside is gathered, and the class is built over it, as in one process.
+from what has come. Classes that send float8 numbers of a scale that they are given are asked here, too: ``encoding.py``.
+Of other classes neither is called: the tensor inside is gathered, and the class is built over it, as in one process.
 A class that quantises does that in its products, from all values. So a scale is that of the whole tensor, and needs no
 communication. But FSDP2 tells the second the policy's dtype, so such a class can compute in it: the tensor inside is cast,
 and gathered in the compute dtype, if the class has this dtype when it is built over such a tensor. Other classes keep their
