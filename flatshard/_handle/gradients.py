@@ -102,7 +102,8 @@ class FlatGradients:
 
     def _follow_choices(self) -> None:
         """Set the dtypes of gradients on their way. [Note: The dtype of a gradient]"""
-        flat, options, own, computed = self.flat, self.flat.options, self.flat.kind.dtype, self.flat.kind.compute_dtype
+        flat, options, own = self.flat, self.flat.options, self.flat.kind.dtype
+        computed = options.compute_dtype or own  # also if it was encoded
         unset = computed if options.reduce_as_computed else own
         owners = self._owners
         if options.keep_low_precision_grads:
