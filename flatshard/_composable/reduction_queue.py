@@ -122,8 +122,7 @@ class ReductionQueue:
         """Reduce all units of ``ready``, and wait for all reductions."""
         try:
             self.reduce(ready)
-            for ref in [ref for ref in self._open if ref() is None]:
-                del self._open[ref]
+            self._forget_freed()
             self._finish()
             while self._reduced:  # from the last: its copy to the host ends after the others
                 self._reduced.pop().handle.gradients.finish()
@@ -153,3 +152,8 @@ class ReductionQueue:
                 gradients.discard()
                 gradients.arrivals.pending = 0
                 self.remove(unit)
+        self._forget_freed()
+
+    def _forget_freed(self) -> None:
+        for ref in [ref for ref in self._open if ref() is None]:
+            del self._open[ref]
