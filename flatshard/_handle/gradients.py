@@ -159,7 +159,7 @@ class FlatGradients:
         """From now on a single 1-D parameter over the local shard, ``info``, gets the gradient; the parameters get none."""
         if self.shard_param is None:
             flat = self.flat
-            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), info, flat)
+            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard.data), info, flat)
             choice = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
             if choice is not flat.kind.dtype:
                 self.shard_param.grad_dtype = choice
