@@ -228,8 +228,12 @@ def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, tensor.requires_grad)
         hand_on(tensor, empty)
+    if parallel is None:
+        # Not torch.utils.swap_tensors: it refuses what has weak references, and an RNN has some to its parameters.
+        torch._C._swap_tensor_impl(tensor, empty)
+    else:
         empty.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 
 
 def _untouched(tensor: torch.Tensor) -> bool:
