@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_map
 
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.features.full_params import summoned_units
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.features.whole_parameters import WholeParameters
+from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
@@ -77,6 +79,8 @@ class MixedForward(ForwardFeature):
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        # Forwards that `summon_full_params` has in another dtype than the one around them, with that one's dtype.
+        self._around: list[tuple[Forward, torch.dtype]] = []
 
     def enter(self, forward: Forward) -> None:
         """If this forward is to run in full precision, show the parameters in their own dtype."""
@@ -98,11 +102,28 @@ class MixedForward(ForwardFeature):
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        outermost = self.unit.context.is_outermost(self.unit)
+        if summoned_units and not outermost and (dtype := self._differs(forward, args, kwargs)) is not None:
+            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if forward.claim.shows is not UNSHARDED:
             return None
-        return self.before_unrecorded(args, kwargs, self.unit.context.is_outermost(self.unit))
+        return self.before_unrecorded(args, kwargs, outermost)
+
+    def _differs(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        """The dtype of this forward, if one of it and the forward around it is in full precision, and the other is not."""
+        low = self.unit.config.mixed_precision.param_dtype
+        full = next((f.kind.dtype for f in self.unit.handle.flats if f.kind.dtype.is_floating_point), None)
+        given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        own, other = (low, full) if forward.claim.shows is UNSHARDED else (full, low)
+        if own is None or given is None or own is other or given is not other:
+            return None
+        self._around.append((forward, given))
+        return own
 
     def after(self, forward: Forward, output: Any) -> Any:
+        if self._around and self._around[-1][0] is forward:
+            _, dtype = self._around.pop()
+            return cast_floats(output, dtype)
         return self.after_unrecorded(output)
 
     def before_unrecorded(
