@@ -10,8 +10,9 @@ all of it. So it has sharded values, as the model's. What is loaded may be shard
 parts.
 
 torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
-on sharded parameters, or by ``load_optim_state_dict``; before that it has no state, but what plain ``load_state_dict`` put
-there. That is looked at before the first step: then each rank takes its part, or refuses what isn't its own.
+on sharded parameters, by ``load_optim_state_dict``, or when its state is asked for: Adagrad makes its own when it is built.
+For the last of these ``Optimizer.state_dict`` itself is wrapped, from the first ``fully_shard`` on. What plain
+``load_state_dict`` put there before is looked at then: each rank takes its part, or refuses what isn't its own.
 
 [Note: Options of groups]
 All that a group has besides its parameters is an option. Some are given, by the user or a scheduler (``initial_lr``). Others
