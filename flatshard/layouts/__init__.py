@@ -18,6 +18,8 @@ from torch import nn
 
 from flatshard._errors import name_list
 
+__all__ = ["Blocks", "Elements", "Rows", "Whole"]
+
 
 @dataclass(frozen=True, slots=True)
 class Elements:
