@@ -145,6 +145,9 @@ def register_forward_method(module: nn.Module, method_name: str | Iterable[str])
             def encode(self, x):
                 return self.layer(x)
 
+            def forward(self, x):
+                return self.encode(x).softmax(-1)
+
         encoder = flatshard.fully_shard(Encoder())
         flatshard.register_forward_method(encoder, "encode")
         encoder.encode(batch).sum().backward()
