@@ -171,8 +171,8 @@ def signature(name: str, value: Any, width: int = 110) -> str:
 
 
 def _is_made_by_users(kind: type) -> bool:
-    """Not an enum or a protocol, and what it is made of is public."""
-    if issubclass(kind, enum.Enum) or getattr(kind, "_is_protocol", False):
+    """Not an enum, an error or a protocol, and what it is made of is public."""
+    if issubclass(kind, enum.Enum | BaseException) or getattr(kind, "_is_protocol", False):
         return False
     if not any("__init__" in vars(each) or "__new__" in vars(each) for each in _own(kind)):
         return False
