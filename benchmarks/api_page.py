@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import datetime
 import enum
-import functools
 import inspect
 import re
 import sys
@@ -161,7 +160,9 @@ def signature(name: str, value: Any, width: int = 110) -> str:
         if each.default is not each.empty:
             text += f" = {default(each.default)}" if ":" in text else f"={default(each.default)}"
         shown.append(text)
-    returns = "" if kind or found.return_annotation is found.empty else f" -> {type_text(found.return_annotation, names)}"
+    returns = (
+        "" if kind or found.return_annotation is found.empty else f" -> {type_text(found.return_annotation, names)}"
+    )
     if returns and value.__code__.co_filename == contextlib.__file__:
         returns = " -> AbstractContextManager[None]"
     line = f"{kind}{name}({', '.join(shown)}){returns}"
@@ -413,13 +414,6 @@ def _entry(name: str, value: Any) -> str:
 
 def _field(field: Field, kind: type) -> str:
     return f"{field.name}: {type_text(field.annotation, _names(kind))}" if field.annotation else field.name
-
-
-@functools.cache
-def stored() -> str:
-    """The page in the repository."""
-    with open(flatshard.__path__[0] + "/api.md") as file:
-        return file.read()
 
 
 if __name__ == "__main__":

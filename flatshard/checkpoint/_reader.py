@@ -86,8 +86,8 @@ class Reader(FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         """Args:
-            path: the checkpoint's directory.
-            verify: False leaves out the sums, and with them one more reading of the files.
+        path: the checkpoint's directory.
+        verify: False leaves out the sums, and with them one more reading of the files.
         """
         super().__init__(path)
         self.progress: ByteCount | None = None
