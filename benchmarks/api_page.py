@@ -2,9 +2,9 @@
 
     python benchmarks/api_page.py > flatshard/api.md
 
-A test compares the two, and runs every example. A docstring is in Google's style: a summary, sections (``Args:``, ``Returns:``,
-``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. Fields of a class are documented by the string
-below them, or by a comment.
+A test compares the two, and runs every example. A docstring is in Google's style: a summary, sections (``Args:``,
+``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. Fields of a class are documented
+by the string below them, or by the comment beside them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ BEGIN = """\
 
 Written by `python benchmarks/api_page.py > flatshard/api.md` from the docstrings. [README.md](../README.md) is the way in.
 
-A test runs each example on two ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example calls
-`fully_shard` or `plan`, `model` is not sharded yet; in all others it is, and has been trained for a step. `batch` is this rank's
-input, of shape (8, 64). `nn`, `dist`, `math`, `functools` and `copy` are imported.
+A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
+calls `fully_shard` or `plan`, `model` is not sharded yet. In all others it is, and has been trained for a step. `batch` is this
+rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are imported, too.
 """
 ITEMS = ("Args", "Raises", "Attributes")
 """Sections that are lists of names."""
@@ -149,7 +149,8 @@ def signature(name: str, value: Any, width: int = 110) -> str:
     for each in found.parameters.values():
         is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         is_documented = re.search(rf"^\s*\*{{0,2}}{each.name}:", doc, re.MULTILINE)
-        if each.name in ("self", "cls", *_hidden(value)) or (is_variable and not is_documented and not kind):
+        is_refused = is_variable and not is_documented and "." in name and not kind  # it is there to raise
+        if each.name in ("self", "cls", *_hidden(value)) or is_refused:
             continue
         if each.kind is each.KEYWORD_ONLY and not starred:
             shown.append("*")
@@ -168,6 +169,8 @@ def signature(name: str, value: Any, width: int = 110) -> str:
     line = f"{kind}{name}({', '.join(shown)}){returns}"
     if len(line) <= width:
         return line
+    if kind and fields(value) and any(each.default is each.empty for each in found.parameters.values()):
+        return kind + name  # a result: its fields are listed
     return f"{kind}{name}(\n" + "".join(f"    {text},\n" for text in shown) + f"){returns}"
 
 
@@ -336,7 +339,7 @@ def _items(lines: list[str]) -> Iterator[str]:
 
 def _item(name: str, doc: str) -> Iterator[str]:
     first, *rest = markdown(doc.strip("\n")).splitlines() or [""]
-    yield (f"- `{name}`: {first}" if name else f"- {first}").rstrip(": ")
+    yield f"- `{name}`: {first}" if name and first else f"- `{name}`" if name else f"- {first}"
     yield from (f"  {line}".rstrip() for line in rest)
 
 
@@ -393,11 +396,14 @@ def _anchor(title: str) -> str:
 def _also(module: str, shown: list[str]) -> str:
     """The names of ``module`` that an earlier section has."""
     here = [n for n in modules()[module].__all__ if f"{module}.{n}" not in shown]
-    return f"Also here: {', '.join(f'`{name}`' for name in here)}.\n" if here else ""
+    links = ", ".join(f"[{name}](#{_anchor(name)})" for name in here)
+    return f"Also here: {links}.\n" if here else ""
 
 
 def _entry(name: str, value: Any) -> str:
     parts = [f"### {_title(name)}\n", f"```python\n{signature(name, value)}\n```\n", markdown(docs_of(value)), ""]
+    if isinstance(value, type) and issubclass(value, BaseException | torch.Tensor):
+        parts += [f"Base class: `{_class_text(value.__bases__[0])}`.\n"]
     if isinstance(value, type):
         if found := fields(value):
             parts += ["**Fields**\n" if not issubclass(value, enum.Enum) else "**Members**\n"]

@@ -1,6 +1,6 @@
 """The types of a sharded module's parameters and gradients between steps, and what they say about this rank's part.
 
->>> flatshard.tensors.shard_info(model.head.weight).shape
+>>> flatshard.tensors.shard_info(model[0].up.weight).shape
 """
 
 from torch import nn

@@ -85,9 +85,10 @@ class Reader(FileSystemReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
-        """Args:
-        path: the checkpoint's directory.
-        verify: False leaves out the sums, and with them one more reading of the files.
+        """
+        Args:
+            path: the checkpoint's directory.
+            verify: False leaves out the sums, and with them one more reading of the files.
         """
         super().__init__(path)
         self.progress: ByteCount | None = None
@@ -115,7 +116,7 @@ class Reader(FileSystemReader):
         """See torch.
 
         Raises:
-            ValueError: see :meth:`check`; nothing has been read.
+            ValueError: files are missing, cut off or damaged; nothing has been read.
         """
         pieces = []
         for item in plan.items:
