@@ -3,8 +3,8 @@
     python benchmarks/api_page.py > flatshard/api.md
 
 A test compares the two, and runs every example. A docstring is in Google's style: a summary, sections (``Args:``,
-``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. Fields of a class are documented
-by the string below them, or by the comment beside them.
+``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. Fields of a class are
+documented by the string below them, or by the comment beside them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BEGIN = """\
 Written by `python benchmarks/api_page.py > flatshard/api.md` from the docstrings. [README.md](../README.md) is the way in.
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
-calls `fully_shard` or `plan`, `model` is not sharded yet. In all others it is, and has been trained for a step. `batch` is this
-rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are imported, too.
+calls `fully_shard` or `plan`, `model` is not sharded yet. In all others it is, and has been trained for a step. `batch` is
+this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are imported, too.
 """
 ITEMS = ("Args", "Raises", "Attributes")
 """Sections that are lists of names."""

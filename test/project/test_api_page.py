@@ -22,7 +22,8 @@ import flatshard
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PACKAGE = Path(flatshard.__file__).parent
 PUBLIC = dict(api_page.public())
-NEEDS_NO_RANKS = {name for name in PUBLIC if name == "flatshard.plan" or name.startswith("flatshard.planning.")}
+WITH_EXAMPLES = PUBLIC | {name: module for name, module in api_page.modules().items() if api_page.examples(module)}
+NEEDS_NO_RANKS = {name for name in WITH_EXAMPLES if name == "flatshard.plan" or name.startswith("flatshard.planning")}
 
 
 def test_the_page_is_what_its_script_writes():
@@ -31,7 +32,6 @@ def test_the_page_is_what_its_script_writes():
 
 
 def test_each_module_says_what_is_public():
-    """A name without an underscore that it defines itself is in ``__all__``, or is for other modules of the package only."""
     for name, module in api_page.modules().items():
         assert sorted(module.__all__) == module.__all__, name
         assert not [each for each in module.__all__ if not hasattr(module, each)], name
@@ -112,7 +112,7 @@ def train(names: dict[str, Any]) -> None:
 def run_examples(ctx: Any, name: str, directory: str) -> None:
     """One after the other, each with a new model; and trains for a step what one has sharded."""
     os.chdir(directory)
-    for code in api_page.examples(PUBLIC[name]):
+    for code in api_page.examples(WITH_EXAMPLES[name]):
         shards = re.search(r"\bfully_shard\(", code)
         names = the_quick_starts_names(not shards and name not in NEEDS_NO_RANKS)
         exec(compile(code, name, "exec"), names)
@@ -121,9 +121,10 @@ def run_examples(ctx: Any, name: str, directory: str) -> None:
             train(names)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_example(request, tmp_path, monkeypatch, name: str):
-    assert api_page.examples(PUBLIC[name]), f"{name} has no example"
+    """Of every public name, and of the modules that have one."""
+    assert api_page.examples(WITH_EXAMPLES[name]), f"{name} has no example"
     if name in NEEDS_NO_RANKS:
         monkeypatch.chdir(tmp_path)
         run_examples(None, name, str(tmp_path))
