@@ -262,7 +262,7 @@ def _class_text(kind: type) -> str:
     if kind is collections.abc.Callable:
         return "Callable"
     if module.startswith("torch.nn"):
-        public_name = not name.startswith("_") and hasattr(torch.nn, name)
+        public_name = not name.startswith("_") and name in vars(torch.nn)
         return f"nn.{name}" if public_name else f"{module.removeprefix('torch.')}.{name}"
     if module.startswith("torch.optim"):
         return f"torch.optim.{name}"
