@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import enum
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -311,16 +312,37 @@ def markdown(doc: str) -> str:
         elif line.endswith("::") and at < len(lines) and not lines[at].strip():
             words = line.removesuffix("::").strip()
             out += ["", *([] if words == "Example" else [f"{prose(words)}:", ""])]
-            out += ["```python", *indented_block(), "```", ""]
+            out += ["```python", *_spaced(indented_block()), "```", ""]
         elif line.startswith(">>>"):
             code = [line]
             while at < len(lines) and lines[at].startswith((">>>", "...")):
                 code.append(lines[at])
                 at += 1
-            out += ["", "```python", *(each[4:] for each in code), "```", ""]
+            out += ["", "```python", *_spaced([each[4:] for each in code]), "```", ""]
         else:
             out.append(prose(line))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip("\n")
+    return _tidy("\n".join(out)).strip("\n")
+
+
+def _tidy(text: str) -> str:
+    """With at most one empty line in a row, except in code."""
+    parts = re.split(r"(^ *```python\n.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if number % 2 else re.sub(r"\n{3,}", "\n\n", part) for number, part in enumerate(parts))
+
+
+def _spaced(code: list[str]) -> list[str]:
+    """With two empty lines around functions and classes, as the formatter wants it on a page; ``help`` shows one."""
+    out: list[str] = []
+    statements = ast.parse("\n".join(code)).body
+    is_long = {s.lineno: isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements}
+    after_long = {b.lineno for a, b in itertools.pairwise(statements) if is_long[a.lineno]}
+    for number, line in enumerate(code, 1):
+        if out and (is_long.get(number) or number in after_long):
+            while out and not out[-1].strip():
+                out.pop()
+            out += ["", ""]
+        out.append(line)
+    return out
 
 
 def _items(lines: list[str]) -> Iterator[str]:
@@ -381,7 +403,7 @@ def page() -> str:
             parts.append(markdown(inspect.getdoc(modules()[module]) or "") + "\n")
             parts.append(_also(module, [name for name, _ in found]))
         parts += [_entry(name, value) for name, value in found]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+    return _tidy("\n".join(parts)).rstrip() + "\n"
 
 
 def _title(name: str) -> str:

@@ -1,6 +1,6 @@
 """The functional names of FSDP2, so that a script migrates by one import::
 
-    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard   # was: from torch.distributed.fsdp import ...
+    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard  # was: from torch.distributed.fsdp import ...
 
 Each call makes its module one unit, inner modules first. The class stays; the methods of ``FSDPModule`` that scripts and
 clients call are attributes of the instance. Parameters are this rank's parts, no DTensors: what a script does with
