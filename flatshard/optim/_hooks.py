@@ -292,6 +292,12 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
     Muon, Shampoo, SOAP, LAMB, LARS, Adafactor and similar, unless they have an attribute ``works_on_shards = True``.
     Optimizers of classes that it does not know it tries on a small matrix.
 
+    Example::
+
+        whole = flatshard.layouts.Whole(max_padding=math.inf)
+        flatshard.fully_shard(model, policy={Block}, layout=whole)
+        flatshard.optim.check_whole_parameters(model.parameters(), "MyShampoo")
+
     Args:
         params: sharded and plain parameters.
         optimizer: the optimizer's name, for the message.
