@@ -1,6 +1,6 @@
 """The functional names of FSDP2, so that a script migrates by one import::
 
-    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard   # was: from torch.distributed.fsdp import ...
+    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard  # was: from torch.distributed.fsdp import ...
 
 Each call makes its module one unit, inner modules first. The class stays; the methods of ``FSDPModule`` that scripts and
 clients call are attributes of the instance. Parameters are this rank's parts, no DTensors: what a script does with
@@ -41,25 +41,55 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The fields of FSDP2's. See :class:`flatshard.MixedPrecision`."""
+    """The fields of FSDP2's. See :class:`flatshard.MixedPrecision`.
+
+    Example::
+
+        from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard
+
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model[:4]:
+            fully_shard(block, mp_policy=bf16)
+        fully_shard(model, mp_policy=bf16)
+    """
 
     param_dtype: torch.dtype | None = None
+    """In which units compute. None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
+    """In which gradients are reduced. None: as FSDP2 of the torch that is installed has it."""
     output_dtype: torch.dtype | None = None
+    """Floating-point outputs of a unit's forward are cast to it. None: left alone."""
     cast_forward_inputs: bool = True
+    """Cast floating-point inputs of a unit's forward to ``param_dtype``."""
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    """The dtype in which a parameter computes, one by one: its own, or None for ``param_dtype``."""
 
 
 @dataclass
 class OffloadPolicy:
-    """Nothing is offloaded."""
+    """Nothing is offloaded.
+
+    Example::
+
+        from flatshard.fsdp2 import OffloadPolicy, fully_shard
+
+        fully_shard(model, offload_policy=OffloadPolicy())
+    """
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """As FSDP2's. See :class:`flatshard.CPUOffload`."""
+    """As FSDP2's. See :class:`flatshard.CPUOffload`.
+
+    Example::
+
+        from flatshard.fsdp2 import CPUOffloadPolicy, fully_shard
+
+        fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    """
 
     pin_memory: bool = True
+    """Shards and gradients in page-locked memory."""
 
 
 def fully_shard(
@@ -73,10 +103,25 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> M:
-    """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it. See the module's text.
+    """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it.
+
+    Example::
+
+        from flatshard.fsdp2 import fully_shard
+
+        for block in model[:4]:
+            fully_shard(block)
+        fully_shard(model)
+        model.set_requires_gradient_sync(True)
+
 
     Args:
         module: a module, or a list of modules that become one unit.
+        reshard_after_forward: free the parameters after forward. None: True, but False for the outermost unit. An int:
+            reshard to so many ranks. See :func:`flatshard.fully_shard`.
+        mp_policy: see :class:`MixedPrecisionPolicy`.
+        offload_policy: see :class:`CPUOffloadPolicy`.
+        ignored_params: parameters that are not sharded. The caller must reduce their gradients.
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
         dp_mesh_dims: a ``torch.distributed.fsdp.DataParallelMeshDims``: which dimensions of ``mesh`` to shard and replicate
             over, one each. Parameters that are DTensors are so over other dimensions.
@@ -112,7 +157,22 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As ``torch.distributed.fsdp``'s. See :func:`flatshard.register_forward_method`."""
+    """As ``torch.distributed.fsdp``'s: gather the unit's parameters for calls of this method, too.
+
+    Example::
+
+        class Encoder(nn.Linear):
+            def encode(self, x):
+                return self(x).relu()
+
+        encoder = flatshard.fsdp2.fully_shard(Encoder(64, 8))
+        flatshard.fsdp2.register_fsdp_forward_method(encoder, "encode")
+        encoder.encode(batch).sum().backward()
+
+    Args:
+        module: a unit.
+        method_name: the method's name. See :func:`flatshard.register_forward_method`, also for what it raises.
+    """
     register_forward_method(module, method_name)
 
 
@@ -124,6 +184,12 @@ def add_methods(module: nn.Module) -> None:
     ``set_modules_to_backward_prefetch``, ``unshard``, ``reshard``, ``set_keep_unsharded_storage``,
     ``set_manual_backward_finalization``, ``finalize_backward``, ``set_reduce_scatter_unused_params``, ``reset_iter_state``.
     ``fully_shard`` of this module has done so already.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block})
+        flatshard.fsdp2.add_methods(model)
+        model.set_requires_gradient_sync(True)
 
     Raises:
         ValueError: ``module`` is not a unit, or its class has an attribute of such a name.

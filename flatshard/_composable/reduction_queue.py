@@ -151,8 +151,7 @@ class ReductionQueue:
         """Reduce all units of ``ready``, and wait for all reductions that are not deferred."""
         try:
             self.reduce(ready)
-            for ref in [ref for ref in self._open if ref() is None]:
-                del self._open[ref]
+            self._forget_freed()
             if self._reducing is not None and self._reducing.defers_gradients:
                 self._leave_in_flight()
             self._finish()
@@ -223,3 +222,8 @@ class ReductionQueue:
                 gradients.discard()
                 gradients.arrivals.pending = 0
                 self.remove(unit)
+        self._forget_freed()
+
+    def _forget_freed(self) -> None:
+        for ref in [ref for ref in self._open if ref() is None]:
+            del self._open[ref]

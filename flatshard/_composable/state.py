@@ -76,6 +76,16 @@ class Step:
         self.version = gathered.version  # of the parameters in this forward
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first one of its unit in its pass."""
+        before = self.previous
+        while before is not None:
+            if before.unit is self.unit:
+                return False
+            before = before.previous
+        return True
+
 
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
@@ -112,6 +122,11 @@ class BackwardRecord:
     def has_left(self) -> bool:
         """Whether backward has reached steps, and left all of them."""
         return self.steps == 0
+
+    @property
+    def has_left_first(self) -> bool:
+        """Whether backward has left the first forward of the unit in its pass, too."""
+        return self.has_left and (self.last_step is None or self.last_step.is_first)
 
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.

@@ -102,7 +102,8 @@ class FlatGradients:
 
     def _follow_choices(self) -> None:
         """Set the dtypes of gradients on their way. [Note: The dtype of a gradient]"""
-        flat, options, own, computed = self.flat, self.flat.options, self.flat.kind.dtype, self.flat.kind.compute_dtype
+        flat, options, own = self.flat, self.flat.options, self.flat.kind.dtype
+        computed = options.compute_dtype or own  # also if it was encoded
         unset = computed if options.reduce_as_computed else own
         owners = self._owners
         if options.keep_low_precision_grads:
@@ -158,7 +159,7 @@ class FlatGradients:
         """From now on a single 1-D parameter over the local shard, ``info``, gets the gradient; the parameters get none."""
         if self.shard_param is None:
             flat = self.flat
-            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), info, flat)
+            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard.data), info, flat)
             choice = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
             if choice is not flat.kind.dtype:
                 self.shard_param.grad_dtype = choice

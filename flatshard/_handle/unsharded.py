@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.pool import Slot
 
 if TYPE_CHECKING:
@@ -47,12 +46,12 @@ class UnshardedBuffer:
         self._pool = flat_param.placement.pool  # provides the memory; None: the buffer has memory of its own
         self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it
         self._version = 0  # of the compute parameters' values at the last ``changed``
-        device, wrappings = flat_param.kind.compute_device, flat_param.wrappings
-        self.computes = tuple([self._make_compute(p, w, device) for p, w in zip(originals, wrappings, strict=True)])
+        device = flat_param.kind.compute_device
+        self.computes = tuple([self._make_compute(index, param, device) for index, param in enumerate(originals)])
         self.place()
 
-    @staticmethod
-    def _make_compute(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device) -> nn.Parameter:
+    def _make_compute(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
+        wrapping = self._of.wrappings[index]
         empty = torch.empty(0, dtype=param.dtype, device=device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
@@ -92,12 +91,12 @@ class UnshardedBuffer:
         """Make ``flat`` the buffer, and all tensors views of it."""
         self.flat, layout, rank = flat, self._of.layout, self._of.placement.rank
         dtype, device = flat.dtype, flat.device
-        for info, compute, wrapping in zip(layout.params, self.computes, self._of.wrappings, strict=True):
+        for index, (info, compute) in enumerate(zip(layout.params, self.computes, strict=True)):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if wrapping is not None:
+            if self._of.wrappings[index] is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
                 plain.data = view  # a tensor of its own: compiled graphs save the tensors inside a subclass
-                wrapping.point(compute, plain)
+                self._point(index, compute, plain)
                 continue
             if compute.dtype is not dtype or compute.device != device:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
@@ -113,6 +112,12 @@ class UnshardedBuffer:
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
             self.flat.storage_offset() * self.flat.itemsize
         )
+
+    def _point(self, index: int, compute: nn.Parameter, plain: torch.Tensor) -> None:
+        """Make ``compute``, a tensor subclass, use ``plain``."""
+        wrapping = self._of.wrappings[index]
+        assert wrapping is not None
+        wrapping.point(compute, plain)
 
     def allocate(self, shard: torch.Tensor | None) -> None:
         """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""

@@ -48,9 +48,10 @@ def configure(
 
     Example::
 
-        flatshard.configure(model, gradient_sync=False)          # as FSDP2's set_requires_gradient_sync(False)
-        flatshard.configure(model.head, reshard_after_forward=False)
-        flatshard.configure(model.blocks[0], forward_prefetch=[model.blocks[1], model.blocks[2]])
+        flatshard.configure(model, gradient_sync=False)  # as FSDP2's set_requires_gradient_sync(False)
+        flatshard.configure(model, gradient_sync=True)
+        flatshard.configure(model[3], reshard_after_forward=False)
+        flatshard.configure(model[0], forward_prefetch=[model[1], model[2]])
 
     Args:
         module: a unit, or with ``recurse`` a module that contains units.

@@ -36,10 +36,15 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 
     Example::
 
+        *first, last = batch.chunk(4)  # microbatches
         with flatshard.no_sync(model):
-            for x in microbatches[:-1]:
+            for x in first:
                 model(x).sum().backward()
-        model(microbatches[-1]).sum().backward()
+        model(last).sum().backward()
+
+    Args:
+        module: a unit, or another module with sharded parameters.
+        recurse: also the units below ``module``.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
@@ -168,9 +173,14 @@ def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool 
 
     Every rank must call it. Use it if the last microbatch cannot run outside of ``no_sync``, as in a pipeline schedule::
 
-        with flatshard.no_sync(stage):
-            schedule.step(x)
-        flatshard.reduce_gradients(stage)  # one reduction, whatever the number of microbatches
+        with flatshard.no_sync(model):
+            for x in batch.chunk(4):
+                model(x).sum().backward()
+        flatshard.reduce_gradients(model)  # one reduction, whatever the number of microbatches
+
+    Args:
+        module: a unit, or another module with sharded parameters.
+        recurse: also the units below ``module``.
 
     It also ends backwards that wait for it: ``configure(module, manual_finalization=True)``.
 
