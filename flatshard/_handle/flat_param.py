@@ -119,6 +119,7 @@ class FlatParam:
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
         result = type(self)(self.layout, self.options, params, self.kind, placement, self.shard)
+        result.unsharded.use_slots_of(self.unsharded)
         result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
             hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))

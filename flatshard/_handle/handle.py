@@ -351,6 +351,8 @@ class FlatParamHandle:
             self.slots.write(module, name, sharded)
         for flat in self.flats:
             if moved := flat.moved():
+                if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:
+                    self.gradients.check_not_deferred("parameters were given another dtype or device")
                 self.reshard()
                 if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
                     self.gradients.discard()
@@ -389,7 +391,9 @@ class FlatParamHandle:
 
     def _sync_requires_grad(self, thawed_only: bool) -> None:
         for flat in self.flats:
-            flat.gradients.follow_grad_dtypes()
+            if flat.gradients.is_chosen_anew:
+                self.gradients.check_not_deferred("p.grad_dtype was set")
+                flat.gradients.follow_parameters()
         if any([flat.sync_requires_grad(thawed_only) for flat in self.flats]):
             self.gradients.find_accumulators()
 

@@ -14,7 +14,7 @@ the values are the same. The storage must be the same too: autograd may have sav
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,7 @@ class UnshardedBuffer:
         """``originals``: the user's parameters; the compute parameters share their attributes."""
         self._of = flat_param
         self._pool = flat_param.placement.pool  # provides the memory; None: the buffer has memory of its own
+        self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it
         self._version = 0  # of the compute parameters' values at the last ``changed``
         device = flat_param.kind.compute_device
         self.computes = tuple([self._make_compute(index, param, device) for index, param in enumerate(originals)])
@@ -66,11 +67,25 @@ class UnshardedBuffer:
         if self.is_alias:
             self._point_at(self._of.shard)
             return
-        own = Slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        own = self._make_slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
-        own.free()
+        self._storage.resize_(0)
         if self._pool is None:
             self._slot = own
+
+    def use_slots(self, make: Callable[[torch.Tensor], Slot]) -> None:
+        """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
+        self._make_slot = make
+        if self._pool is None and (before := self._slot) is not None:
+            self._slot = now = make(self.flat)
+            if before.user is None:
+                now.free()
+            else:
+                now.user = before.user
+
+    def use_slots_of(self, other: UnshardedBuffer) -> None:
+        """As ``other`` does."""
+        self.use_slots(other._make_slot)
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
