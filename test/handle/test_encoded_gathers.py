@@ -135,6 +135,7 @@ def train(ctx: Any) -> None:
     for options in (
         {},
         {"reshard_after_forward": False},
+        {"mixed_precision": MixedPrecision(keep_cast_shard=True)},
         {"strategy": ShardingStrategy.NO_SHARD},
     ):
         ctx.note(str(options))
