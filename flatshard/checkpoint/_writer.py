@@ -38,6 +38,18 @@ class Writer(FileSystemWriter):
     """``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``: one flushed file a rank, without copies.
 
     Any reader reads what it writes; ``flatshard.checkpoint.Reader`` verifies it.
+
+    Example::
+
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.Writer("run/dcp"))
+        state = model.state_dict()
+        dcp.load(state, storage_reader=flatshard.checkpoint.Reader("run/dcp"))
+        model.load_state_dict(state)
+
+    It is made as torch's ``FileSystemWriter`` is: the first argument is the directory. ``overwrite=False``
+    keeps one that exists.
     """
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
