@@ -19,8 +19,9 @@ at any other time. When a backward fails, the user's parameters are registered a
 When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
 the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
 the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
-inputs (``_Leave``), or at the end of backward. If backward then comes to another forward of the unit (a module called twice,
-or another module of a group), the unit is gathered again, even if all its gradients have come.
+inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
+module called twice, or another module of a group). Whether all gradients have come before depends on a rank's data. So a unit
+with trainable parameters is freed when its first forward is left. A unit without is gathered again for each, on all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
-from flatshard._composable.state import ModuleGroup, Step, Unit, called_modules, unit_of
+from flatshard._composable.state import BackwardRecord, ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
 
@@ -394,7 +395,7 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert backward is not None
-        done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
+        done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left_first)
         if done and not backward.keeps_unsharded:  # before the reduction input is allocated
             unit.free_if_unused()
         backward.complete(unit)
@@ -406,12 +407,18 @@ class UnitHooks:
         unit, record = self.unit, self.unit.record
         if record is not None:
             record.leave()
-        if (record is None or record.has_left) and unit.handle.gradients.arrivals.pending == 0:
+        if self._is_left(record) and unit.handle.gradients.arrivals.pending == 0:
             backward = unit.context.backward
             if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 prefetch_after(unit)
+
+    def _is_left(self, record: BackwardRecord | None) -> bool:
+        if record is None:
+            return True
+        trains = bool(self.unit.handle.gradients.accumulators.nodes)
+        return record.has_left_first if trains else record.has_left
 
 
 def overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -81,7 +81,7 @@ class FillFlat:
         flat.convert(flat.kind.dtype, device)
         fill_with_pattern(flat.shard)
         for index, param in enumerate(flat.params):
-            real = nn.Parameter(flat.part_view(index), param.requires_grad)
+            real = nn.Parameter(_data.__get__(flat.part_view(index)), param.requires_grad)  # with its own version
             hand_on(param, real)
             swap_memory(param, real)  # `param.data = ...` cannot leave the meta device
         changes.count += 1

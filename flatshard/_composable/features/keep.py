@@ -34,8 +34,8 @@ def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = Fals
     Example::
 
         with torch.no_grad(), flatshard.keep_unsharded(model):
-            for _ in range(100):
-                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+            for x in batch:  # from here on ranks may differ in how often they call the model
+                y = model(x)
 
         @torch.no_grad()
         def answer(request): return model(request)
