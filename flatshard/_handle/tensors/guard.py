@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
+from flatshard._errors import cannot_trace
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
@@ -230,6 +231,8 @@ def _self_of(frame: FrameType) -> Any:
 
 def _explain(param: ShardedParameter, forward: FrameType) -> str:
     info, kind = param._flatshard_info, type(_self_of(forward)).__name__
+    if _is_of_fx(forward):
+        return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
     if _is_recomputed(forward):
         return (
             f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
@@ -237,15 +240,18 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
             "cannot know that a recomputation is still to come. Use use_reentrant=False, or run a backward for each forward. "
             "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
         )
-    method, frame = None, forward.f_back
-    while frame is not None and method is None:
+    # The innermost public method: `generate`, and not the helper that it calls.
+    method, owner, frame = None, "", forward.f_back
+    while frame is not None and (method is None or method.startswith("_")):
         caller = _self_of(frame)
         from_torch = frame.f_code.co_filename == _GETATTR.co_filename
         if isinstance(caller, nn.Module) and not from_torch and _gathers(caller, param):
-            method = _method_name(type(caller), frame.f_code)
+            found = _method_name(type(caller), frame.f_code)
+            if found is not None and (method is None or not found.startswith("_")):
+                method, owner = found, type(caller).__name__
         frame = frame.f_back
     if method is not None:
-        what = f"{type(caller).__name__}.{method}"
+        what = f"{owner}.{method}"
         cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
     else:
         cure = (
@@ -263,6 +269,14 @@ def _gathers(module: nn.Module, param: ShardedParameter) -> bool:
     unit: Any = vars(module).get(UNIT_KEY)
     flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
     return any(flat.index_of(param) is not None for flat in flats)
+
+
+def _is_of_fx(forward: FrameType) -> bool:
+    """Whether ``forward`` is traced by ``torch.fx``, or called by what it has traced."""
+    frame: FrameType | None = forward
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.fx."):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_recomputed(forward: FrameType) -> bool:
