@@ -213,3 +213,60 @@ def test_ranks_that_accelerate_does_not_count_are_refused(pair):
     if torch.cuda.is_available():
         pytest.skip("accelerate counts ranks with GPUs")
     pair.run(miscounted, world_size=2)
+
+
+def halves(ctx, mixed: str, n: int = 4) -> dict[str, Tensor]:
+    """One process that takes each batch in two parts, as two ranks do."""
+    model = narrow()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in narrow_batches(n):
+        for part in batch.chunk(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed == "bf16"):
+                loss = (model(part).float() - 1).square().mean()
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return copied(model)
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def narrow_batches(n: int) -> list[Tensor]:
+    return list(torch.randn(n, 4, 5, generator=torch.Generator().manual_seed(1)))
+
+
+def plain_loop(ctx, mixed: str, way: str, n: int = 4) -> dict[str, Tensor]:
+    """``way``: without the integration, where the user shards; with it; DistributedDataParallel; an optimizer made late."""
+    from accelerate import Accelerator
+
+    from flatshard.integrations.accelerate import prepare
+
+    be_a_rank(ctx)
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed)
+    model = narrow() if way == "ddp" else flatshard.fully_shard(narrow(), policy={nn.Linear})
+    optimizer: Any = None if way == "late" else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if way == "integration":
+        model, optimizer = prepare(accelerator, model, optimizer)
+    elif way == "ddp":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in narrow_batches(n):
+        with accelerator.autocast():
+            # A prepared model's outputs are float32; of one that is not prepared this has to be said.
+            loss = (model(batch.chunk(2)[ctx.rank]).float() - 1).square().mean()
+        accelerator.backward(loss)
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return copied(model.module) if way == "ddp" else flatshard.checkpoint.full_state_dict(model)
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+def test_rounding_is_that_of_half_batches(pair, single, mixed: str):
+    """Two ranks round as one process that takes each batch in two parts, bit for bit. So does DistributedDataParallel."""
+    [expected] = single.run(halves, mixed, world_size=1)
+    for way in ("by hand", "integration", "ddp", "late"):
+        for found in pair.run(plain_loop, mixed, way, world_size=2):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m, way=way: f"{way}: {m}")

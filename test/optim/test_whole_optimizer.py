@@ -408,6 +408,47 @@ def test_checkpoints_in_any_layout(pool, tmp_path):
     pool.run(checkpoints, str(tmp_path), world_size=3)
 
 
+class Kept(Optimizer):
+    """Keeps a rate in float32 whatever its parameters are, also when it has been loaded, as timm's NovoGrad does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for of_param in self.state.values():
+            of_param["rate"] = of_param["rate"].float()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                rate = self.state[p].setdefault("rate", torch.tensor(group["lr"] / 3, dtype=torch.float32))
+                p.sub_(p.grad / p.grad.norm() * rate.mul_(0.9))
+
+
+def load_by_number(ctx) -> None:
+    model = fully_shard(make(True).double(), process_group=ctx.group)
+    params = list(model.parameters())
+    plain = [nn.Parameter(torch.ones(flatshard.full_shape(p), dtype=p.dtype)) for p in params]
+    theirs, ours = Kept(plain), WholeParameterOptimizer(params, Kept)
+    for p, q in zip(params, plain, strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    theirs.step()
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # of one process
+    assert set(ours.state) == {p for p in params if ours.steps_here(p)}
+    ours.step()
+    theirs.step()
+    whole = flatshard.checkpoint.optim_state_dict(model, ours, full=True)["state"]
+    for values, expected in zip(whole.values(), theirs.state.values(), strict=True):
+        assert values["rate"].dtype is torch.float32
+        assert values["rate"] == expected["rate"]
+
+
+def test_what_the_class_loads_in_a_way_of_its_own(pool):
+    pool.run(load_by_number, world_size=2)
+
+
 def adam_from_it(ctx, path: str) -> None:
     """One checkpoint between an optimizer of whole parameters and one of parts."""
     model = fully_shard(make(True), process_group=ctx.group)
