@@ -469,7 +469,7 @@ class Runtime:
     ) -> Pending:
         """Issue a collective by ``start(*tensors)``."""
         progress, monitor = self.progress, self.monitor
-        if self._builtin.has_changed:
+        if self._builtin.may_change and self._builtin.has_changed():
             self._refuse_changed(verb, label)
         if progress is None:
             here.label = label

@@ -35,11 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true", help="every case, where else pairs or some are run: see pairs.py"
     )
     group.addoption("--once", action="store_true", help="of each test that has several cases, one")
-    group.addoption("--fuzz", type=int, default=60, metavar="N", help="random cases that test_fuzz.py runs")
-    group.addoption(
-        "--fuzz-programs", type=int, default=60, metavar="N", help="programs that test_fuzz_programs.py runs"
-    )
-    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case or program")
+    group.addoption("--fuzz", type=int, default=80, metavar="N", help="random programs that test_fuzz.py runs")
+    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random program")
     group.addoption(
         "--fence", action="store_true", help="fail where memory is freed that gloo still uses: see fence.py"
     )

@@ -47,20 +47,20 @@ class BuiltinCollectives(Collectives):
     """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
     """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
+    may_change = False
+    """Whether the group may be given other ranks: see ``has_changed``."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
     """The kinds of collectives whose order ranks compare: see ``OrderCheck``. Custom collectives may set it, too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self._may_change = _may_change(group)
+        self.may_change = _may_change(group)
 
-    @property
     def has_changed(self) -> bool:
         """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
-        if not self._may_change or (group := self._group()) is None:
-            return False
-        return group.size() != self.size or group.rank() != self.rank
+        group = self._group()
+        return group is not None and (group.size() != self.size or group.rank() != self.rank)
 
     def current_place(self) -> tuple[int, int]:
         """This process's rank in the group, and the group's size, as they are now."""

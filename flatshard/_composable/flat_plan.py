@@ -28,8 +28,10 @@ def _options(
     placed = offload.offload_params, offload.pin_memory
     if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.slots):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
-    # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
-    compute = None if isinstance(wrapping, TensorSubclass) else policy.compute_dtype_of(owned.fqn, owned.param)
+    # A tensor subclass may not be cast, because only the class knows how. Its gradients are reduced as the policy says.
+    compute = policy.compute_dtype_of(owned.fqn, owned.param)
+    if compute is not None and wrapping is not None and not wrapping.computes_in(compute):
+        compute = None
     return FlatOptions(
         compute, policy.reduce_dtype, policy.reduce_in_param_dtype, policy.keep_low_precision_grads, *placed
     )

@@ -229,14 +229,14 @@ class FlatGradients:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
         filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         if self._input is None:
-            self._hand_over(self.flat.params[index], grad, self._choices[index] or grad.dtype)
+            self._hand_over(self.flat.params[index], grad, self._choices[index])
         elif filled[index]:
             self._input.slots[index].add_(grad)
         else:
             torch.add(grad, 0.0, out=self._input.slots[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
-    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype) -> None:
+    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
         factor = self.flat.placement.factor
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)

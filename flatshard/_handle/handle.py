@@ -28,7 +28,7 @@ from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Users
 
@@ -123,6 +123,8 @@ class FlatParamHandle:
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
+        flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
+        self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.placement.pool is not None and not self.is_alias
@@ -217,9 +219,9 @@ class FlatParamHandle:
 
     def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
-            if instead is None:
-                instead = (flat.gather(exactly, again) for flat in self._gathered)
-            for flat, started in zip(self._gathered, instead, strict=True):
+            others = None if instead is None else iter(instead)
+            for flat in self._gathered:
+                started = flat.gather(exactly, again) if others is None else next(others)
                 # At once: a later one may raise.
                 self._gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
@@ -361,7 +363,13 @@ class FlatParamHandle:
     def version(self) -> int:
         """Increases with every change of the parameters' values, by the same amount on all ranks."""
         with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
-            return sum(map(_version, self._params))
+            return sum(map(_version, self._counted))
+
+    def use_flat_parameter(self, flat: FlatParam, info: ShardInfo) -> nn.Parameter:
+        """One parameter over ``flat``'s shard, which gets its gradient, and whose changes count."""
+        param = flat.gradients.use_shard_param(info)
+        self._index()
+        return param
 
     def note_written_back(self) -> None:
         """Record that the shards were changed to what is unsharded. All ranks call it alike."""

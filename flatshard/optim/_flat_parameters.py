@@ -31,7 +31,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     """
     units = units_of(module, "flat_parameters")
     _check_all_inside(module, units)
-    flats = [flat for unit in units for flat in unit.handle.flats]
+    flats = {flat: unit.handle for unit in units for flat in unit.handle.flats}
     check_has_memory([unit.handle for unit in units], "flat_parameters")
     for flat in flats:
         if len({p.requires_grad for p in flat.params}) > 1:
@@ -41,9 +41,9 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 "flat parameters would change them (weight decay). Freeze before fully_shard, or use module.parameters()"
             )
     result = []
-    for flat in flats:
+    for flat, handle in flats.items():
         if flat.params[0].requires_grad:
-            param = flat.gradients.use_shard_param(_info_of(flat))
+            param = handle.use_flat_parameter(flat, _info_of(flat))
             param.fqns = tuple(info.fqn for info in flat.layout.params)  # type: ignore[attr-defined]
             result.append(param)
     return result
