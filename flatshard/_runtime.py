@@ -266,6 +266,14 @@ class Streams:
         with self._module.stream(stream):
             return is_capturing()
 
+    def leave(self, side: Any) -> None:
+        """Have ``join`` not wait for ``side``, until it forks again or comes back."""
+        self._forked.discard(side)
+
+    def come_back(self, side: Any) -> None:
+        """Have the next ``join`` wait for ``side``."""
+        self._forked.add(side)
+
     def join(self) -> None:
         """Make the current stream wait for all forked side streams. [Note: CUDA graphs]"""
         while self._forked:
@@ -429,6 +437,17 @@ class Runtime:
     def join(self) -> None:
         """Called at the end of a pass or a backward: make the current stream wait for all work on side streams."""
         if self.streams is not None:
+            self.streams.join()
+
+    def join_reductions_later(self) -> None:
+        """Have the next ``join`` not wait for reductions that are in flight: ``join_reductions`` will."""
+        if self.streams is not None:
+            self.streams.leave(self.streams.reduce)
+
+    def join_reductions(self) -> None:
+        """``join``, also for reductions that it did not wait for."""
+        if self.streams is not None:
+            self.streams.come_back(self.streams.reduce)
             self.streams.join()
 
     def reads_host(self) -> None:

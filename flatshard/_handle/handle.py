@@ -20,6 +20,7 @@ from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
+from flatshard._handle.encoded import kind_of
 from flatshard._handle.flat_param import FlatParam, Kind
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
@@ -80,7 +81,7 @@ class FlatParamHandle:
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = FlatParam(planned.layout, options, params, kind, placements[planned.groups])
+            flat = kind_of(options)(planned.layout, options, params, kind, placements[planned.groups])
             result.flats.append(flat)
             for owned, compute in zip(planned.params, flat.unsharded.computes, strict=True):
                 for module, name in owned.slots:
@@ -109,7 +110,7 @@ class FlatParamHandle:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, placements[flat.placement])
             memo[id(flat)] = new
-            new.filling = copy.deepcopy(flat.filling, memo)
+            new.follow_copy(flat, memo)
             result.flats.append(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.computes, strict=True):
                 for module, name in owned[id(old)]:
@@ -350,6 +351,8 @@ class FlatParamHandle:
             self.slots.write(module, name, sharded)
         for flat in self.flats:
             if moved := flat.moved():
+                if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:
+                    self.gradients.check_not_deferred("parameters were given another dtype or device")
                 self.reshard()
                 if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
                     self.gradients.discard()
@@ -388,7 +391,9 @@ class FlatParamHandle:
 
     def _sync_requires_grad(self, thawed_only: bool) -> None:
         for flat in self.flats:
-            flat.gradients.follow_grad_dtypes()
+            if flat.gradients.is_chosen_anew:
+                self.gradients.check_not_deferred("p.grad_dtype was set")
+                flat.gradients.follow_parameters()
         if any([flat.sync_requires_grad(thawed_only) for flat in self.flats]):
             self.gradients.find_accumulators()
 

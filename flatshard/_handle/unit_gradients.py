@@ -77,7 +77,7 @@ class UnitGradients:
     def receive(self, group: int, index: int, task: int) -> None:
         """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``FlatGradients.receive``."""
         if self._lifetime.grads is not GradState.FILLING:
-            if self._lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
+            if self._lifetime.grads >= GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
         if (streams := self._placement.runtime.streams) is None:
@@ -215,7 +215,24 @@ class UnitGradients:
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return self.is_held and any([flat.gradients.is_reduced for flat in self._flats])
+        return (self.is_held or self.is_deferred) and any([flat.gradients.comes_late for flat in self._flats])
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a reduction has been started whose result becomes ``.grad`` when the user says so."""
+        return self._lifetime.grads is GradState.DEFERRED
+
+    def defer(self) -> None:
+        """Leave the reduction in flight to a ``finish`` when the user says so."""
+        self._lifetime.move_grads("defer")
+
+    def check_not_deferred(self, what: str) -> None:
+        """Raise if ``what`` would change what a reduction in flight, or its result, is for."""
+        if self.is_deferred:
+            raise RuntimeError(
+                f"unit {self._placement.label.unit or '<root>'!r}: {what} after a backward, before its gradients have become "
+                ".grad: first call flatshard.reduce_gradients(module), or wait() on what it returned"
+            )
 
     @property
     def wants_reduction(self) -> bool:
@@ -231,7 +248,7 @@ class UnitGradients:
         Raises:
             CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
         """
-        if self._lifetime.grads is not GradState.REDUCING:
+        if self._lifetime.grads < GradState.REDUCING:
             return
         self._wait()
         if torch.is_grad_enabled():

@@ -65,11 +65,27 @@ def fit(ctx: Any, gathered: bool) -> None:
     assert kind.__name__ == "Float8Linear"
     assert (type(plain[0].weight).__name__ == "WeightWithDynamicFloat8CastTensor") is gathered
     sharded = flatshard.fully_shard(copy.deepcopy(plain), policy={kind}, process_group=ctx.group)
-    precompute_float8_dynamic_scale_for_fsdp(sharded)  # does nothing: scales are computed from whole weights
+    flats = [flat for unit in flatshard.describe(sharded).units for flat in unit.flats]
+    assert {flat.compute_dtype for flat in flats} == {torch.float32, *([torch.float8_e4m3fn] if gathered else [])}
+    precompute_float8_dynamic_scale_for_fsdp(sharded)  # does nothing: flatshard shares the scales
     trained_alike(sharded, plain)
     bytes_sent = flatshard.comm.QuantizedCollectives(reduce=False)
     sharded = flatshard.fully_shard(float8(gathered), policy={kind}, process_group=ctx.group, collectives=bytes_sent)
     assert train(sharded) == pytest.approx(train(float8(gathered)), rel=0.02)
+    if not gathered:
+        return
+    # Encoded from float32, not from bfloat16: of the same weights, computed in bfloat16.
+    sharded = flatshard.fully_shard(
+        copy.deepcopy(plain),
+        policy={kind},
+        process_group=ctx.group,
+        mixed_precision=flatshard.MixedPrecision(torch.bfloat16),
+    )
+    made = sharded(data(0, torch.bfloat16))
+    assert made.dtype is torch.bfloat16
+    torch.testing.assert_close(made.float(), plain(data(0)), rtol=0.05, atol=0.05)
+    made.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in sharded.parameters())
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -265,7 +265,7 @@ def test_the_migration_page_names_what_exists():
 
 
 def test_the_methods_of_a_module_sharded_by_fsdp2s_names():
-    section = MIGRATION.partition("those\nmethods of `FSDPModule`")[2].partition(". Parameters")[0]
+    section = MIGRATION.partition("those\nmethods of `FSDPModule`")[2].partition(".\nParameters")[0]
     assert set(re.findall(r"`(\w+)`", section)) == set(flatshard.fsdp2._METHODS)
 
 

@@ -11,7 +11,8 @@ be frozen.
 
 [Note: Classes that FSDP2 asks what to gather]
 FSDP2 asks a class with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to send of a part, and to build the whole
-from what has come. Here neither is called: the tensor inside is gathered, and the class is built over it, as in one process.
+from what has come. Classes that send float8 numbers of a scale that they are given are asked here, too: ``encoding.py``.
+Of other classes neither is called: the tensor inside is gathered, and the class is built over it, as in one process.
 A class that quantises does that in its products, from all values. So a scale is that of the whole tensor, and needs no
 communication. But FSDP2 tells the second the policy's dtype, so such a class can compute in it: the tensor inside is cast,
 and gathered in the compute dtype, if the class has this dtype when it is built over such a tensor. Other classes keep their
@@ -108,11 +109,7 @@ class TensorSubclass(Wrapping):
 
     def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
         """See ``Wrapping``. Swaps ``param`` with a new object: there is no other way to change the tensors inside."""
-        fresh = nn.Parameter(self.wrap(plain), param.requires_grad)
-        for name, value in param.__dict__.items():
-            fresh.__dict__.setdefault(name, value)
-        hand_on(param, fresh)
-        torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
+        swap_inside(param, self.wrap(plain))
 
     def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Wrapping``."""
@@ -144,6 +141,15 @@ class TensorSubclass(Wrapping):
         if any(t.numel() and t.untyped_storage().data_ptr() != memory.data_ptr() for t in inside):
             return "copies the tensors that its __tensor_unflatten__ is given, so it cannot lie in a flat parameter"
         return None
+
+
+def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
+    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay."""
+    fresh = nn.Parameter(made, param.requires_grad)
+    for name, value in param.__dict__.items():
+        fresh.__dict__.setdefault(name, value)
+    hand_on(param, fresh)
+    torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
 
 
 def is_wrapper(tensor: object) -> bool:

@@ -58,7 +58,14 @@ class GradientInfo(Protocol):
 class ShardedGradient(torch.Tensor):
     """This rank's part of a gradient: 1-D. It acts as a plain tensor, but its norm is the norm over all ranks.
 
-    ``p.grad.norm()`` communicates: every rank must take it, and in the same order. See [Note: Right with torch's own tools].
+    ``p.grad.norm()`` communicates: every rank must take it, and in the same order.
+    Other reductions, such as ``p.grad.max()``, are about this rank's part: see :func:`flatshard.optim.gradient_statistics`.
+
+    Example::
+
+        p = model[0].up.weight
+        assert isinstance(p.grad, flatshard.tensors.ShardedGradient)
+        norm = p.grad.norm()  # of the whole gradient, on all ranks
     """
 
     _flatshard_info: GradientInfo
