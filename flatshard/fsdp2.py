@@ -125,6 +125,7 @@ def fully_shard(
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
         dp_mesh_dims: a ``torch.distributed.fsdp.DataParallelMeshDims``: which dimensions of ``mesh`` to shard and replicate
             over, one each. Parameters that are DTensors are so over other dimensions.
+        ignored_params: left alone. Those that are not in ``module`` don't matter.
         shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
 
     Raises:
@@ -148,12 +149,18 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mp_policy,
         cpu_offload=offload_policy,
-        ignored_states=ignored_params,
+        ignored_states=None if ignored_params is None else _inside(modules, ignored_params),
         dp_mesh_dims=dp_mesh_dims,
     )
     for each in modules:
         add_methods(each)
     return module
+
+
+def _inside(modules: Sequence[nn.Module], params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of ``params`` that are in ``modules``: scripts give each call the same set."""
+    own = {id(p) for module in modules for p in module.parameters()}
+    return [p for p in params if id(p) in own]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -515,6 +515,14 @@ def test_a_dtype_for_each_parameter(pool, world_size):
     pool.run(parameters_of_two_dtypes, world_size=world_size)
 
 
+# [Note: One gather for several dtypes]
+# FSDP2 sends the bytes of all dtypes in one all-gather, and copies each parameter out of it, as it always does. Here the
+# output of a gather is the memory of the parameters, which lie across the boundaries between ranks. One gather would put
+# each rank's pieces of all dtypes one after another, so that no dtype is in one piece, and all would have to be copied. For
+# a GPT block of width 4096 whose two norms stay in fp32, one more gather sends 64 KiB beside 384 MiB of bf16; one for both
+# would send as much, and read and write 768 MiB more each time.
+
+
 def test_each_dtype_of_a_unit_is_gathered_by_itself():
     """One more collective for each dtype, and the bytes of each dtype."""
 
@@ -523,8 +531,11 @@ def test_each_dtype_of_a_unit_is_gathered_by_itself():
         plan = flatshard.plan(NormedBlock(), world_size=2, mixed_precision=policy)
         return [c.nbytes for c in plan.collectives if c.kind == "all-gather" and c.phase == "forward"]
 
+    norm, linear, padding = 2 * 6, 6 * 9 + 9 + 9 * 6, 64
     assert len(gathers(None)) == 1
-    assert len(gathers(norms_in_their_own)) == 2
+    of_norm, of_linear = sorted(gathers(norms_in_their_own))
+    assert 4 * norm <= of_norm <= 4 * norm + padding
+    assert 2 * linear <= of_linear <= 2 * linear + padding
 
 
 @pytest.mark.parametrize(("wrong", "shown"), [(FP16, "torch.float16"), ("bf16", "'bf16'"), (FP64, "torch.float64")])
