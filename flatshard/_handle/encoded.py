@@ -41,7 +41,7 @@ class EncodedBuffer(UnshardedBuffer):
         """See ``UnshardedBuffer``."""
         infos = self._of.layout.params
         self.scales = torch.ones(len(infos), device=self._of.kind.compute_device)
-        # Views that autograd may save. They are written in place: [Note: .data does not share a version counter].
+        # Views that autograd may save, written in place: unsharded.py, [Note: .data does not share a version counter].
         self._each = self.scales.data.unbind()
         self._encoded = [self.scales[:0]] * len(infos)  # each parameter's range of the buffer
         super().place()

@@ -69,7 +69,7 @@ class UnshardedBuffer:
             return
         own = self._make_slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
-        self._storage.resize_(0)
+        Slot(own.flat).free()  # whatever `own` does: nothing has used it
         if self._pool is None:
             self._slot = own
 
