@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import enum
 import inspect
-import itertools
 import re
 import sys
 import textwrap
@@ -334,10 +333,11 @@ def _spaced(code: list[str]) -> list[str]:
     """With two empty lines around functions and classes, as the formatter wants it on a page; ``help`` shows one."""
     out: list[str] = []
     statements = ast.parse("\n".join(code)).body
-    is_long = {s.lineno: isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements}
-    after_long = {b.lineno for a, b in itertools.pairwise(statements) if is_long[a.lineno]}
+    begins = [min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]) for s in statements]
+    is_long = [isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements]
+    apart = {begins[i] for i in range(1, len(begins)) if is_long[i] or is_long[i - 1]}
     for number, line in enumerate(code, 1):
-        if out and (is_long.get(number) or number in after_long):
+        if number in apart:
             while out and not out[-1].strip():
                 out.pop()
             out += ["", ""]

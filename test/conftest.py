@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # once the terminal's reporter is there
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
     if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
         announce(reporter, config.option.verbose)
         config.pluginmanager.register(TimeLeft(reporter, getattr(config, "cache", None)), "time-left")
@@ -63,7 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
     harness.every_policy = config.getoption("--every-policy")
     pairs.thorough = config.getoption("--thorough")
     torch.set_num_threads(1)
-    config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -190,6 +190,15 @@ def steps_parts(optimizer: Optimizer) -> bool:
 
     False only where its first step would raise because it looks at more than single elements, and ranks have parts of its
     parameters. All ranks come to the same result, without communication. Nothing is stepped.
+
+    Example::
+
+        optimizer = torch.optim.Adafactor(model.parameters())
+        if not flatshard.optim.steps_parts(optimizer):
+            optimizer = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+
+    Args:
+        optimizer: any optimizer, before its first step.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step warns

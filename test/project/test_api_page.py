@@ -79,6 +79,8 @@ def test_signatures_have_readable_types():
 
 def test_each_argument_and_field_is_documented():
     for name, value in PUBLIC.items():
+        sections = re.findall(r"^[A-Z][a-z]+(?=:$)", api_page.docs_of(value), re.MULTILINE)
+        assert len(set(sections)) == len(sections), f"{name}: {sections}"
         fields = {field.name: field.doc for field in api_page.fields(value)} if isinstance(value, type) else {}
         shown, text = api_page.signature(name, value), api_page.docs_of(value)
         arguments = inspect.signature(value).parameters if "(" in shown else ()

@@ -178,10 +178,6 @@ def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool 
                 model(x).sum().backward()
         flatshard.reduce_gradients(model)  # one reduction, whatever the number of microbatches
 
-    Args:
-        module: a unit, or another module with sharded parameters.
-        recurse: also the units below ``module``.
-
     It also ends backwards that wait for it: ``configure(module, manual_finalization=True)``.
 
     Args:

@@ -37,10 +37,16 @@ def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = Fals
             for x in batch:  # from here on ranks may differ in how often they call the model
                 y = model(x)
 
+    Example::
+
+        from concurrent.futures import ThreadPoolExecutor
+
         @torch.no_grad()
-        def answer(request): return model(request)
+        def answer(request):
+            return model(request)
+
         with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(answer, requests))
+            answers = list(pool.map(answer, batch))
 
     Args:
         module: a unit, or another module with sharded parameters: the units that own them are kept.
