@@ -105,6 +105,24 @@ def test_the_summary_counts_whole_parameters(pair):
     pair.run(counted, world_size=2)
 
 
+def validate_by_ddp(ctx: Any) -> None:
+    """Lightning's "ddp" broadcasts rank 0's parameters before it validates: not the parts of other ranks."""
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    module = task()
+    quiet = {"limit_val_batches": 0}
+    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, **quiet).fit(module, loader(4, ctx.rank))
+    before = [p.detach().clone() for p in module.parameters()]
+    trainer(ctx, FlatshardStrategy(policy={Block})).validate(module, loader(4, ctx.rank), verbose=False)
+    trainer(ctx, "ddp").validate(module, loader(4, ctx.rank), verbose=False)
+    assert module.validated[0] == pytest.approx(module.validated[1], rel=1e-12)
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_validating_by_another_strategy(pair):
+    pair.run(validate_by_ddp, world_size=2)
+
+
 def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
     """``rank``: its part of two, in order. Lightning's own sampler for training would shuffle."""
     parts = torch.utils.data.DistributedSampler

@@ -121,9 +121,9 @@ def part_in(*arguments: Any) -> Any:
 def refuse(info: PartInfo, name: str) -> NoReturn:
     """Raise: ``name`` needs more than the elements that this rank has."""
     raise RuntimeError(
-        f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside "
-        "`with flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If "
-        "a method of yours computes with it, register the method by flatshard.register_forward_method"
+        f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
+        "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If a "
+        "method of yours computes with it, register the method by flatshard.register_forward_method"
     )
 
 
