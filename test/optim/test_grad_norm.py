@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm as stock_norm
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._handle.tensors.aggregate import checked_all_reduce
-from flatshard._handle.tensors.part import Part
+from flatshard._handle.tensors.part import PartTensor
 from flatshard._runtime import Runtime
 from flatshard.tensors import ShardedGradient
 
@@ -672,7 +672,7 @@ def handle_gradients(ctx) -> None:
             param.grad = param.grad.to(torch.float64) / 2
     check()
     replaced = [g * 3 for g in grads(sharded)]
-    assert all(type(g) is Part for g in replaced)
+    assert all(type(g) is PartTensor for g in replaced)
     for param, new in zip([p for p in sharded.parameters() if p.grad is not None], replaced, strict=True):
         param.grad = new
         assert param.grad is new
@@ -786,7 +786,7 @@ def test_a_sharded_gradient_is_a_plain_tensor_otherwise():
         for made in grad.clone(), torch.zeros_like(grad), grad.sum(), *torch._foreach_mul([grad], 2):
             assert type(made) is Tensor
         for made in grad + 1, grad.abs(), grad.view(-1), grad[:], grad.isnan(), torch.where(grad > 0, grad, 0):
-            assert type(made) is Part
+            assert type(made) is PartTensor
         for made in grad.detach(), grad.data, grad.float(), grad.double(), grad.to(torch.float64), grad.cpu():
             assert type(made) is ShardedGradient
         for copied in (

@@ -37,11 +37,9 @@ class Replicated(Extension):
             self._watching.append(register_module_module_registration_hook(_registered))
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
-        named = [*getattr(module, _TO_IGNORE, ()), *sorted(_every_name(_divide(module)[0]))]
-        setattr(module, _TO_IGNORE, list(dict.fromkeys(named)))
-
-
-_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"  # torch's own name for it
+        named = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *sorted(_every_name(_divide(module)[0]))]
+        anything: Any = module
+        anything._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(named))
 
 
 def _every_name(fqns: Collection[str]) -> set[str]:

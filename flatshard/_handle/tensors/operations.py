@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 
-class Kind(enum.Enum):
+class OperationKind(enum.Enum):
     """What an operation needs of a tensor."""
 
     ELEMENTWISE = "each element alone: works on the part, and gives a part"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 _OPERATIONS = {
     # Arithmetic, functions of one number, comparisons, logic, random numbers, activations, quotients for optimizers.
-    Kind.ELEMENTWISE: """
+    OperationKind.ELEMENTWISE: """
         abs absolute add addcdiv addcmul and bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
         bitwise_xor ceil clamp clamp_max clamp_min clip copysign div divide floor floor_divide floordiv fmax fmin fmod frac
         invert ldexp lerp lshift maximum minimum mod mul multiply nan_to_num neg negative or pos positive pow
@@ -45,20 +45,21 @@ _OPERATIONS = {
         elu celu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
         softshrink softsign tanhshrink threshold
     """,
-    Kind.REDUCTION: """
+    OperationKind.REDUCTION: """
         all amax amin any count_nonzero dot item max mean min norm sum vdot vector_norm
     """,
-    Kind.ALIAS: """
+    OperationKind.ALIAS: """
         detach data to float double half bfloat16 cpu cuda type_as contiguous
     """,
-    Kind.MEMORY: """
+    OperationKind.MEMORY: """
         clone deepcopy zeros_like ones_like empty_like full_like rand_like randn_like new new_empty new_empty_strided
         new_full new_ones new_tensor new_zeros as_subclass
         allclose equal isclose is_same_size is_set_to
         array array_wrap dlpack dlpack_device numpy tolist repr str format hash sizeof dir reduce reduce_ex setstate getstate
         delattr setattr getattribute class
-        data_ptr const_data_ptr storage storage_offset storage_type untyped_storage element_size nbytes itemsize numel nelement
-        shape dim size stride dim_order is_contiguous is_pinned pin_memory is_shared share_memory record_stream module_load set
+        data_ptr const_data_ptr storage storage_offset storage_type untyped_storage element_size nbytes itemsize numel
+        nelement shape dim size stride dim_order is_contiguous is_pinned pin_memory is_shared share_memory record_stream
+        module_load set
         dtype device layout names is_complex is_floating_point is_signed is_inference is_conj is_neg is_distributed
         is_coalesced get_device type is_cpu is_cuda is_xpu is_mps is_mtia is_maia is_meta is_nested is_quantized is_sparse
         is_sparse_csr is_mkldnn is_ipu is_vulkan is_ort is_hpu is_xla is_leaf result_type can_cast
@@ -66,37 +67,39 @@ _OPERATIONS = {
         requires_grad grad grad_fn grad_dtype output_nr retains_grad retain_grad register_hook
         register_post_accumulate_grad_hook volatile backward name
     """,
-    Kind.DIMENSIONS: "ndim",
-    Kind.FLAT: "flatten ravel reshape view view_as reshape_as",
-    Kind.SELECT: "getitem setitem masked_scatter index_put",
+    OperationKind.DIMENSIONS: "ndim",
+    OperationKind.FLAT: "flatten ravel reshape view view_as reshape_as",
+    OperationKind.SELECT: "getitem setitem masked_scatter index_put",
     # Known ones. They differ from what is not in the table only in that parts that are whole rows may use them.
-    Kind.SHAPE: """
+    OperationKind.SHAPE: """
         matmul mm mv bmm addmm addmv addbmm baddbmm linear swapaxes swapdims movedim moveaxis
         unbind select narrow split chunk index_select gather take sort argsort topk cumsum cumprod flip roll diag
         diagonal tril triu trace unsqueeze squeeze expand expand_as repeat unflatten softmax log_softmax std var prod
         logsumexp argmax argmin aminmax median quantile len iter contains reversed nonzero
         split_with_sizes tensor_split scatter scatter_add index_add index_copy index_fill
     """,
-    Kind.TRANSPOSE: "t transpose permute T mT H mH adjoint",
-    Kind.WHOLE_SHAPE: "ndimension",
+    OperationKind.TRANSPOSE: "t transpose permute T mT H mH adjoint",
+    OperationKind.WHOLE_SHAPE: "ndimension",
 }
 
-KINDS: dict[str, Kind] = {name: kind for kind, names in reversed(_OPERATIONS.items()) for name in names.split()}
+KINDS: dict[str, OperationKind] = {
+    name: kind for kind, names in reversed(_OPERATIONS.items()) for name in names.split()
+}
 """The kind of each operation, by its name without underscores at its ends."""
 
 _NUMBERS = {f"__{name}__" for name in ("bool", "nonzero", "float", "int", "index", "complex")}  # as `item()`
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> OperationKind | None:
     """The kind of the function or attribute ``name``. None: it is not in the table, and so is refused."""
     if name.startswith("__") and name.endswith("__"):
         inner = name[2:-2]
         if name in _NUMBERS:
-            return Kind.REDUCTION
+            return OperationKind.REDUCTION
         return KINDS.get(inner) or (KINDS.get(inner[1:]) if inner[:1] in "ri" else None)
     name = name.removeprefix("linalg_").removeprefix("special_")
     if name.startswith("_"):  # torch's own, between its functions
-        return Kind.MEMORY
+        return OperationKind.MEMORY
     return KINDS.get(name) or KINDS.get(name.rstrip("_"))
 
 

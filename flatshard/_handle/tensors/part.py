@@ -1,6 +1,6 @@
 """A part of a tensor whose other parts are on other ranks: what each kind of operation does with it.
 
-:class:`Part` follows the table in ``operations.py``. A :class:`ShardedGradient` is one, and so is what is computed from
+:class:`PartTensor` follows the table in ``operations.py``. A :class:`ShardedGradient` is one, and so is what is computed from
 parts: ``p.grad.pow(2).sum()`` and ``p.abs().max()`` are numbers of the whole. Lists of tensors (``torch._foreach_mul``) are
 an optimizer's: their results are plain tensors.
 """
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 
 from flatshard._handle.tensors.aggregate import Aggregate, local_norms, plainly
-from flatshard._handle.tensors.operations import Kind, is_of_many, kind_of
+from flatshard._handle.tensors.operations import OperationKind, is_of_many, kind_of
 from flatshard._handle.tensors.partial import NORMS, make_whole, norm_arguments, retype
 from flatshard._runtime import Runtime
 
@@ -48,7 +48,7 @@ class PartInfo(Protocol):
     def describe(self) -> str: ...  # which elements of what this rank has
 
 
-class Part(torch.Tensor):
+class PartTensor(torch.Tensor):
     """A part of a gradient, or of what is computed from sharded parameters or gradients.
 
     Reductions of it communicate: every rank must take them, and in the same order.
@@ -83,8 +83,8 @@ class Part(torch.Tensor):
 
 
 def mark_part(tensor: torch.Tensor, info: PartInfo) -> torch.Tensor:
-    """Turn a plain ``tensor`` into a :class:`Part`, in place."""
-    retype([tensor], Part, "_flatshard_info", [info])
+    """Turn a plain ``tensor`` into a :class:`PartTensor`, in place."""
+    retype([tensor], PartTensor, "_flatshard_info", [info])
     return tensor
 
 
@@ -100,13 +100,13 @@ def name_of(func: Function) -> str:
 def _handler(func: Function) -> Handler | None:
     """What is called for ``func``. None: ``func`` itself, as for a plain tensor."""
     name = name_of(func)
-    kind = Kind.MEMORY if is_of_many(name) else kind_of(name)
+    kind = OperationKind.MEMORY if is_of_many(name) else kind_of(name)
     found = HANDLERS[func] = REFUSED if kind is None else BY_KIND[kind]
     return found
 
 
 def part_in(*arguments: Any) -> Any:
-    """The first part in ``arguments``, which may be nested: a :class:`Part`, or a sharded parameter."""
+    """The first part in ``arguments``, which may be nested: a :class:`PartTensor`, or a sharded parameter."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             if hasattr(argument, "_flatshard_info"):
@@ -138,7 +138,7 @@ def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a part, too. In place, it is what it was."""
-    part = args[0] if args and isinstance(args[0], Part) else part_in(args, kwargs)
+    part = args[0] if args and isinstance(args[0], PartTensor) else part_in(args, kwargs)
     result = _plainly(func, args, kwargs)
     if type(result) is not torch.Tensor or result.layout is not torch.strided:
         return result
@@ -154,7 +154,7 @@ def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result has the same elements: it is a part of the same class."""
     result = _plainly(func, args, kwargs)
     part = args[0]
-    if isinstance(part, Part) and type(result) is torch.Tensor:
+    if isinstance(part, PartTensor) and type(result) is torch.Tensor:
         retype([result], type(part), "_flatshard_info", [part._flatshard_info])
     return result
 
@@ -171,7 +171,11 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _plainly(func, args, kwargs)
     if not hasattr(part, "_flatshard_info"):
         return _plainly(func, args, kwargs)
-    result = _plainly(func, args, kwargs)
+    try:
+        result = _plainly(func, args, kwargs)
+    except RuntimeError:  # the sizes don't fit
+        _rows_only(part._flatshard_info, name_of(func))
+        raise
     with plainly():
         if result.dim() != 1 and result.shape != part.shape:
             _rows_only(part._flatshard_info, name_of(func))
@@ -269,7 +273,7 @@ def _of_rows(info: PartInfo, dims: Any) -> bool:
 def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of ``NORMS``: one all-reduce."""
     make_whole(args[1:], kwargs)
-    part = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
+    part: Any = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
     if not hasattr(part, "_flatshard_info"):
         return _plainly(func, args, kwargs)
     info = part._flatshard_info
@@ -284,7 +288,7 @@ def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plainly():
         own = local_norm(part, ord, dtype)
         whole = over_ranks(own, Aggregate("norm", ord), part, f"the norm of order {ord}")
-        return _with_graph(own, whole, lambda a, b: torch.where(a == b, 1.0, (a / b) ** (ord - 1)).nan_to_num())
+        return _with_graph(part, own, whole, lambda a, b: torch.where(a == b, 1.0, (a / b) ** (ord - 1)).nan_to_num())
 
 
 def over_ranks(own: torch.Tensor, aggregate: Aggregate, part: Any, what: str) -> torch.Tensor:
@@ -295,18 +299,21 @@ def over_ranks(own: torch.Tensor, aggregate: Aggregate, part: Any, what: str) ->
     return result
 
 
-def _with_graph(own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any]) -> torch.Tensor:
+def _with_graph(part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any]) -> torch.Tensor:
     """``whole``, with the graph of this rank's number if it has one. ``share``: the derivative of the whole by it."""
-    if not own.requires_grad:
+    if not (part.requires_grad and torch.is_grad_enabled()):
         return whole
-    return whole + share(own.detach(), whole) * (own - own.detach())
+    local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty part
+    result: torch.Tensor = whole + share(own.detach(), whole) * (local - local.detach())
+    return result
 
 
 def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in NORMS:  # as a method of a sharded parameter
         return norm(func, args, kwargs)
     name = name_of(func)
-    part, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
+    part: Any = args[0] if args else kwargs.get("input")
+    rest = args[1:]
     if any(isinstance(each, torch.Tensor) for each in (*rest, kwargs.get("other"))) and name in ("max", "min"):
         return _elementwise(func, args, kwargs)
     if name in ("dot", "vdot"):
@@ -336,7 +343,9 @@ def _sum(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None, *, over:
     dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
     # Added up in double, because the parts of a bfloat16 sum would be rounded.
     own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
-    return (_with_graph(own, over_ranks(own, Aggregate("sum"), part, "the sum"), lambda a, b: 1.0) / over).to(dtype)
+    return (_with_graph(part, own, over_ranks(own, Aggregate("sum"), part, "the sum"), lambda a, b: 1.0) / over).to(
+        dtype
+    )
 
 
 def _mean(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
@@ -348,7 +357,7 @@ def _mean(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torc
 def _extreme(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
     own = Aggregate(op)._of_part(part)
     whole = over_ranks(own, Aggregate(op), part, f"the {op}imum")
-    return _with_graph(own, whole, lambda a, b: (a == b).double()).to(part.dtype)
+    return _with_graph(part, own, whole, lambda a, b: (a == b).double()).to(part.dtype)
 
 
 def _any(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
@@ -374,17 +383,17 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "count_nonzero": _count,
 }
 
-BY_KIND: dict[Kind, Handler | None] = {
-    Kind.ELEMENTWISE: _elementwise,
-    Kind.REDUCTION: _reduce,
-    Kind.ALIAS: _same,
-    Kind.MEMORY: None,
-    Kind.DIMENSIONS: _dimensions,
-    Kind.FLAT: _flat,
-    Kind.SELECT: _select,
-    Kind.SHAPE: _shape,
-    Kind.TRANSPOSE: _transpose,
-    Kind.WHOLE_SHAPE: _whole_shape,
+BY_KIND: dict[OperationKind, Handler | None] = {
+    OperationKind.ELEMENTWISE: _elementwise,
+    OperationKind.REDUCTION: _reduce,
+    OperationKind.ALIAS: _same,
+    OperationKind.MEMORY: None,
+    OperationKind.DIMENSIONS: _dimensions,
+    OperationKind.FLAT: _flat,
+    OperationKind.SELECT: _select,
+    OperationKind.SHAPE: _shape,
+    OperationKind.TRANSPOSE: _transpose,
+    OperationKind.WHOLE_SHAPE: _whole_shape,
 }
 
 HANDLERS: dict[Function, Handler | None] = dict.fromkeys(NORMS, norm)

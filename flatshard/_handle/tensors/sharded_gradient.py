@@ -5,8 +5,8 @@ If ``.grad`` were a plain tensor, ``torch.nn.utils.clip_grad_norm_`` would use t
 ``torch.amp.GradScaler`` would only find infinities on this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor
 whose ``__class__`` is set, like that of a :class:`ShardedParameter`. It has a ``__torch_function__``, and no
 ``__torch_dispatch__``. What operations do with it follows from their kind, by the table in ``operations.py``: those of single
-elements give a :class:`Part`, reductions are those of the whole gradient and communicate, what needs the shape is refused.
-Two functions of lists communicate, too, which torch's tools call: ``_foreach_norm``, and
+elements give a :class:`PartTensor`, reductions are those of the whole gradient and communicate, others are refused. Two
+functions of lists communicate, too, which torch's tools call: ``_foreach_norm``, and
 ``_amp_foreach_non_finite_check_and_unscale_`` of ``GradScaler``. Other functions of lists are an optimizer's, and give plain
 tensors. The gradient of a parameter that is not sharded (``NO_SHARD``, a single rank) is plain.
 """
@@ -22,12 +22,12 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 from flatshard._handle.tensors.aggregate import local_norms, plainly
-from flatshard._handle.tensors.part import HANDLERS, Part, PartInfo, local_norm
+from flatshard._handle.tensors.part import HANDLERS, PartInfo, PartTensor, local_norm
 from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, consume, retype
 from flatshard._runtime import Runtime
 
 
-class ShardedGradient(Part):
+class ShardedGradient(PartTensor):
     """This rank's part of a gradient. Its norm is the norm over all ranks.
 
     ``p.grad.norm()`` communicates: every rank must take it, and in the same order. See [Note: Right with torch's own tools].
@@ -54,7 +54,7 @@ def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[to
 
 def mark(grad: torch.Tensor, info: PartInfo) -> None:
     """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse."""
-    if type(grad) in (torch.Tensor, Part) and grad.layout is torch.strided:
+    if type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
         mark_all([grad], [info])
 
 
@@ -79,7 +79,7 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     with plainly():
         one_by_one = any(map(_elsewhere, grads))
         norms = (
-            [local_norm(g, ord, dtype) if isinstance(g, Part) else local_norms([g], ord, dtype)[0] for g in grads]
+            [local_norm(g, ord, dtype) if isinstance(g, PartTensor) else local_norms([g], ord, dtype)[0] for g in grads]
             if one_by_one
             else local_norms(grads, ord, dtype)
         )
@@ -94,7 +94,7 @@ _runtime = operator.attrgetter("_flatshard_info.runtime")
 
 def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Ranges of this rank's part that another rank counts in norms. [Note: Norms over two meshes]"""
-    return grad._flatshard_info.elsewhere if isinstance(grad, Part) else ()
+    return grad._flatshard_info.elsewhere if isinstance(grad, PartTensor) else ()
 
 
 def _by_runtime(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> dict[Runtime, Sequence[torch.Tensor]]:
@@ -105,7 +105,7 @@ def _by_runtime(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
             return {runtimes.pop(): values}
     found: dict[Runtime, Sequence[torch.Tensor]] = {}
     for grad, value in zip(grads, values, strict=True):
-        if isinstance(grad, Part):
+        if isinstance(grad, PartTensor):
             found.setdefault(_runtime(grad), []).append(value)  # type: ignore[attr-defined]
     return found
 

@@ -45,7 +45,7 @@ from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.operations import Kind, kind_of
+from flatshard._handle.tensors.operations import OperationKind, kind_of
 from flatshard._handle.tensors.part import BY_KIND, REFUSED, refuse
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
@@ -183,6 +183,47 @@ def _drawn_whole(name: str) -> Any:
     return draw
 
 
+def _is_part(param: ShardedParameter) -> bool:
+    """Whether ``param`` is a part of something whose other parts are elsewhere."""
+    info = param._flatshard_info
+    if info.runtime is None or info.shard_world_size == 1:
+        return False
+    home = _homes.get(id(param))
+    return home is None or home.filling is None or param.shape != info.shape  # [Note: Filled later]
+
+
+def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, with what the table says where ``param`` is a part."""
+
+    @functools.wraps(method)
+    def of_a_part(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
+            return handler(method, (self, *args), kwargs)
+        return method(self, *args, **kwargs)
+
+    return of_a_part
+
+
+def _methods_of_the_table() -> dict[str, Any]:
+    """The methods and properties of tensors that are not as plain as they are."""
+    found: dict[str, Any] = {}
+    for name in dir(torch.Tensor):
+        kind, attribute = kind_of(name), getattr(torch.Tensor, name)
+        if kind in (OperationKind.MEMORY, OperationKind.ALIAS) or (kind is None and name.startswith("__")):
+            continue
+        if kind is OperationKind.ELEMENTWISE and (
+            (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        ):
+            continue  # in place: on this rank's part, as it is, and optimizers do it
+        handler = REFUSED if kind is None else BY_KIND[kind]
+        assert handler is not None
+        if callable(attribute):
+            found[name] = _by_the_table(name, attribute, handler)
+        else:
+            found[name] = property(_by_the_table(name, attribute.__get__, handler))
+    return found
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter of which each rank holds a part, in the parameter's own dtype. The part is 1-D, ``(stop - start,)``, or
     ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
@@ -191,6 +232,9 @@ class ShardedParameter(nn.Parameter):
     """
 
     _flatshard_info: ShardInfo
+
+    locals().update(_methods_of_the_table())
+    __hash__ = torch.Tensor.__hash__  # a class that defines `__eq__` has none
 
     def _set_grad(self, grad: torch.Tensor | None) -> None:
         plain_grad.__set__(self, grad)
@@ -321,47 +365,6 @@ class ShardedParameter(nn.Parameter):
 # torch.optim selects foreach and fused implementations by exact type, from this list. DTensor registers itself there, too.
 # The list is private, but there is no public way. Without it every optimizer on CUDA would run one kernel per parameter.
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
-
-
-def _is_part(param: ShardedParameter) -> bool:
-    """Whether ``param`` is a part of something whose other parts are elsewhere."""
-    info = param._flatshard_info
-    if info.runtime is None or info.shard_world_size == 1:
-        return False
-    home = _homes.get(id(param))
-    return home is None or home.filling is None or param.shape != info.shape  # [Note: Filled later]
-
-
-def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, with what the table says where ``param`` is a part."""
-
-    @functools.wraps(method)
-    def of_a_part(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
-            return handler(method, (self, *args), kwargs)
-        return method(self, *args, **kwargs)
-
-    return of_a_part
-
-
-def _follow_the_table() -> None:
-    """Give :class:`ShardedParameter` the methods and properties of tensors that are not as plain as they are."""
-    plain = {Kind.MEMORY, Kind.ALIAS}
-    for name in dir(torch.Tensor):
-        kind, attribute = kind_of(name), getattr(torch.Tensor, name)
-        if kind in plain or name in ShardedParameter.__dict__ or (kind is None and name.startswith("__")):
-            continue
-        if kind is Kind.ELEMENTWISE and ((name.endswith("_") and not name.endswith("__")) or name.startswith("__i")):
-            continue  # in place: on this rank's part, as it is, and optimizers do it
-        handler = REFUSED if kind is None else BY_KIND[kind]
-        assert handler is not None
-        if callable(attribute):
-            setattr(ShardedParameter, name, _by_the_table(name, attribute, handler))
-        else:
-            setattr(ShardedParameter, name, property(_by_the_table(name, attribute.__get__, handler)))
-
-
-_follow_the_table()
 
 
 def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tensor) -> bool:
