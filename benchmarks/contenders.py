@@ -19,6 +19,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 import flatshard
+from flatshard import _torch
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,13 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-_TENSOR_COLLECTIVES = (
+_TENSOR_COLLECTIVES = {
     "all_gather_into_tensor",
-    "all_gather_single",
     "reduce_scatter_tensor",
-    "reduce_scatter_single",
     "all_to_all_single",
-)
-"""By either name: torch 2.13 has renamed some."""
+    _torch.ALL_GATHER,  # which may have another name than above; both are called
+    _torch.REDUCE_SCATTER,
+}
 
 
 @contextlib.contextmanager
@@ -204,6 +204,5 @@ def filling_nothing() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for collective in _TENSOR_COLLECTIVES:
-            if hasattr(dist, collective):
-                stack.enter_context(mock.patch.object(dist, collective, stand_in(getattr(dist, collective))))
+            stack.enter_context(mock.patch.object(dist, collective, stand_in(getattr(dist, collective))))
         yield

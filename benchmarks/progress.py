@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -86,32 +87,64 @@ def clock(seconds: float) -> str:
 
 
 def loss_curve(first: int, losses: Sequence[float], title: str) -> str:
-    """An SVG of the loss at each step from ``first`` on, and of its running mean."""
-    left, right, top, bottom = 56, 704, 40, 356
-    low, high = min(losses), max(losses)
-    smooth = list(itertools.accumulate(losses, lambda mean, loss: 0.9 * mean + 0.1 * loss))
+    """An SVG of the loss at each step from ``first`` on, and of its mean over the steps around each."""
+    left, right, top, bottom = 56, 704, 44, 344
+    last = first + len(losses) - 1
+    levels = ticks(min(losses), max(losses), 6)
+    low, high = min(levels[0], *losses), max(levels[-1], *losses)
+
+    def x(step: float) -> float:
+        return left + (step - first) / max(last - first, 1) * (right - left)
 
     def y(loss: float) -> float:
         return top + (high - loss) / ((high - low) or 1.0) * (bottom - top)
 
-    def text(x: int, at: float, words: str, anchor: str = "start") -> str:
-        return f'<text x="{x}" y="{at:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    def text(at_x: float, at_y: float, words: str, anchor: str = "start", colour: str = "#444") -> str:
+        return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
 
-    def line(values: Sequence[float], colour: str) -> str:
-        step = (right - left) / max(len(values) - 1, 1)
-        points = " ".join(f"{left + i * step:.1f},{y(v):.1f}" for i, v in enumerate(values))
-        return f'<polyline fill="none" stroke="{colour}" points="{points}"/>'
+    def rule(x1: float, y1: float, x2: float, y2: float) -> str:
+        return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#ddd"/>'
 
+    def curve(values: Sequence[float], colour: str, width: float) -> str:
+        points = " ".join(f"{x(first + i):.1f},{y(v):.1f}" for i, v in enumerate(values))
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="{width}" points="{points}"/>'
+
+    steps = [step for step in ticks(first, last, 8) if first <= step <= last and step == int(step)]
+    decimals = 0 if levels[1] - levels[0] >= 1 else math.ceil(-math.log10(levels[1] - levels[0]) - 1e-9)
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="400" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        text(left, 22, title),
-        *(text(left - 6, y(tick) + 4, f"{tick:.2f}", "end") for tick in (low, (low + high) / 2, high)),
-        line(losses, "#9bc"),
-        line(smooth, "#036"),
-        text(left, 376, f"step {first}"),
-        text(right, 376, f"step {first + len(losses) - 1}", "end"),
-        text((left + right) // 2, 392, "loss in nats per byte; dark: its running mean", "middle"),
+        text(left, 22, title, colour="black"),
+        *(rule(left, y(level), right, y(level)) for level in levels),
+        *(text(left - 6, y(level) + 4, f"{level:.{decimals}f}", "end") for level in levels),
+        *(rule(x(step), top, x(step), bottom) for step in steps),
+        *(text(x(step), bottom + 16, f"{step:.0f}", "middle") for step in steps),
+        curve(losses, "#9bc", 1),
+        curve(mean_around(losses, max(1, len(losses) // 40)), "#036", 1.6),
+        text((left + right) / 2, bottom + 34, "step", "middle"),
+        text(right, 22, "loss in nats per byte", "end", "#69a"),
+        text(right, 37, "its mean over the steps around", "end", "#036"),
         "</svg>\n",
     ]
     return "\n".join(parts)
+
+
+def mean_around(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and of up to ``reach`` on each side: as many on both, so that it does not lag."""
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        means.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
+    return means
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most ``most`` + 1 multiples of 1, 2 or 5 times a power of ten, at least two, that cover ``low`` to ``high``."""
+    span = (high - low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / most))
+    for step in (power * factor for factor in (1, 2, 5, 10, 20)):
+        begin, end = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if end - begin <= most:
+            break
+    return [number * step for number in range(begin, max(end, begin + 1) + 1)]

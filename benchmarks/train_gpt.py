@@ -90,7 +90,7 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
 
     trainer = Trainer(model, options)
     first = trainer.resume(options.resume) if options.resume else 1
-    losses, seconds = train_steps(trainer, first, options, corpus, ranks)
+    losses, seconds, memory = train_steps(trainer, first, options, corpus, ranks)
 
     loss_after = validation_loss(model, options, corpus, ranks)
     print_sample(model, options, ranks)
@@ -102,6 +102,10 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     ranks.say(f"\n{'finished' if fell else 'FAILED: the loss did not fall'}")
     ranks.say(f"  validation loss  {loss_before:.3f} -> {loss_after:.3f}")
     ranks.say(f"  steps            {len(losses)}, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    if memory:
+        ranks.say(
+            f"  memory           {memory[0]['total'] / 2**20:.1f} MiB a rank; one process: {memory[1]['total'] / 2**20:.1f}"
+        )
     ranks.say(f"  time             {clock(seconds)} in steps, {clock(time.perf_counter() - began)} in all")
     if options.save:
         ranks.say(f"  checkpoint       {Path(options.save) / f'step-{options.steps}'}")
@@ -112,12 +116,13 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
 
 def train_steps(
     trainer: Trainer, first: int, options: Options, corpus: Corpus, ranks: Ranks
-) -> tuple[list[float], float]:
-    """Trains, and says how it goes. Returns the mean loss over ranks of each step, and the seconds that steps took."""
+) -> tuple[list[float], float, tuple[dict[str, int], ...]]:
+    """Trains, and says how it goes. Returns the mean loss over ranks of each step, the seconds of all, and the memory."""
     progress = Progress(first, options.steps, options.batch * options.context * ranks.size)
     means: list[float] = []
     since_line: list[Tensor] = []  # losses of this rank
     seconds = 0.0
+    memory: tuple[dict[str, int], ...] = ()
     for step in range(first, options.steps + 1):
         began = time.perf_counter()
         loss = trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step)))
@@ -132,13 +137,14 @@ def train_steps(
             means += newest
             since_line.clear()
         if step == first:
-            ranks.say(f"\n{memory_report(trainer, options, corpus, ranks)}\n")
+            memory = measured_memory(trainer, options, corpus, ranks)
+            ranks.say(f"\n{memory_report(*memory)}\n")
             progress.pause()
         if options.save and (step == options.steps or (options.save_every and step % options.save_every == 0)):
             progress.clear()
             trainer.save(Path(options.save) / f"step-{step}", step)
             progress.pause()
-    return means, seconds
+    return means, seconds, memory
 
 
 def verify(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
@@ -323,17 +329,26 @@ def relative_difference(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected)
 
 
-def memory_report(trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks) -> str:
-    """The bytes that stay on a rank between two steps, next to those of an unsharded model after one step, as text."""
+def measured_memory(
+    trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes that stay on the fullest rank between two steps, and those of an unsharded model after one step."""
     replica = Trainer(build_model(options, ranks), options)
     replica.step(ranks.own_rows(global_batch(options, corpus, ranks, step=1)))
     sharded, replicated = (
         ranks.reduce(torch.tensor(list(footprint(each).values())), dist.ReduceOp.MAX).tolist()
         for each in (trainer, replica)
     )
+    names = footprint(trainer)
+    return dict(zip(names, sharded, strict=True)), dict(zip(names, replicated, strict=True))
+
+
+def memory_report(sharded: dict[str, int], replicated: dict[str, int]) -> str:
+    """What ``measured_memory`` returned, as a table."""
     lines = ["MiB on the fullest rank     sharded  replicated"]
-    for name, size, full_size in zip(footprint(trainer), sharded, replicated, strict=True):
-        lines.append(f"{name:<25} {size / 2**20:>9.3f}  {full_size / 2**20:>10.3f}  {size / full_size:>5.0%}")
+    for name, size in sharded.items():
+        share = size / replicated[name]
+        lines.append(f"{name:<25} {size / 2**20:>9.3f}  {replicated[name] / 2**20:>10.3f}  {share:>5.0%}")
     return "\n".join(lines)
 
 

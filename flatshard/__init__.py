@@ -9,6 +9,7 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 """
 
 from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, planning, policies, tensors
+from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
 from flatshard._composable.features.full_params import recover, reshard, summon_full_params, unshard
@@ -20,7 +21,7 @@ from flatshard._composable.policy import CustomPolicy
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.tensors.sharded_parameter import full_shape
-from flatshard.checkpoint import load_checkpoint, save_checkpoint
+from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
 from flatshard.debug import describe
 from flatshard.optim import clip_grad_norm_, flat_parameters
 from flatshard.planning import plan
@@ -33,6 +34,7 @@ __all__ = [
     "CollectiveError",
     "CustomPolicy",
     "InternalError",
+    "MeetingError",
     "MixedPrecision",
     "OutOfStepError",
     "ShardingStrategy",
@@ -60,6 +62,7 @@ __all__ = [
     "save_checkpoint",
     "skip",
     "summon_full_params",
+    "sync_buffers",
     "tensors",
     "unshard",
 ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from flatshard import _torch
+from flatshard._errors import name_list
 
 
 class ShardingStrategy(enum.Enum):
@@ -53,7 +58,8 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     """Of the unsharded floating-point parameters, in forward and backward. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: ``param_dtype``.
+    """The dtype in which gradients are reduced, and accumulated under ``no_sync``. None: see ``reduce_in_param_dtype``; where
+    parameters have a ``p.grad_dtype`` other than their dtype, the promoted dtype of all.
 
     This is how to send gradients in 16 bits: ``reduce_dtype=torch.bfloat16``. With ``param_dtype=torch.bfloat16,
     reduce_dtype=torch.float32`` the sum is exact; over gloo gradients are sent in bfloat16 even then, and added in float32.
@@ -73,6 +79,20 @@ class MixedPrecision:
     """Cast floating-point tensors in the output of the unit's forward to it. None: left alone."""
     full_precision_in_eval: bool = False
     """A forward in ``eval()`` mode without gradients uses the parameters' own dtype, and casts nothing."""
+    reduce_in_param_dtype: bool = True
+    """With ``reduce_dtype=None``, gradients are reduced in ``param_dtype``. False: in the parameters' own dtype.
+
+    [Note: reduce_dtype=None]
+    FSDP1 reduces in ``param_dtype``, as FSDP2 did before torch 2.15. Since then FSDP2 reduces in the dtype of ``.grad``: the
+    bf16 gradients 256 and 1 of two ranks give 128.5, where they gave 128.0. A policy of FSDP2's class means what it means in
+    the torch that is installed. One of this class means what it always did, as does FSDP1's: for fp32 parameters that
+    compute in bf16, reductions in fp32 send 4 bytes per element instead of 2, so a step of FULL_SHARD sends 8 instead of 6,
+    and the input of a reduction is twice as large. Over gloo both send 2: see ``reduce_dtype``."""
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+    """As in FSDP2's policy: called once for each floating-point parameter; returns its own dtype, to compute in that, or
+    ``param_dtype``, or None for it. The same on every rank. Inputs are still cast to ``param_dtype``. Parameters of a unit
+    that compute in different dtypes are in different flat parameters, and each is gathered and reduced by itself.
+    ``describe`` and ``plan`` show them."""
     keep_cast_shard: bool = False
     """Keep this rank's cast shard from forward to backward: one cast instead of two, ``param_dtype`` bytes / N more memory.
 
@@ -85,32 +105,92 @@ class MixedPrecision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}={dtype!r}): must be a floating-point torch.dtype or None")
         object.__setattr__(self, "module_classes_to_ignore", tuple(self.module_classes_to_ignore))
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise ValueError(
+                f"MixedPrecision(param_dtype_override_fn={self.param_dtype_override_fn!r}): must be a function that takes a "
+                "parameter and returns a dtype or None: lambda p: p.dtype if p.ndim < 2 else None"
+            )
 
     @classmethod
     def of(cls, value: Any) -> MixedPrecision:
-        """``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``."""
+        """``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: it says something that has no counterpart here.
+        """
         if value is None:
             return cls()
         if isinstance(value, cls):
             return value
-        names = cls.__dataclass_fields__
-        fields = {n: getattr(value, n) for n in getattr(value, "__dataclass_fields__", ()) if n in names}
         kind = type(value).__name__
         if kind == "MixedPrecision":
-            fields["module_classes_to_ignore"] = tuple(value._module_classes_to_ignore or ())
-        elif kind == "MixedPrecisionPolicy":  # it casts inputs everywhere, and knows no ignored classes
-            fields |= {"cast_root_forward_inputs": fields["cast_forward_inputs"], "module_classes_to_ignore": ()}
-        else:
-            dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
-            raise TypeError(
-                f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}: pass "
-                f"flatshard.MixedPrecision(param_dtype={dtype}, reduce_dtype=torch.float32)"
+            fields = _fields_of(value, "mixed_precision", _FSDP1_PRECISION)
+            return cls(**fields | {"module_classes_to_ignore": fields["module_classes_to_ignore"] or ()})
+        if kind == "MixedPrecisionPolicy":
+            fields = _fields_of(value, "mixed_precision", _FSDP2_PRECISION)
+            return cls(
+                **fields,
+                cast_root_forward_inputs=value.cast_forward_inputs,
+                module_classes_to_ignore=(),
+                reduce_in_param_dtype=_torch.FSDP2_REDUCES_IN_PARAM_DTYPE,
             )
-        return cls(**fields)
+        dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
+        raise TypeError(
+            f"mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, got {value!r}: pass "
+            f"flatshard.MixedPrecision(param_dtype={dtype}, reduce_dtype=torch.float32)"
+        )
+
+    def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype that ``param`` is cast to. None: its own.
+
+        Raises:
+            ValueError: ``param_dtype_override_fn`` returned something else than it may.
+        """
+        chosen = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if chosen is not None and not (isinstance(chosen, torch.dtype) and chosen in (param.dtype, self.param_dtype)):
+            raise ValueError(
+                f"param_dtype_override_fn returned {chosen!r} for parameter {fqn!r}: it may return the parameter's own "
+                f"dtype, {param.dtype}, or None for param_dtype={self.param_dtype}"
+            )
+        return chosen or self.param_dtype
 
     def ignores(self, module: nn.Module) -> bool:
         """Whether ``module``'s own parameters and buffers keep their dtype."""
         return isinstance(module, self.module_classes_to_ignore)
+
+
+_FSDP2_PRECISION = {
+    **{name: name for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")},
+    "param_dtype_override_fn": "param_dtype_override_fn",  # since torch 2.15
+}
+_FSDP1_PRECISION = {
+    **{name: name for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads")},
+    **{name: name for name in ("cast_forward_inputs", "cast_root_forward_inputs")},
+    "_module_classes_to_ignore": "module_classes_to_ignore",
+}
+
+
+def _fields_of(value: Any, argument: str, ours: dict[str, str]) -> dict[str, Any]:
+    """The fields of a dataclass of torch's, by our names: ``ours`` has them by theirs.
+
+    Raises:
+        ValueError: another field is not at its default: some version of torch can say what we cannot do.
+    """
+    found = {}
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if field.name in ours:
+            found[ours[field.name]] = given
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if given is not default and given != default:
+            raise ValueError(
+                f"{argument}: {type(value).__name__}({field.name}={given!r}) has no counterpart in flatshard"
+                + ("" if default is dataclasses.MISSING else f": leave it out, which means {default!r}")
+                + f". What is understood of this class: {name_list(ours) or 'nothing'}"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -126,25 +206,41 @@ class CPUOffload:
 
     @classmethod
     def of(cls, value: Any) -> CPUOffload:
-        """``value`` as ours: None, True or False, ours, or FSDP's."""
+        """``value`` as ours: None, True or False, ours, or FSDP's.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: it says something that has no counterpart here.
+        """
         if value is None or isinstance(value, bool):
             return cls(offload_params=bool(value))
         if isinstance(value, cls):
             return value
         kind = type(value).__name__
-        if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
-            offload = getattr(value, "offload_params", kind == "CPUOffloadPolicy")
-            return cls(bool(offload), bool(getattr(value, "pin_memory", True)))
+        if kind in _OFFLOADS:
+            known = _OFFLOADS[kind]
+            fields = {"offload_params": kind == "CPUOffloadPolicy", **_fields_of(value, "cpu_offload", known)}
+            return cls(**{name: bool(given) for name, given in fields.items()})
         raise TypeError(f"cpu_offload must be a flatshard.CPUOffload, a bool, or one of FSDP's, got {value!r}")
+
+
+_OFFLOADS: dict[str, dict[str, str]] = {
+    "CPUOffload": {"offload_params": "offload_params"},  # FSDP1's
+    "CPUOffloadPolicy": {"pin_memory": "pin_memory"},
+    "OffloadPolicy": {},
+}
+"""The fields of FSDP's classes that are understood, and our names for them."""
 
 
 E = TypeVar("E", bound=enum.Enum)
 
 
 def as_enum(kind: type[E], value: Any, argument: str) -> E:
-    """``value`` as a member of ``kind``; members of an enum of the same name (FSDP1's) are taken by their names."""
+    """``value`` as a member of ``kind``; names, and members of an enum of the same name (FSDP1's), stand for it."""
     if isinstance(value, kind):
         return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
     if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__:
         name = value.name.lstrip("_")  # FSDP1 has a _HYBRID_SHARD_ZERO2
         if name in kind.__members__:

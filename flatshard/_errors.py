@@ -56,8 +56,23 @@ class OutOfStepError(CollectiveError):
         return str(self.args[-1])
 
 
+class ReconfiguredError(CollectiveError):
+    """The process group was given other ranks after a module was sharded over it. Nothing was sent."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
 def name_list(names: Iterable[str], limit: int = 8) -> str:
     """``'a', 'b', ... (3 more)``: names in an error message, never a wall of text."""
     names = list(names)
     shown = ", ".join(repr(name) if name else "the root module" for name in names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names) - limit} more)"
+
+
+def cannot_trace(what: str, who: str) -> RuntimeError:
+    """The error for a tracer that meets ``who``, a sharded parameter or a unit."""
+    return RuntimeError(
+        f"{what} cannot trace a sharded module: {who} is gathered for each forward, which a trace cannot contain. Trace "
+        "a new model that is not sharded, with the values of flatshard.checkpoint.full_state_dict(module)"
+    )

@@ -6,6 +6,7 @@ from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
+from flatshard._composable.features.data_writes import DataWrites
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
@@ -48,4 +49,5 @@ def plug_in() -> None:
         Resized(),
         Forked(),
         GradSync(),
+        DataWrites(),
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 HIDDEN = "_checkpoint_wrapped_module"
 """What torch's ``checkpoint_wrapper`` calls the module inside of it. Its state dicts, and those around it, leave that out."""
 
+UNIT_KEY = "_flatshard_unit"
+"""Where a unit is in the ``__dict__`` of its module."""
+
 
 def plain_name(name: str) -> str:
     """``name``, as of ``named_parameters()`` or ``named_modules()``, without what ``checkpoint_wrapper`` adds."""

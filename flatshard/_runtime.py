@@ -7,12 +7,19 @@ On CPU, ``wait`` blocks until gloo's thread has moved the bytes. On an accelerat
 
 [Note: Memory follows the streams]
 flatshard does not use ``record_stream``, so peak memory is deterministic. Memory belongs to the stream that it was
-allocated on. Work on another stream is ordered before the next use of that memory. The unsharded buffer belongs to the
-gather stream. The gather stream waits for the current stream twice: before each all-gather (for whatever wrote the shards:
-an optimizer step, ``p.data = ...``), and when a unit is freed. The input of a reduction is complete before the reduce
-stream is entered. Input and output (which becomes ``.grad``) belong to the stream that runs the backward; they are freed
-after that stream has waited for the reduction. Any other tensor that a side stream reads is held by the
-:class:`StreamEvent` until the wait (``holding``).
+allocated on, and the allocator gives it back to that stream, whichever is current. The user may compute on several streams
+(two towers, a loss on a stream of its own), and autograd computes the backward of each operation on the stream of its
+forward. So one rule is kept: **whoever frees memory has made its stream wait for all who used it.**
+
+- *Unsharded parameters*, and what is kept of them for backward, belong to the gather stream. It waits for the current
+  stream before each all-gather (for whatever wrote the shards: an optimizer step, ``p.data = ...``). Every stream that
+  computes with a unit waits for its all-gather, and when the unit is freed, the gather stream waits for all of them
+  (:class:`Users`).
+- *Gradients of a unit* are worked on by one stream, which is entered for that: the one on which autograd accumulates them
+  (``UnitGradients.home``). The reduction's input and output (which becomes ``.grad``) belong to it. The input is complete
+  before the reduce stream is entered, and freed after the home stream has waited for the reduction. At the end of backward
+  the caller's stream waits for all of them (``join``).
+- Any other tensor that a side stream reads is held by the :class:`StreamEvent` until the wait (``holding``).
 
 [Note: Memory of the host]
 Under CPU offload, copies between host and device are asynchronous too, and streams do not order code on the CPU. So the
@@ -32,7 +39,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
@@ -47,7 +54,7 @@ from flatshard._comm.backends import (
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
-from flatshard._errors import CollectiveError, OutOfStepError
+from flatshard._errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
 from flatshard._host_memory import keep_freed_memory
 
 
@@ -167,6 +174,15 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait()
 
 
+def _has(owner: Any, path: str) -> bool:
+    """Whether ``owner`` has the attribute, which may be one of an attribute."""
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
 class Streams:
     """The side streams of one accelerator. [Note: Memory follows the streams]"""
 
@@ -190,10 +206,19 @@ class Streams:
         if device.type == "cpu":
             return None
         module = torch.get_device_module(device)
-        if not hasattr(module, "Stream"):
+        needed = (
+            "current_stream",
+            "stream",
+            "Stream",
+            "Stream.wait_stream",
+            "Stream.wait_event",
+            "Stream.record_event",
+        )
+        missing = [name for name in needed if not _has(module, name)]
+        if missing:
             raise NotImplementedError(
                 f"fully_shard: parameters are on {str(device)!r}, and torch.{device.type} has no streams to run collectives "
-                "on. Move the module to the CPU or to another accelerator first"
+                f"on: it lacks {', '.join(missing)}. Move the module to the CPU or to another accelerator first"
             )
         return cls(module, device)
 
@@ -218,10 +243,64 @@ class Streams:
         side.wait_stream(self.current)
         self._forked.add(side)
 
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Make ``stream``, one of the user's, the current stream inside the context. Nothing waits before ``join``."""
+        if stream == self.current:
+            yield
+            return
+        self._forked.add(stream)
+        with self._module.stream(stream):
+            yield
+
+    def let_wait(self, waiting: Any, stream: Any) -> None:
+        """Make ``waiting`` wait for the work that is on ``stream`` now; both may be the user's. [Note: CUDA graphs]"""
+        if waiting != stream and (self.is_captured(stream) or not self.is_captured(waiting)):
+            waiting.wait_stream(stream)
+
+    def is_captured(self, stream: Any) -> bool:
+        """Whether ``stream`` is captured into a CUDA graph. What came before the capture is over: capturing begins so."""
+        is_capturing: Callable[[], bool] | None = getattr(self._module, "is_current_stream_capturing", None)
+        if is_capturing is None:
+            return False
+        with self._module.stream(stream):
+            return is_capturing()
+
     def join(self) -> None:
         """Make the current stream wait for all forked side streams. [Note: CUDA graphs]"""
         while self._forked:
-            self.current.wait_stream(self._forked.pop())
+            if (stream := self._forked.pop()) != self.current:
+                self.current.wait_stream(stream)
+
+
+class Users:
+    """The streams that compute with memory of the gather stream. [Note: Memory follows the streams]"""
+
+    __slots__ = ("_gathers", "_known", "_streams")
+
+    def __init__(self, streams: Streams, gathers: Sequence[Pending]) -> None:
+        """``gathers``: what writes it. The current stream waits for them."""
+        self._streams = streams
+        self._gathers = tuple(gathers)
+        self._known = [streams.current]
+
+    def add_current(self) -> None:
+        """The current stream is about to use the memory: make it wait for the gathers, if it has not."""
+        streams, current = self._streams, self._streams.current
+        if current not in self._known:
+            if streams.is_captured(current):  # the gathers may be from before the capture
+                streams.let_wait(current, self._known[0])
+            else:
+                for gather in self._gathers:
+                    gather.wait()
+            self._known.append(current)
+
+    def end(self) -> None:
+        """Make the gather stream wait for all of them. The current stream is waited for in any case."""
+        streams, current = self._streams, self._streams.current
+        for stream in self._known:
+            if stream != current:
+                streams.let_wait(streams.gather, stream)
 
 
 class Runtime:
@@ -329,10 +408,18 @@ class Runtime:
         """Context in which a reduction is issued. Its input is complete, and its output allocated, before it is entered."""
         return contextlib.nullcontext() if self.streams is None else self.streams.running_on(self.streams.reduce)
 
-    def before_free(self) -> None:
-        """Called before a unit is freed: the gather stream waits for the current stream before it reuses the memory."""
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Context in which ``stream``, one of this device's, is the current one. Nothing waits before ``join``."""
+        return contextlib.nullcontext() if self.streams is None else self.streams.on(stream)
+
+    def before_free(self, users: Users | None = None) -> None:
+        """Called before a unit is freed: the gather stream waits for the current stream, and for all ``users``, before it
+        reuses the memory.
+        """
         if self.streams is not None:
             self.streams.fork(self.streams.gather)
+            if users is not None:
+                users.end()
 
     @property
     def current_stream(self) -> Any:
@@ -382,6 +469,8 @@ class Runtime:
     ) -> Pending:
         """Issue a collective by ``start(*tensors)``."""
         progress, monitor = self.progress, self.monitor
+        if self._builtin.has_changed:
+            self._refuse_changed(verb, label)
         if progress is None:
             here.label = label
             pending = start(*tensors)
@@ -406,6 +495,17 @@ class Runtime:
             "without collectives, fix the cause that the first error names, and restart all ranks"
         )
         raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
+
+    def _refuse_changed(self, verb: str, label: Label) -> NoReturn:
+        was, rank, size = f"rank {self.rank} of {self.world_size}", *self._builtin.current_place()
+        text = (
+            f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the "
+            f"unit was sharded, this was {was}; now it is rank {rank} of {size}, and the parts of "
+            "other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, "
+            "init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
+            "flatshard.load_checkpoint takes one of any number of ranks"
+        )
+        raise ReconfiguredError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
         """The process group's store. None after the group has been destroyed."""
@@ -456,6 +556,8 @@ class Runtime:
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
             raise error
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text
         text = text if len(text) <= 400 else f"{text[:400]}..."
         where = describe_place(self.progress.place()) if self.progress is not None else ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -69,12 +70,15 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> M:
     """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it. See the module's text.
 
     Args:
         module: a module, or a list of modules that become one unit.
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
+        dp_mesh_dims: a ``torch.distributed.fsdp.DataParallelMeshDims``: which dimensions of ``mesh`` to shard and replicate
+            over, one each. Parameters that are DTensors are so over other dimensions.
         shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
 
     Raises:
@@ -90,7 +94,7 @@ def fully_shard(
     modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
     for each in modules:
         _check_names(each)
-    hybrid = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    hybrid = dp_mesh_dims is None and isinstance(mesh, DeviceMesh) and mesh.ndim == 2
     _fully_shard(
         module,
         device_mesh=mesh,
@@ -99,6 +103,7 @@ def fully_shard(
         mixed_precision=mp_policy,
         cpu_offload=offload_policy,
         ignored_states=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
     )
     for each in modules:
         add_methods(each)

@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--thorough", action="store_true", help="every case, where else pairs or some are run: see pairs.py"
     )
+    group.addoption("--once", action="store_true", help="of each test that has several cases, one")
     group.addoption("--fuzz", type=int, default=60, metavar="N", help="random cases that test_fuzz.py runs")
     group.addoption(
         "--fuzz-programs", type=int, default=60, metavar="N", help="programs that test_fuzz_programs.py runs"
@@ -67,9 +68,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     faulthandler.cancel_dump_traceback_later()
     os.close(config.stash[_stderr_fd])
+    gc.unfreeze()  # else what the interpreter collects at its end stays, and libraries in C++ print it as leaked
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--once"):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        # Not always the first: where tests have the same parameters, they take turns in them.
+        chosen = {each[turn % len(each)] for turn, each in enumerate(cases.values())}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     simulated = [item for item in items if _is_simulated(item)]
     if len(simulated) < len(items):  # in the middle of a large run, the simulator has been built meanwhile
         others = [item for item in items if not _is_simulated(item)]

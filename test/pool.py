@@ -224,9 +224,11 @@ def _share_gloo_device() -> None:
 
     device, make = _make_gloo_device(), ProcessGroupGloo.__init__
 
-    def make_with_device(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def make_with_device(self: Any, store: Any, rank: int, size: int, timeout: Any, **more: Any) -> None:
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
+        for name, value in more.items():  # torch 2.15: enable_reconfigure
+            setattr(options, name, value)
         make(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = make_with_device

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from flatshard import _torch
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, here, mixed_all_reduce
 
@@ -52,6 +53,18 @@ class BuiltinCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
+        self._may_change = _may_change(group)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
+        if not self._may_change or (group := self._group()) is None:
+            return False
+        return group.size() != self.size or group.rank() != self.rank
+
+    def current_place(self) -> tuple[int, int]:
+        """This process's rank in the group, and the group's size, as they are now."""
+        return self.group.rank(), self.group.size()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -83,6 +96,14 @@ class BuiltinCollectives(Collectives):
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
         return Done()
+
+
+def _may_change(group: dist.ProcessGroup) -> bool:
+    """Whether the group may be given other ranks (torch 2.15: ``reconfigure``)."""
+    try:
+        return bool(getattr(group, "supports_reconfigure", False))
+    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
+        return False
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -291,9 +312,8 @@ class DefaultCollectives(BuiltinCollectives):
                 )
             self.compared = (GATHER,)  # a reduction may come before a gather on one rank and after it on another
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
-        # torch 2.13 renamed these; 2.11 has the old names only.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._all_gather: Callable[..., object] = getattr(dist, _torch.ALL_GATHER)
+        self._reduce_scatter: Callable[..., object] = getattr(dist, _torch.REDUCE_SCATTER)
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:

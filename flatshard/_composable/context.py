@@ -2,12 +2,22 @@
 
 It is shared per group, not per root. So several models issue their collectives in one order, prefetching works across units
 that were sharded by separate calls, and no unit needs to know which one is the root.
+
+[Note: Gathered before it changes]
+A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
+gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters are
+plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells when it is
+enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard until they end,
+so there would be no prefetch left. What the gather has read does no harm, as the version of the shards has changed when
+the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any more, so no read
+is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so all do the same.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -127,9 +137,12 @@ class Context:
         self.forwards.append(forward)
         return forward
 
-    def exit_forward(self, module: nn.Module) -> Forward | None:
-        """Called when ``module`` ends a forward. Returns None if the forward never started (an earlier hook raised)."""
-        if not self.forwards or self.forwards[-1].module is not module:
+    def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
+        """Called when ``module`` ends a forward. Returns None if the forward never started (an earlier hook raised).
+
+        ``raised``: it may have raised. Then a running forward of ``module`` may be another thread's.
+        """
+        if not self.forwards or self.forwards[-1].module is not module or (raised and self._is_elsewhere()):
             return None
         return self.forwards.pop()
 
@@ -187,6 +200,8 @@ class Context:
             if needed.handle.is_sharded:
                 blocked = needed.handle.has_static_buffers and needed.handle.is_blocked
                 if blocked or (needed.claims and needed.claims.show_copies):
+                    continue
+                if self.forwards and needed.changes_in_passes:
                     continue
                 if self.forwards:
                     needed.handle.check_parameters()
@@ -263,8 +278,14 @@ class Context:
         if any(_is_inside(running, last.frame) for running in sys._current_frames().values()):
             raise RuntimeError(
                 f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
-                "mix: run all sharded modules of a process in one thread"
+                "mix: run all sharded modules of a process in one thread. Other threads hand it their inputs, as by a "
+                "concurrent.futures.ThreadPoolExecutor(max_workers=1)"
             )
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the innermost running forward is on another thread."""
+        here, frame = threading.get_ident(), self.forwards[-1].frame
+        return any(_is_inside(at, frame) for thread, at in sys._current_frames().items() if thread != here)
 
     def recover(self, drop_held: bool = False) -> None:
         """After an exception: restore the state between two steps.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from flatshard._composable.partition import PlannedUnit
 from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
@@ -21,19 +18,21 @@ _Member = tuple[PlannedParam, torch.Tensor, Layout]
 
 
 def _options(
+    owned: PlannedParam,
     plain: torch.Tensor,
     wrapping: Wrapping | None,
-    modules: Iterable[nn.Module],
     policy: MixedPrecision,
     offload: CPUOffload,
 ) -> FlatOptions:
-    """The options of one parameter. ``plain``: the tensor that is sharded; ``modules``: where the parameter is registered."""
+    """The options of one parameter. ``plain``: the tensor that is sharded."""
     placed = offload.offload_params, offload.pin_memory
-    if not plain.is_floating_point() or any(policy.ignores(m) for m in modules):
+    if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.slots):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
-    compute = None if isinstance(wrapping, TensorSubclass) else policy.param_dtype
-    return FlatOptions(compute, policy.reduce_dtype, policy.keep_low_precision_grads, *placed)
+    compute = None if isinstance(wrapping, TensorSubclass) else policy.compute_dtype_of(owned.fqn, owned.param)
+    return FlatOptions(
+        compute, policy.reduce_dtype, policy.reduce_in_param_dtype, policy.keep_low_precision_grads, *placed
+    )
 
 
 Loads = dict[Groups | None, list[int]]
@@ -47,14 +46,14 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
 
     Raises:
         TypeError: a callable layout did not return a layout.
-        ValueError: a strict layout would exceed its limit on padding.
+        ValueError: a strict layout would exceed its limit on padding, or a parameter's dtype is none that it can have.
     """
     config = unit.config
     found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions], list[_Member]] = {}
     for owned in unit.owned:
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
-        options = _options(plain, wrapping, [m for m, _ in owned.slots], config.mixed_precision, config.cpu_offload)
+        options = _options(owned, plain, wrapping, config.mixed_precision, config.cpu_offload)
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatshard._composable.backward import (
     Backward,
@@ -52,7 +51,7 @@ from flatshard._composable.backward import (
 from flatshard._composable.claims import Claim
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import ForwardFeature
-from flatshard._composable.outputs import is_opaque, tensors_in
+from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
 from flatshard._composable.state import ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
@@ -170,6 +169,8 @@ class UnitHooks:
         elif alone:
             handle.check_parameters()
             if not handle.is_sharded and unit.is_outdated(context.pass_id):
+                assert handle.gathered is not None
+                unit.changes_in_passes |= handle.gathered.by == context.pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -192,7 +193,7 @@ class UnitHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Returns a new output, or None. If the forward raised, this is called with None as ``output``."""
         unit = self.unit
-        forward = unit.context.exit_forward(module)
+        forward = unit.context.exit_forward(module, output is None)
         if forward is None:
             return None
         comes_back = leaks = False
@@ -285,7 +286,7 @@ class UnitHooks:
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
             return None
-        leaving = _Leave.apply(self, *[values[i] for i in where])  # type: ignore[no-untyped-call]
+        leaving = _leave(self, *[values[i] for i in where])
         for i, watched in zip(where, leaving, strict=True):
             values[i] = watched
         new_args, new_kwargs = tree_unflatten(values, spec)
@@ -296,6 +297,8 @@ class UnitHooks:
         unit, task = self.unit, current_graph_task()
         record = unit.record
         if step.opened_in == task:
+            for needed in unit.needs if unit.context.runtime.streams is not None else ():
+                needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
         if record and record.finished_in == task and not record.finished_early and unit.is_done_with_gradients:
@@ -409,3 +412,6 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.hooks.leave()
         return None, *grads
+
+
+_leave: Callable[..., tuple[torch.Tensor, ...]] = _Leave.apply

@@ -1,4 +1,4 @@
-"""Finds the tensors in a module's output."""
+"""Finds the tensors in a module's input and output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # Values of these types can't hold an activation.
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, torch.Size, nn.Parameter, nn.Module)

@@ -31,9 +31,10 @@ class ReductionQueue:
     """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
 
     holding: ClassVar[weakref.WeakSet[ReductionQueue]] = weakref.WeakSet()
-    """Those with units that hold gradients of earlier backwards for a later reduction."""
+    """Those with units that hold gradients of earlier backwards for a later reduction (``UnitGradients.is_held``)."""
 
     def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
         # In the order of their first forward; they are reduced from the end. Weak references: a forward without a backward
         # must not keep its model alive.
@@ -85,7 +86,9 @@ class ReductionQueue:
             self._reduce(unit)
             ready.remove(unit)
             stays_open = unit.handle.has_replicas and not unit.handle.placement.averaging.reduces_replicas
-            if not stays_open:
+            if stays_open:
+                self.holding.add(self)
+            else:
                 del self._open[weakref.ref(unit)]
 
     def _reduce(self, unit: Unit) -> None:
@@ -127,12 +130,16 @@ class ReductionQueue:
         except BaseException:  # may come from a user's hook
             self.discard()
             raise
-        if self in self.holding and not any(unit.handle.gradients.wants_reduction for unit in self.units()):
+        if self in self.holding and not any(unit.handle.gradients.is_held for unit in self.units()):
             self.holding.discard(self)
 
     def reduce_held(self, units: Collection[Unit]) -> None:
         """Outside of a backward: reduce the gradients that earlier backwards hold for ``units``."""
-        self.reduce_all({u for u in self.units() if u in units and u.handle.gradients.wants_reduction})
+        held = {u for u in self.units() if u in units and u.handle.gradients.wants_reduction}
+        for unit in held:
+            unit.handle.gradients.come_home()
+        self.reduce_all(held)
+        self._runtime.join()
 
     def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:
         """Drop all gradients of its units and ``others`` that are not in ``.grad`` yet, also those of reductions in flight.

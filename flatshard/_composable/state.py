@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._composable.claims import Claims
@@ -21,6 +22,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, Shown
+from flatshard._names import UNIT_KEY
 from flatshard.layouts import LayoutChoice
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ T = TypeVar("T")
 
 MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
 """The mesh of a parameter, by its FQN; None: that of the call."""
-
-_KEY = "_flatshard_unit"  # in the __dict__ of the unit's module
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,10 @@ class BackwardRecord:
         return self.steps == 0
 
 
-# The unit that owns a sharded parameter, by the parameter's id. The unit keeps the parameter alive, so the id is unique.
+# The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+# The units of copies that modules show in place of their parameters. The copies may go before the unit does.
+_owners_of_copies: MutableMapping[nn.Parameter, weakref.ref[Unit]] = WeakIdKeyDictionary()
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their id, in order of creation
 
 
@@ -142,13 +144,16 @@ class Unit:
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_prefetch: Iterable[Unit] | None = None
         self.backward_prefetch: Iterable[Unit] | None = None
+        # Whether its shards have changed between an all-gather and a use of it in one pass. context.py, [Note: Gathered
+        # before it changes]
+        self.changes_in_passes = False
         self._reset()
         self._own_parameters()
 
     def _own_parameters(self) -> None:
         _units[id(self)] = self
         for flat in self.handle.flats:
-            _owners.update((id(p), self) for p in flat.params)
+            _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.computes))
         self.handle.make_room = functools.partial(self.context.make_room, self)
         for placement in self.handle.placements:
             placement.label.handle = weakref.ref(self.handle)
@@ -266,19 +271,27 @@ def called_modules(module: nn.Module) -> tuple[nn.Module, ...]:
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module is ``module``, or has it in its group. None if there is none."""
-    found: Unit | None = module.__dict__.get(_KEY)
+    found: Unit | None = module.__dict__.get(UNIT_KEY)
     return found
 
 
 def owner_of(param: nn.Parameter) -> Unit | None:
-    """The unit that owns a sharded parameter, or None."""
-    return _owners.get(id(param))
+    """The unit that owns a parameter, or None. ``param``: what modules show of it now: a part, the whole, or a copy."""
+    if (found := _owners.get(id(param))) is not None:
+        return found
+    of_copy = _owners_of_copies.get(param) if _owners_of_copies else None
+    return None if of_copy is None else of_copy()
+
+
+def own_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
+    """``copies`` are of parameters of ``unit``, whose modules may show them."""
+    _owners_of_copies.update((copy, weakref.ref(unit)) for copy in copies)
 
 
 def flat_of(param: nn.Parameter) -> FlatParam | None:
     """The flat parameter that a sharded parameter is in, or None."""
     unit = owner_of(param)
-    return None if unit is None else next(flat for flat in unit.handle.flats if flat.index_of(param) is not None)
+    return None if unit is None else next((f for f in unit.handle.flats if f.index_of(param) is not None), None)
 
 
 def all_units() -> list[Unit]:
@@ -288,10 +301,34 @@ def all_units() -> list[Unit]:
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
     for each in {module, *called_modules(module)}:
-        each.__dict__[_KEY] = unit
+        each.__dict__[UNIT_KEY] = unit
 
 
 def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
     """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
     modules = module.modules() if recurse else iter([module])
     return list(dict.fromkeys([unit for m in modules if (unit := unit_of(m)) is not None]))
+
+
+def units_of_parameters(module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """The units that own the parameters registered in ``module``, wherever their modules are: in it, around it, or beside it
+    (for a tied parameter). Those in it also if they own none. First in module order, and the same on all ranks.
+
+    ``recurse``: also in units below ``module``.
+    """
+    found: dict[Unit, None] = {}
+    for each in module.modules() if recurse else _in_no_unit_below(module):
+        if (unit := unit_of(each)) is not None:
+            found.update(dict.fromkeys(unit.needs))
+        for param in each._parameters.values():
+            if param is not None and (owner := owner_of(param)) is not None:
+                found.setdefault(owner)
+    return list(found)
+
+
+def _in_no_unit_below(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and the modules in it, but not those in a unit below it."""
+    yield module
+    for child in module.children():
+        if unit_of(child) is None:
+            yield from _in_no_unit_below(child)

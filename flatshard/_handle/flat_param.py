@@ -37,6 +37,7 @@ from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter, ShardInfo, in_memory_order
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 from flatshard._runtime import Runtime
@@ -117,7 +118,7 @@ class FlatParam:
         result = FlatParam(self.layout, self.options, params, self.kind, placement, self.shard)
         result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
-            result.gradients.use_shard_param(shard_param._flatshard_info)
+            hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))
         return result
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -336,9 +337,10 @@ class FlatParam:
         self.placement.runtime.reads_host()
         return moved
 
-    def keep_gathered(self) -> None:
+    def keep_gathered(self) -> Pending:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""
         self._gathered = self.unsharded.own.clone()
+        return self.placement.runtime.issued(Done())
 
     def free(self) -> None:
         """Free the unsharded buffer."""

@@ -51,6 +51,7 @@ from torch import nn
 from flatshard._handle.reduction import Reduction
 from flatshard._handle.reduction_input import ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
+from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._handle.unused import Unused
@@ -85,15 +86,12 @@ class FlatGradients:
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
         self._begin()
-        if flat.options.keep_low_precision_grads:
-            for param in flat.params:
-                param.grad_dtype = self.dtype
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
-        flat, options, kind = self.flat, self.flat.options, self.flat.kind
-        self.reduce_dtype = dtype = options.reduce_dtype or kind.compute_dtype  # of the sums
-        self.dtype = dtype if options.keep_low_precision_grads else kind.dtype  # of the user's ``.grad``
+        flat, kind = self.flat, self.flat.kind
+        self._follow_choices()
+        dtype = self.reduce_dtype
         to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
         self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
@@ -102,16 +100,56 @@ class FlatGradients:
         self._filled: list[bool] | None = None
         self.follow_names()
 
+    def _follow_choices(self) -> None:
+        """Set the dtypes of gradients on their way. [Note: The dtype of a gradient]"""
+        flat, options, own, computed = self.flat, self.flat.options, self.flat.kind.dtype, self.flat.kind.compute_dtype
+        unset = computed if options.reduce_as_computed else own
+        owners = self._owners
+        if options.keep_low_precision_grads:
+            for param in owners:
+                if not has_chosen(param):
+                    choose(param, options.reduce_dtype or unset)
+        self._choices = choices = [param.grad_dtype for param in owners]
+        others = [None if choice is own else choice for choice in choices]
+        self.reduce_dtype = options.reduce_dtype or promoted([other or unset for other in others])  # of the sums
+        self._takes_any = options.reduce_dtype is None and None in choices
+        arriving = [promoted((computed, other or computed)) for other in others]
+        # What arrives in any dtype, or was added up before, is not known to fit into a narrower one.
+        known = None not in choices and not any(w is not None and w.adds_gradients for w in flat.wrappings)
+        self._sent_dtype = exactly_sent_as(promoted(arriving), self.reduce_dtype) if known else self.reduce_dtype
+        self.dtypes = [choice or self.reduce_dtype for choice in choices]  # of each ``.grad``
+        self.dtype = promoted(self.dtypes)  # of all of them together
+        if flat.is_trainable:
+            of_each = zip(flat.unsharded.computes, itertools.cycle(choices), itertools.cycle(arriving))
+            for compute, choice, dtype in of_each:
+                arrives = None if choice is None else compute.dtype if dtype is computed else dtype
+                if compute.grad_dtype is not arrives:
+                    compute.grad_dtype = arrives
+
+    @property
+    def _owners(self) -> Sequence[nn.Parameter]:
+        """The user's parameters that get the gradients."""
+        return self.flat.params if self.shard_param is None else (self.shard_param,)
+
     def follow_names(self) -> None:
         """Adopt the FQNs of the parameters."""
-        self._parts = _Parts(self.flat, self.dtype)
+        one = len(set(self.dtypes)) == 1
+        self._parts = _Parts(self.flat, self.dtype) if one else _CastParts(self.flat, self.dtypes)
+
+    def follow_grad_dtypes(self) -> None:
+        """Adopt what the user chose since the last call. [Note: The dtype of a gradient]"""
+        if [param.grad_dtype for param in self._owners] != self._choices:
+            self.follow_parameters()
 
     def follow_parameters(self) -> None:
         """Adopt a new dtype or device of the parameters, also for gradients that are held."""
         slots, filled = [] if self._input is None else self._input.slots, self._filled or ()
-        self._begin()
         if self.shard_param is not None:
             self.shard_param.data = self.flat.shard
+        for param in self._owners:
+            if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
+                choose(param, param.grad_dtype)
+        self._begin()
         for index, grad in enumerate(slots):
             if filled[index]:
                 self._put(index, grad.to(self.flat.kind.compute_device))
@@ -121,8 +159,9 @@ class FlatGradients:
         if self.shard_param is None:
             flat = self.flat
             self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), info, flat)
-            if flat.options.keep_low_precision_grads:
-                self.shard_param.grad_dtype = self.dtype
+            choice = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
+            if choice is not flat.kind.dtype:
+                self.shard_param.grad_dtype = choice
             self._begin()
             for param in flat.params:
                 param.grad = None
@@ -162,6 +201,13 @@ class FlatGradients:
     def _check(self, index: int, grad: torch.Tensor) -> None:
         """Raise if ``grad`` cannot be reduced in a flat parameter."""
         fqn = self.flat.layout.params[index].fqn
+        is_reduced = self._takes_any and self._input is not None
+        if is_reduced and promoted((grad.dtype, self.reduce_dtype)) is not self.reduce_dtype:
+            raise RuntimeError(
+                f"the gradient of {fqn!r} is {grad.dtype}, which its reduction in {self.reduce_dtype} would round. It has "
+                f"grad_dtype=None, which lets any dtype in, but ranks must agree on one: set p.grad_dtype = {grad.dtype} "
+                "on the parameter, or pass MixedPrecision(reduce_dtype=...) to fully_shard"
+            )
         if grad.requires_grad:
             raise RuntimeError(
                 f"the gradient of {fqn!r} has a graph of its own (backward(create_graph=True)), which its sharded .grad "
@@ -177,21 +223,21 @@ class FlatGradients:
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the plain tensor inside a tensor subclass; of other parameters as it is."""
         wrapping = self.flat.wrappings[index]
-        return grad if wrapping is None else wrapping.local_gradient(grad)
+        return grad if wrapping is None else wrapping.local_gradient(grad, self.reduce_dtype)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
         filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         if self._input is None:
-            self._hand_over(self.flat.params[index], grad)
+            self._hand_over(self.flat.params[index], grad, self._choices[index] or grad.dtype)
         elif filled[index]:
             self._input.slots[index].add_(grad)
         else:
             torch.add(grad, 0.0, out=self._input.slots[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
-    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        dtype, factor = self.dtype, self.flat.placement.factor
+    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype) -> None:
+        factor = self.flat.placement.factor
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
         if factor is not None:
@@ -223,7 +269,7 @@ class FlatGradients:
         slots, places = input.slots, list(range(len(grads)))
         if False in here:
             grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
-        if torch.is_grad_enabled() or not all([grad.layout is torch.strided for grad in grads]):
+        if torch.is_grad_enabled() or self._takes_any or not all([grad.layout is torch.strided for grad in grads]):
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if any(flat.wrappings):
@@ -261,8 +307,7 @@ class FlatGradients:
             return
         if self._is_waiting:
             narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
-            sent = exactly_sent_as(flat.kind.compute_dtype, self.reduce_dtype) if narrow else self.reduce_dtype
-            self._copy_to_input(sent)  # [Note: Sent as it was computed]
+            self._copy_to_input(self._sent_dtype if narrow else self.reduce_dtype)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
@@ -428,3 +473,24 @@ class _Parts:
         if as_gradients and self._infos:
             mark_all([parts[index] for index in self._marked], self._infos)
         return parts
+
+
+class _CastParts(_Parts):
+    """The same for gradients of several dtypes. [Note: The dtype of a gradient]"""
+
+    __slots__ = ("_dtypes",)
+
+    def __init__(self, flat: FlatParam, dtypes: Sequence[torch.dtype]) -> None:
+        """``dtypes``: of each parameter's gradient."""
+        self._dtypes = dtypes
+        super().__init__(flat, promoted(dtypes))
+        self._empties = list(map(self._cast, self._empties, dtypes))
+
+    @staticmethod
+    def _cast(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return part if part.dtype is dtype else part.to(dtype)
+
+    def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
+        """See ``_Parts``. What is stored in ``.grad`` is cast; other parts are views."""
+        parts = super().of(shard, as_gradients)
+        return list(map(self._cast, parts, self._dtypes)) if as_gradients else parts

@@ -27,8 +27,10 @@ from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_gradients import UnitGradients
+from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -44,7 +46,9 @@ class Source(Protocol):
         """
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Called before the gathered ``flats`` are freed. As long as ``until`` lives, ``gathers`` may be called ``again``."""
+        """Called before the gathered ``flats`` are freed, on the stream that they belong to. As long as ``until`` lives,
+        ``gathers`` may be called ``again``.
+        """
 
 
 class FlatParamHandle:
@@ -61,6 +65,7 @@ class FlatParamHandle:
         self.gradients = UnitGradients(self.flats, placement, self.lifetime)
         self._checked_at = -1  # `changes.count` at the last `check_parameters`
         self._gathers: list[Pending] = []
+        self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
         self.gathered: Gathered | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
         self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
@@ -213,11 +218,10 @@ class FlatParamHandle:
     def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             if instead is None:
-                for flat in self._gathered:
-                    self._gathers.append(flat.gather(exactly, again))
-            else:
-                for started in instead:
-                    self._gathers.append(started)  # at once: a later one may raise
+                instead = (flat.gather(exactly, again) for flat in self._gathered)
+            for flat, started in zip(self._gathered, instead, strict=True):
+                # At once: a later one may raise.
+                self._gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
             self._settle_gathers()
             for flat in self._gathered:
@@ -233,8 +237,11 @@ class FlatParamHandle:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
         if self.lifetime.params is not ParamState.UNSHARDING:
+            if self._users is not None:
+                self._users.add_current()
             return
-        gathers = self._gathers
+        gathers, streams = self._gathers, self.runtime.streams
+        users = None if streams is None or not gathers else Users(streams, gathers)
         try:
             while gathers:  # an interrupt leaves the unfinished ones in the list, and the next `wait` continues
                 gathers[0].wait()
@@ -244,9 +251,7 @@ class FlatParamHandle:
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
-        if self.gathered is not None and not self.gathered.exact:
-            for flat in self._gathered:
-                flat.keep_gathered()
+        self._users = users
 
     def reshard(self, until: object = None) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
@@ -264,9 +269,7 @@ class FlatParamHandle:
             except CollectiveError as e:  # the gathered values are not needed
                 _trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
-        if until is not None and self.source is not None:
-            self.source.keep(self._gathered, until)
-        self._free()
+        self._free(until)
 
     def _settle_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
@@ -274,14 +277,18 @@ class FlatParamHandle:
             for flat in self._gathered:
                 flat.unsharded.leave_memory()
 
-    def _free(self) -> None:
+    def _free(self, until: object = None) -> None:
         if self._gathers:
             self._settle_gathers()
         if self._gathered:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
-            if self.runtime.streams is not None:
-                self.runtime.before_free()
+            if (streams := self.runtime.streams) is not None:
+                self.runtime.before_free(self._users)
+                self._users = None
+            if until is not None and self.source is not None:
+                with self.runtime.on(None if streams is None else streams.gather):
+                    self.source.keep(self._gathered, until)
             for flat in self._gathered:
                 flat.free()
         self.lifetime.move_params("reshard")
@@ -336,6 +343,7 @@ class FlatParamHandle:
             if flat.filling is not None and not new.is_meta:
                 flat.filling.allocate(new.device)
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
+            hand_on(new, sharded)
             sharded.requires_grad_(new.requires_grad)
             self.slots.write(module, name, sharded)
         for flat in self.flats:
@@ -362,7 +370,7 @@ class FlatParamHandle:
             self.gathered = self.gathered._replace(version=self.version())
 
     def sync_thawed(self) -> None:
-        """Before a backward: follow what the user unfroze.
+        """Before a backward: follow what the user unfroze, and the dtypes that the user chose for gradients.
 
         Not what the user froze, whose gradient is dropped: a recomputation under activation checkpointing must save what its
         forward saved.
@@ -371,6 +379,8 @@ class FlatParamHandle:
             self._sync_requires_grad(thawed_only=True)
 
     def _sync_requires_grad(self, thawed_only: bool) -> None:
+        for flat in self.flats:
+            flat.gradients.follow_grad_dtypes()
         if any([flat.sync_requires_grad(thawed_only) for flat in self.flats]):
             self.gradients.find_accumulators()
 

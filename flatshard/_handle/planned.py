@@ -17,7 +17,8 @@ class FlatOptions:
     """The user's options for one flat parameter."""
 
     compute_dtype: torch.dtype | None = None  # None: that of the parameters
-    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: the compute dtype
+    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: see the next
+    reduce_as_computed: bool = True  # in the compute dtype; False: in the parameters' own
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     offload: bool = False  # the shard and its gradient are on the CPU
     pin_memory: bool = True  # they are in page-locked memory, under offload

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
@@ -13,6 +15,7 @@ from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState, Lifetime
 from flatshard._handle.placement import Placement
+from flatshard._runtime import Streams
 
 
 class Arrivals:
@@ -36,8 +39,25 @@ class Accumulators(NamedTuple):
     """The AccumulateGrad nodes of a unit's trainable parameters. Autograd itself has only weak references to them."""
 
     nodes: list[Node]
-    stream: Any  # that all of them accumulate on; None if they differ, and on CPU
+    streams: frozenset[Any]  # that they accumulate on; empty on CPU
     are_all: bool  # all parameters of the unit are trainable
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _at_home(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Concatenate[UnitGradients, P], R]:
+    """The method runs on the stream that works on the unit's gradients: see ``UnitGradients.home``."""
+
+    @functools.wraps(method)
+    def run(self: UnitGradients, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if (streams := self._placement.runtime.streams) is None or self.home is None:
+            return method(self, *args, **kwargs)
+        with streams.on(self.home):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class UnitGradients:
@@ -51,6 +71,9 @@ class UnitGradients:
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.on_reduced: Callable[[], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
+        # The stream that works on the gradients, from the first of them to the end of the reduction: all that is allocated
+        # for them belongs to it. None: there are no gradients; and on CPU.
+        self.home: Any = None
 
     def receive(self, group: int, index: int, task: int) -> None:
         """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``FlatGradients.receive``."""
@@ -58,7 +81,15 @@ class UnitGradients:
             if self._lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
-        self._flats[group].gradients.receive(index)
+        if (streams := self._placement.runtime.streams) is None:
+            self._flats[group].gradients.receive(index)
+        else:
+            here = streams.current
+            self._find_home(streams)
+            streams.let_wait(self.home, here)
+            with streams.on(self.home):
+                self._flats[group].gradients.receive(index)
+            streams.let_wait(here, self.home)  # autograd's gradient, which may be freed now, belongs to it
         self.arrivals.task = task if all([flat.gradients.stays_away for flat in self._flats]) else -1
 
     def follow_stream(self) -> None:
@@ -67,7 +98,7 @@ class UnitGradients:
         An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
         backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
         """
-        if self._placement.runtime.current_stream != self.accumulators.stream:
+        if self.accumulators.streams != {self._placement.runtime.current_stream}:
             self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
             self.find_accumulators()
 
@@ -76,16 +107,52 @@ class UnitGradients:
         leaves = [c for b in self._flats for c in b.unsharded.computes if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-        stream = now = self._placement.runtime.current_stream
+        now, streams = self._placement.runtime.current_stream, frozenset[Any]()
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]
             # A live graph may keep nodes of another stream alive.
-            if any([note.setdefault("flatshard stream", now) != now for note in notes]):
-                stream = None
-        self.accumulators = Accumulators(nodes, stream, len(nodes) == sum([len(b.params) for b in self._flats]))
+            streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
+        self.accumulators = Accumulators(nodes, streams, len(nodes) == sum([len(b.params) for b in self._flats]))
+
+    # -- streams: [Note: Memory follows the streams] -----------------------------------------------------------------
+
+    def _find_home(self, streams: Streams) -> None:
+        current = streams.current
+        if self.home is None or (streams.is_captured(current) and not streams.is_captured(self.home)):
+            self.home = current
+
+    def _leave_home(self) -> None:
+        """Called when there are no gradients any more."""
+        if self.home is not None and not any([flat.gradients.partial is not None for flat in self._flats]):
+            self.home = None
+
+    def come_home(self) -> None:
+        """Make the stream that works on the gradients wait for the current one, outside of a backward."""
+        if self.home is not None and (streams := self._placement.runtime.streams) is not None:
+            streams.let_wait(self.home, streams.current)
+
+    @contextlib.contextmanager
+    def _with_all(self) -> Iterator[None]:
+        """Context in which gradients that autograd accumulated on other streams may be read, and freed."""
+        streams = self._placement.runtime.streams
+        others = self.accumulators.streams - {self.home}
+        if streams is None or not others:
+            yield
+            return
+        for other in others:
+            streams.let_wait(self.home, other)
+        yield
+        for other in others:
+            streams.let_wait(other, self.home)
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
+        if (streams := self._placement.runtime.streams) is not None:
+            self._find_home(streams)
+        self._reduce()
+
+    @_at_home
+    def _reduce(self) -> None:
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
             _trace.event(
@@ -93,11 +160,12 @@ class UnitGradients:
             )
         self.arrivals.task = -1
         try:
-            for flat in self._flats:
-                if True in flat.requires_grad:
-                    flat.gradients.complete(self.accumulates)
-                else:  # frozen since the last backward: held gradients are dropped
-                    flat.gradients.partial = None
+            with self._with_all():
+                for flat in self._flats:
+                    if True in flat.requires_grad:
+                        flat.gradients.complete(self.accumulates)
+                    else:  # frozen since the last backward: held gradients are dropped
+                        flat.gradients.partial = None
             if self._placement.runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
@@ -112,12 +180,14 @@ class UnitGradients:
             if (reduction := flat.gradients.reduction) is not None:
                 reduction.start()
 
+    @_at_home
     def advance(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute."""
         for flat in self._flats:
             if (reduction := flat.gradients.reduction) is not None and flat.placement.replicas is not None:
                 reduction.advance()
 
+    @_at_home
     def hold(self) -> None:
         """End a backward without a reduction: keep its gradients, to which the next backward adds.
 
@@ -127,8 +197,9 @@ class UnitGradients:
             self._lifetime.move_grads("receive")
         if self._lifetime.grads is GradState.FILLING:
             self.arrivals.task = -1
-            for flat in self._flats:
-                flat.gradients.hold()
+            with self._with_all():
+                for flat in self._flats:
+                    flat.gradients.hold()
             self._lifetime.move_grads("hold")
 
     @property
@@ -137,12 +208,18 @@ class UnitGradients:
         return self._lifetime.grads is GradState.HELD or any([b.gradients.partial is not None for b in self._flats])
 
     @property
+    def withholds(self) -> bool:
+        """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
+        return self.is_held and any([flat.gradients.is_reduced for flat in self._flats])
+
+    @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
         if self._lifetime.grads is GradState.HELD:
             return True
         return self._placement.averaging.reduces_replicas and self.is_held
 
+    @_at_home
     def finish(self, assign: bool = True) -> None:
         """Wait for the reduction, if one is in flight, and set the parameters' ``.grad``.
 
@@ -158,6 +235,7 @@ class UnitGradients:
         else:  # the usual case in backward
             self._finish(assign)
 
+    @_at_home
     def free_reduced(self) -> None:
         """Free the reduction's input as soon as the device has read it. ``finish`` must follow.
 
@@ -189,9 +267,11 @@ class UnitGradients:
         for flat in self._flats:
             given |= flat.gradients.finish(assign)
         self._lifetime.move_grads("finish")
+        self._leave_home()
         if given:
             self.on_reduced()
 
+    @_at_home
     def discard(self) -> None:
         """After an exception in backward: drop all gradients that are not in ``.grad`` yet, reduced or not."""
         try:
@@ -203,6 +283,7 @@ class UnitGradients:
             flat.gradients.discard()
         if self._lifetime.grads is not GradState.NONE:
             self._lifetime.move_grads("discard")
+        self._leave_home()
 
     def _settle(self, out_of_step: bool = False) -> None:
         ended = all([r.settle() for flat in self._flats if (r := flat.gradients.reduction) is not None])
@@ -211,3 +292,4 @@ class UnitGradients:
                 flat.gradients.leave_memory()
             flat.gradients.discard()
         self._lifetime.move_grads("finish")
+        self._leave_home()

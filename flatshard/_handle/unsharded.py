@@ -133,12 +133,15 @@ class UnshardedBuffer:
     def changed(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
 
-        ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: the
-        ``.data`` of a plain tensor has its own version counter, and the compute parameters are plain. Comparing values
-        instead would read each unit once more in every forward.
+        ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: see
+        ``may_change``. Comparing values instead would read each unit once more in every forward.
         """
         before, self._version = self._version, sum(map(_version, self.computes))
         return self.take_back_moved() or before != self._version
+
+    def may_change(self) -> None:
+        """Make the next ``changed`` true: somebody may write what version counters don't show."""
+        self._version = -1
 
     def take_back_moved(self) -> bool:
         """If the module set the ``.data`` of compute parameters, copy the new values to the buffer, and point back to it.

@@ -15,20 +15,20 @@ So a load needs no memory beside that of training: parameters and optimizer stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import units_below
+from flatshard._composable.state import units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
 from flatshard.checkpoint._optim_params import Names, options_of, rekey, steps_only
 from flatshard.checkpoint._optim_state_dict import by_name, rows_of
-from flatshard.checkpoint._optim_state_load import stepped_elsewhere, to_load
+from flatshard.checkpoint._optim_state_load import loaded_options, stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.checkpoint._state_dict_hooks import translates
@@ -47,8 +47,8 @@ class Entry:
         """What is written."""
         return self.value
 
-    def template(self, names: Iterable[str]) -> Any:
-        """What is to be read, of what the checkpoint's ``names`` say it has, and where to."""
+    def template(self, names: Mapping[str, Any]) -> Any:
+        """What is to be read, of what the checkpoint has by its ``names``, and where to."""
         return copied(self.saved())
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:
@@ -95,7 +95,7 @@ class InPlace(Stateful):
     def saved(self) -> Any:
         return self._shown
 
-    def template(self, names: Iterable[str]) -> Any:
+    def template(self, names: Mapping[str, Any]) -> Any:
         return self._shown
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:
@@ -120,11 +120,11 @@ class Optimized(Stateful):
         rows, groups = rows_of(self._names, self.value)
         return {"state": by_name(rows), "param_groups": groups}
 
-    def template(self, names: Iterable[str]) -> Any:
+    def template(self, names: Mapping[str, Any]) -> Any:
         prefix = f"{self.key}."
-        wanted = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+        wanted = {n.removeprefix(prefix): kind for n, kind in names.items() if n.startswith(prefix)}
         if not self.strict:  # what the checkpoint lacks stays
-            wanted += [f"state.{n}.{k}" for n, values in self.saved()["state"].items() for k in values]
+            wanted |= {f"state.{n}.{k}": None for n, values in self.saved()["state"].items() for k in values}
         rows, groups = rows_of(self._names, self.value, wanted)
         for named, memories, values in rows:
             for key, value in values.items():
@@ -176,12 +176,17 @@ class PlainOptimized(Optimized):
         groups = [{"params": g["params"], **options_of(g)} for g in result["param_groups"]]
         return {**result, "param_groups": groups}
 
-    def template(self, names: Iterable[str]) -> Any:
+    def template(self, names: Mapping[str, Any]) -> Any:
         own = {k: v for k, v in self.value.state_dict().items() if k not in ("state", "param_groups")}
         return {**copied(own), **super().template(names)}
 
     def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        return rekey(loaded, self._order, to="ids")
+        groups = []
+        for given, saved in zip(self.value.param_groups, loaded["param_groups"], strict=False):
+            options = loaded_options(self.value, given, options_of(saved), self.strict)
+            groups.append({**options, "params": saved["params"]})
+        more = loaded["param_groups"][len(groups) :]  # of which the optimizer tells
+        return rekey({**loaded, "param_groups": [*groups, *more]}, self._order, to="ids")
 
 
 def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
@@ -210,7 +215,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                 raise ValueError(
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
-            flats = idle_flats(owner, "checkpoint") if units_below(owner) else []
+            flats = idle_flats(owner, "checkpoint") if units_of_parameters(owner) else []
             kind = Optimized if flats else PlainOptimized
             found.append(kind(key, value, Names(owner, "checkpoint", flats), strict))
         elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
@@ -224,10 +229,11 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
 
 def _settled_state(module: nn.Module) -> dict[str, Any]:
     """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
-    for context in {unit.context for unit in units_below(module)}:
+    units = units_of_parameters(module)
+    for context in {unit.context for unit in units}:
         if context.forwards and not context.is_running:
             context.recover()
-    check_has_memory([unit.handle for unit in units_below(module)], "checkpoint")
+    check_has_memory([unit.handle for unit in units], "checkpoint")
     found: dict[str, Any] = module.state_dict()
     return found
 

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
+from flatshard._comm.monitor.messages import default_group
+from flatshard._composable.state import units_below
 from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
@@ -66,14 +69,17 @@ def save_checkpoint(
         and the next call raises it.
 
     Raises:
+        TypeError: ``path`` is none.
+        RuntimeError: ``destroy_process_group`` was called before.
         MeetingError: on all ranks, if one did not come or could not do its part: the path exists, a disk is full, elements
             are missing, a value is of a class that loading refuses, another job is saving to ``path``; or the save before
             failed in the background, and nobody knows. The files of the attempt are removed.
     """
-    at = Path(path).absolute()
+    at = _place(path, state, process_group, "save_checkpoint")
     before = _ended()
     meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
-    saving, save = _Saving(at, meeting.is_first, overwrite, progress), Save()
+    count = ByteCount("saving", at, progress, meeting.is_first)
+    saving, save = _Saving(at, meeting.is_first, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(meeting)
         stack.callback(saving.discard)
@@ -124,12 +130,13 @@ def load_checkpoint(
         ``state``, with what was read in the place of tensors and plain values.
 
     Raises:
+        TypeError, RuntimeError: as for saving.
         MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after all that, the
             message says that some has been read.
     """
-    at = Path(path).absolute()
+    at = _place(path, state, process_group, "load_checkpoint")
     before = _ended()
     meeting = Meeting(process_group, f"load_checkpoint({str(at)!r})", timeout)
     loading = _Loading(at, meeting.is_first, strict, verify, progress)
@@ -145,17 +152,39 @@ def load_checkpoint(
     return loading.results()
 
 
+def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
+    """Where the checkpoint is, once the call makes sense.
+
+    Raises:
+        TypeError: ``path`` is none.
+        RuntimeError: the ranks that have parts of ``state`` cannot be asked any more.
+    """
+    if not isinstance(path, str | os.PathLike):
+        swapped = (
+            f", and state a {type(state).__name__}: the other way round" if isinstance(state, str | os.PathLike) else ""
+        )
+        raise TypeError(f"{verb}(path, state): path must be a str or a Path, got a {type(path).__name__}{swapped}")
+    if group is None and default_group() is None and isinstance(state, Mapping):
+        units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
+        if ranks := max((u.context.runtime.world_size for u in units), default=1) - 1:
+            raise RuntimeError(
+                f"{verb}: the model is sharded over {ranks + 1} ranks, and there is no process group any more: call it "
+                "before torch.distributed.destroy_process_group(), or give it the group, process_group="
+            )
+    return Path(path).absolute()
+
+
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
 class _Saving:
     """One rank's part of a save."""
 
-    def __init__(self, path: Path, is_first: bool, overwrite: bool, report: Report | None) -> None:
+    def __init__(self, path: Path, is_first: bool, overwrite: bool, count: ByteCount) -> None:
         from flatshard.checkpoint import _writer
 
         self._files, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
-        self._planner = _writer.SavePlanner(ByteCount("saving", path, report, is_first))
+        self._planner = _writer.SavePlanner(count)
         self._directory: disk.NewDirectory | None = None  # on rank 0
         self._metadata: Any = None  # on rank 0
 
@@ -198,9 +227,14 @@ class Save(Future[None]):
 
     is_known = False  # whether somebody has asked how it ended
 
-    def __init__(self) -> None:
+    def __init__(self, count: ByteCount) -> None:
         super().__init__()
+        self._count = count
         self.set_running_or_notify_cancel()  # what has begun is not cancelled
+
+    def __repr__(self) -> str:
+        state = "failed" if self.done() and super().exception() is not None else "saved" if self.done() else "saving"
+        return f"<Save {state} {str(self._count.path)!r}: {self._count} written by this rank>"
 
     def result(self, timeout: float | None = None) -> None:
         """Wait, and raise what went wrong."""

@@ -12,6 +12,12 @@ parts.
 torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
 on sharded parameters, or by ``load_optim_state_dict``; before that it has no state, but what plain ``load_state_dict`` put
 there. That is looked at before the first step: then each rank takes its part, or refuses what isn't its own.
+
+[Note: Options of groups]
+All that a group has besides its parameters is an option. Some are given, by the user or a scheduler (``initial_lr``). Others
+are made by steps (``step`` of timm's Adan), and are state. The checkpoint decides: each option that it has is loaded, whether
+the group has it yet or not. So a scheduler may be made before or after loading, as with a plain optimizer. An option that the
+checkpoint lacks stays if it was given. It goes if steps make it, as the state that a checkpoint lacks does.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import copy
 import re
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,9 +78,9 @@ def optim_state_dict(
         for_load: where a trainable parameter has no state yet, show what its first step would make, for
             ``torch.distributed.checkpoint.load`` to fill. No step is taken (a copy of the optimizer steps zeros of the
             parameter's size, one parameter at a time, without hooks): hand the dict to :func:`load_optim_state_dict` then.
-            Where some parameters were never used, or were frozen after some steps, a checkpoint has state of others than
-            those that are trainable: give its keys, ``FileSystemReader(path).read_metadata().state_dict_metadata``, in the
-            place of True.
+            A checkpoint may have other state: where some parameters were never used, or were frozen after some steps. And it
+            may have other options: where it was saved with a scheduler, and that is made later here, or the other way round.
+            Then give what it has, ``FileSystemReader(path).read_metadata().state_dict_metadata``, in the place of True.
 
     Raises:
         ValueError: the optimizer steps parameters that are not ``module``'s; nothing is sharded; ``rank0_only`` without
@@ -107,13 +113,15 @@ def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = Fa
     ``for_load``: see :func:`optim_state_dict`.
     """
     asked = None if isinstance(for_load, bool) else _Asked(for_load)
+    shows_first = for_load is True or (asked is not None and not asked.groups)
     rows: list[Row] = []
     groups: list[Group] = []
     for optimizer in as_list(optim):
         take_loaded(optimizer)
         for group in optimizer.param_groups:
             fqns: list[str] = []
-            groups.append({"params": fqns, **options_of(group)})
+            made = _first_options(optimizer, group) if shows_first else {}
+            groups.append({"params": fqns, **made, **options_of(group)})
             for stepped in group["params"]:
                 held = names.of(stepped)
                 fqns += [named.fqn for named in held]
@@ -122,15 +130,60 @@ def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = Fa
                     wanted = (n.param.requires_grad if asked is None else n.fqn in asked.params for n in held)
                     memory = _first_state(optimizer, group, stepped) if any(wanted) else {}
                 rows += [Row(n, memory, _values(n, memory, steps_whole(optimizer), asked)) for n in held]
-    return rows, groups
+    return rows, groups if asked is None or not asked.groups else asked.as_groups(groups)
 
 
 class _Asked:
     """What a checkpoint has, by its keys. The user chose what comes before ``state.``, and any part may have dots."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self.states = {key[at.end() :] for key in keys for at in re.finditer(r"state\.", key)}
+        """``keys``: with what is there, or without."""
+        kinds: dict[str, Any] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
+        self.states = {key[at.end() :] for key in kinds for at in re.finditer(r"state\.", key)}
         self.params = {name[: dot.start()] for name in self.states for dot in re.finditer(r"\.", name)}
+        # Those of one optimizer: of several nobody knows which is asked for.
+        optimizers = [
+            key.removesuffix("0.params") for key in kinds if re.search(r"(^|\.)param_groups\.0\.params$", key)
+        ]
+        start = optimizers[0] if len(optimizers) == 1 else None
+        self.groups = {k.removeprefix(start): kinds[k] for k in kinds if start is not None and k.startswith(start)}
+
+    def as_groups(self, own: list[Group]) -> list[Group]:
+        """The checkpoint's groups, with something in each place to load into. ``own``: the optimizer's."""
+        found: dict[str, Any] = {}
+        for name, kind in self.groups.items():
+            *before, last = name.split(".")
+            at, mine = found, {str(i): group for i, group in enumerate(own)}
+            for key in before:
+                at, mine = at.setdefault(key, {}), _inside(mine, key)
+            at[last] = _room(kind, _inside(mine, last))
+        return list(_with_lists(found))
+
+
+def _inside(value: Any, key: str) -> Any:
+    """What ``value`` has there."""
+    if isinstance(value, list):
+        return value[int(key)] if key.isdecimal() and int(key) < len(value) else None
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _room(kind: Any, own: Any) -> Any:
+    """What a value of this ``kind`` of a checkpoint may be loaded into; of an unknown kind: ``own``."""
+    if kind is None:
+        return own
+    size = getattr(kind, "size", None)
+    if size is None:  # no tensor: whatever it is
+        return None
+    return torch.empty(size, dtype=kind.properties.dtype, device=own.device if isinstance(own, torch.Tensor) else None)
+
+
+def _with_lists(value: Any) -> Any:
+    """With a list in the place of each dict whose keys are numbers."""
+    if not isinstance(value, dict):
+        return value
+    found = {key: _with_lists(each) for key, each in value.items()}
+    are_numbers = all(key.isdecimal() for key in found)
+    return [found[key] for key in sorted(found, key=int)] if are_numbers else found
 
 
 def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked | None) -> dict[str, Any]:
@@ -147,11 +200,43 @@ def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked 
 
 
 def _first_state(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> dict[str, Any]:
-    if steps_whole(optimizer):
-        state: dict[str, Any] = optimizer.first_state(stepped)  # type: ignore[attr-defined]
-        return state
+    if steps_whole(optimizer) and not optimizer.steps_here(stepped):  # type: ignore[attr-defined]
+        return {}
+    return _first_step(optimizer, group, stepped)[0]
+
+
+def _first_options(optimizer: Optimizer, group: Group) -> Group:
+    """All options of ``group`` after a first step, where one is still to come."""
+    if not any(p.requires_grad and not optimizer.state.get(p) for p in group["params"]):
+        return {}
+    return _first_step(optimizer, group, _smallest(group))[1]
+
+
+def made_by_steps(optimizer: Optimizer, given: Group, names: Collection[str]) -> set[str]:
+    """Those options of ``given`` that a first step would make, if it had none of ``names``."""
+    odd = set(names) - optimizer.defaults.keys()
+    if not odd or not any(p.requires_grad for p in given["params"]):
+        return set()
+    without = {key: value for key, value in given.items() if key not in odd}
     try:
-        return first_state(optimizer, group, torch.zeros_like(stepped.detach()))
+        return odd & _first_step(optimizer, without, _smallest(given))[1].keys()
+    except RuntimeError:  # a step needs some of them: they were given
+        return set()
+
+
+def _smallest(group: Group) -> nn.Parameter:
+    """The trainable parameter by which it takes least to see what a step does."""
+    params: list[nn.Parameter] = [p for p in group["params"] if p.requires_grad]
+    return min(params, key=lambda p: (p.numel() == 0, p.numel()))
+
+
+def _first_step(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> tuple[dict[str, Any], Group]:
+    """What :func:`first_step` says, also of an optimizer that steps whole parameters."""
+    try:
+        if steps_whole(optimizer):
+            found: tuple[dict[str, Any], Group] = optimizer.first_step(stepped, group)  # type: ignore[attr-defined]
+            return found
+        return first_step(optimizer, group, torch.zeros_like(stepped.detach()))
     except Exception as e:
         raise RuntimeError(
             f"what the first step of {type(optimizer).__name__} would make is not known, as a step of a copy raised "
@@ -160,8 +245,10 @@ def _first_state(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> d
 
 
 @torch.no_grad()
-def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict[str, Any]:
-    """The state that a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
+def first_step(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> tuple[dict[str, Any], Group]:
+    """What a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
+
+    Its state, and the options of the group: [Note: Options of groups].
 
     Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
     keeps besides state and options, as ``copy.copy`` does.
@@ -179,7 +266,7 @@ def first_state(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> dict
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # without hooks that are on all optimizers
     step(stand_in)
-    return dict(stand_in.state.get(param, {}))
+    return dict(stand_in.state.get(param, {})), options_of(stand_in.param_groups[0])
 
 
 def copied_option(value: Any) -> Any:

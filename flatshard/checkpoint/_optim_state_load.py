@@ -19,7 +19,7 @@ from flatshard.checkpoint._optim_params import (
     rekey,
     steps_whole,
 )
-from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.checkpoint._optim_state_dict import hook_optimizer, made_by_steps
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 
@@ -69,7 +69,7 @@ def to_load(
     own = [named for optimizer in optimizers for group in names.groups(optimizer) for named in group]
     if any(isinstance(key, int) for group in state["param_groups"] for key in group["params"]):
         state = rekey(state, _order(names, own, state))
-    load = _Load(names, own, state)
+    load = _Load(names, own, state, strict)
     if strict:
         load.check_names(own)
     loads = [(optimizer, load.into(optimizer)) for optimizer in optimizers]
@@ -103,8 +103,8 @@ def _order(names: Names, own: list[Named], state: dict[str, Any]) -> list[str]:
 class _Load:
     """A state dict by name on its way into optimizers. What does not fit is added to ``problems``."""
 
-    def __init__(self, names: Names, own: list[Named], state: dict[str, Any]) -> None:
-        self.names = names
+    def __init__(self, names: Names, own: list[Named], state: dict[str, Any], strict: bool) -> None:
+        self.names, self.strict = names, strict
         self.problems: list[str] = []
         self.values: State = {names.aliases.get(fqn, fqn): values for fqn, values in state["state"].items()}
         self.options: dict[str, Group] = {}
@@ -133,8 +133,8 @@ class _Load:
             held = [self.names.of(param) for param in given["params"]]
             ids = range(number, number + len(held))
             number = ids.stop
-            own_options = {key: value for key, value in given.items() if key != "params"}
-            groups.append({**own_options, **self._options([n for each in held for n in each]), "params": list(ids)})
+            options = self._options([n for each in held for n in each])
+            groups.append({**loaded_options(optimizer, given, options, self.strict), "params": list(ids)})
             for i, param, of_param in zip(ids, given["params"], held, strict=True):
                 saved = [n for n in of_param if n.fqn in self.values]
                 if saved and not _is_elsewhere(optimizer, param):
@@ -199,6 +199,13 @@ class _Load:
             else:
                 result[key] = first
         return result
+
+
+def loaded_options(optimizer: Optimizer, given: Group, saved: Group, strict: bool) -> Group:
+    """What a group has besides parameters when ``saved`` has been loaded into it. [Note: Options of groups]"""
+    own = {key: value for key, value in given.items() if key != "params"}
+    gone = made_by_steps(optimizer, given, own.keys() - saved.keys() - {"param_names"}) if strict and saved else set()
+    return {**{key: value for key, value in own.items() if key not in gone}, **saved}
 
 
 def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:

@@ -354,7 +354,12 @@ def plan(
         elif kind is not None:
             pieces.append(reader.piece(MetadataIndex(name), None, functools.partial(_put, state, ways[name], name)))
     if strict and (missing := [n for n in values if n not in saved]):
-        wrong.insert(0, f"not in the checkpoint: {name_list(missing, 50)}")
+        keys = dict.fromkeys(n.partition(".")[0] for n in saved)
+        if unknown := dict.fromkeys(key for n in missing if (key := n.partition(".")[0]) not in keys):
+            missing = [n for n in missing if n.partition(".")[0] in keys]
+            wrong.insert(0, f"not in the checkpoint: {name_list(unknown)}; it was saved with {name_list(keys)}")
+        if missing:
+            wrong.insert(0, f"not in the checkpoint: {name_list(missing, 50)}")
     if strict and (unexpected := [n for n in expected if n not in values]):
         wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
     if wrong:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatshard._comm.progress import Label
-from flatshard._composable.features.find import units_registered_in
+from flatshard._composable.features.find import units_of
 from flatshard._composable.features.gathering import Gathering
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
@@ -44,7 +44,8 @@ def full_state_dict(
     """``module.state_dict()`` with whole, plain tensors: what the unsharded model's would be. All ranks must call it.
 
     Gathers one flat parameter at a time, so a rank holds at most one unit beyond the result. Nothing shares memory with the
-    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own.
+    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own (for
+    BatchNorm's statistics see ``flatshard.sync_buffers``).
 
     Args:
         module: a sharded module, or one that holds sharded ones.
@@ -242,9 +243,12 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     differing = [n for n in {**rest, **state["rest"]} if _form(rest.get(n)) != _form(state["rest"].get(n))]
     if differing:
         raise ValueError(f"load_local_state_dict: {name_list(differing)} differ in name, shape or kind")
+    inside = {id(param) for param in module.parameters()}
     with torch.no_grad():
         for (_, flat), saved in zip(flats, given, strict=True):
             for index, (part, param) in enumerate(zip(flat.slices, flat.params, strict=True)):
+                if id(param) not in inside:  # of a unit around ``module``
+                    continue
                 param.copy_(flat.shaped(index, saved["shard"][part.start : part.stop]))
         for name, value in rest.items():
             if isinstance(value, torch.Tensor):
@@ -301,13 +305,16 @@ def _check_experts(flats: list[Flat]) -> None:
 
 def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
-    units = units_registered_in(module, True, verb)
+    units = units_of(module, verb)
     if busy := [u.fqn for u in units if u.claims.use]:
         raise RuntimeError(
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
-    if whole := [u.fqn or "<root>" for u in units if u.handle.slots.shows is not SHARDED]:
+    whole = [u.fqn or "<root>" for u in units if u.handle.slots.shows is not SHARDED]
+    if whole and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
+        raise RuntimeError(f"{verb}: {name_list(whole)} are in a backward. Call it when loss.backward() has returned")
+    if whole:
         raise RuntimeError(
             f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -29,7 +28,7 @@ from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import ALIGNMENT, BLOCK, around, checksums, memory_of
-from flatshard.checkpoint._metadata import Body, seal
+from flatshard.checkpoint._metadata import Body, pickled, seal
 
 _BATCH = 4 * BLOCK  # bytes in one call
 
@@ -51,13 +50,7 @@ class Writer(FileSystemWriter):
         """See torch."""
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
-        alike: list[TensorProperties] = []  # each once: it takes a quarter of the time to read them
-        for kind in metadata.state_dict_metadata.values():
-            if isinstance(kind, TensorStorageMetadata):
-                if kind.properties not in alike:
-                    alike.append(kind.properties)
-                kind.properties = alike[alike.index(kind.properties)]
-        data = pickle.dumps(metadata)
+        data = pickled(metadata)
         file = disk.create(Path(self.path) / f"{disk.METADATA}.tmp")
         try:
             disk.write(file, [memoryview(data), memoryview(seal(data))])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flatshard._composable.features.find import units_of
 from flatshard._composable.state import Unit, units_below
 from flatshard._handle.layout import ParamInfo
 
@@ -21,7 +22,7 @@ class FlatDescription:
     shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
     dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
-    grad_dtype: torch.dtype  # of ``.grad``
+    grad_dtype: torch.dtype  # of ``.grad``; of several, the promoted one
     reduce_dtype: torch.dtype  # in which gradients are reduced
     trainable: bool
     numel: int  # elements of the whole parameters
@@ -141,16 +142,19 @@ def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
-    """The units of a sharded module: FQNs, sizes, padding, dtypes, strategy, state. ``print(describe(model))`` is a table.
+    """The units that own ``module``'s parameters: FQNs, sizes, padding, dtypes, strategy, state.
+
+    ``print(describe(model))`` is a table.
 
     ``verbose``: the table lists every parameter with its shape, below its unit.
 
     Raises:
+        TypeError: ``module`` is no module.
         ValueError: nothing in ``module`` is sharded.
     """
-    units = units_below(module)
-    if not units:
-        raise ValueError(f"describe: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"describe takes the model, an nn.Module, got a {type(module).__name__}")
+    units = units_of(module, "describe")
     runtime = units[0].context.runtime
     return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)
 

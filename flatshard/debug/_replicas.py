@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.progress import Label
+from flatshard._composable.features.buffers import Named, buffers_of_units
+from flatshard._composable.features.find import units_of
 from flatshard._composable.features.left_alone import added_later
-from flatshard._composable.state import Unit, unit_of, units_below
+from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Runtime, on_any_rank
 
 _LABEL = Label("check_replicas")
-
-Named = list[tuple[str, torch.Tensor]]
 
 
 def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
@@ -36,16 +36,15 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
 
     Args:
         module: a sharded module, or one that contains sharded modules.
-        buffers: also compare buffers. (The running statistics of BatchNorm differ, because each rank has its own data.)
+        buffers: also compare buffers. (The running statistics of BatchNorm differ, because each rank has its own data, until
+            ``flatshard.sync_buffers(module)``.)
 
     Raises:
         RuntimeError: some values differ. The message names the parameters and buffers, and the global ranks. All ranks raise.
         ValueError: nothing in ``module`` is sharded; or there is nothing to compare, as no unit has replicas and ``buffers``
             is False.
     """
-    units = units_below(module)
-    if not units:
-        raise ValueError(f"check_replicas: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    units = units_of(module, "check_replicas")
     added = list(added_later(module))
     if not (buffers or added) and not any(u.config.strategy.is_hybrid or _keeps_all(u) for u in units):
         raise ValueError(
@@ -68,7 +67,7 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
         ):
             compare(runtime, [(fqn, param.data)])
     if buffers:
-        for unit, values in _buffers(module):
+        for unit, values in buffers_of_units(module, units):
             compare(unit.context.runtime, values)
             if unit.config.strategy.is_hybrid:
                 compare(unit.handle.placement.replicas, values)
@@ -78,6 +77,8 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
     if problems or differ_elsewhere:
         start = "Start from the same values (fully_shard(..., sync_module_states=True))"
         cure = f"{start}, and change parameters on all ranks alike"
+        if buffers:
+            cure += ". To make buffers equal, call flatshard.sync_buffers(module)"
         if names := list(dict.fromkeys(fqn for _, fqn, _ in added)):
             cure += (
                 f". Nobody averages the gradients of {name_list(names, 3)}, which were registered after fully_shard: add "
@@ -97,24 +98,6 @@ def _keeps_all(unit: Unit) -> bool:
 def _parameters(flat: FlatParam) -> Iterator[tuple[str, torch.Tensor]]:
     for info, param in zip(flat.layout.params, flat.params, strict=True):
         yield info.fqn, param.data
-
-
-def _buffers(module: nn.Module) -> list[tuple[Unit, Named]]:
-    """The buffers of each unit, without those of units below it."""
-    found: list[tuple[Unit, Named]] = []
-    seen: set[int] = set()
-
-    def visit(at: nn.Module, name: str, unit: Unit | None) -> None:
-        unit = unit_of(at) or unit
-        if unit is not None:
-            mine = [(f"{name}{n}", b) for n, b in at._buffers.items() if b is not None and id(b) not in seen]
-            seen.update(id(b) for _, b in mine)
-            found.append((unit, mine))
-        for child_name, child in at.named_children():
-            visit(child, f"{name}{child_name}.", unit)
-
-    visit(module, "", None)
-    return found
 
 
 def _compare(runtime: Runtime, values: Named) -> str:

@@ -89,15 +89,18 @@ class Blocks(_Aligned):
 
 @dataclass(frozen=True, slots=True)
 class Whole(_Aligned):
-    """Do not cut: each parameter lies on one rank in its own shape. The parts of other ranks are empty: ``(0, *rest)``.
+    """Cut between parameters: each lies on one rank in its own shape. The parts of other ranks are empty: ``(0, *rest)``.
+
+    All ranks have memory for as many elements as the fullest, so a unit of few matrices takes padding. If that is more than
+    ``max_padding``, its parameters are cut as by ``Elements``, with a warning. ``max_padding=math.inf`` never cuts.
 
     Use it for optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB). Each rank steps its own parameters,
     without communication. Ranks get about the same number of elements in each unit, and about the same work over all units.
-    This needs units with several times more matrices than ranks (experts), or few ranks.
+    It takes little padding where units have several times more matrices than there are ranks (experts), or ranks are few.
     """
 
     max_padding: float = 0.5
-    """As in :class:`Rows`."""
+    """As in :class:`Rows`: padding as a fraction of the unit's elements."""
     strict: bool = False
     """As in :class:`Rows`."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from flatshard._composable.state import units_below
+from flatshard._composable.features.find import units_of
+from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import common_runtime
 from flatshard._handle.flat_param import FlatParam
@@ -25,11 +26,11 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     Raises:
         RuntimeError: parameters are on the meta device.
         ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding; an
-            optimizer cannot treat them differently. Or nothing in ``module`` is sharded.
+            optimizer cannot treat them differently; or parameters from outside of ``module``. Or nothing in ``module`` is
+            sharded.
     """
-    units = units_below(module)
-    if not units:
-        raise ValueError(f"flat_parameters: nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    units = units_of(module, "flat_parameters")
+    _check_all_inside(module, units)
     flats = [flat for unit in units for flat in unit.handle.flats]
     check_has_memory([unit.handle for unit in units], "flat_parameters")
     for flat in flats:
@@ -46,6 +47,20 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
             param.fqns = tuple(info.fqn for info in flat.layout.params)  # type: ignore[attr-defined]
             result.append(param)
     return result
+
+
+def _check_all_inside(module: nn.Module, units: list[Unit]) -> None:
+    """Raise if a unit also owns parameters from outside of ``module``: an optimizer would step them, too."""
+    inside = set(module.modules())
+    for unit in units:
+        registered = {id(p) for m, _, p, _ in unit.handle.slots.entries if m in inside}
+        owned = [(p, i.fqn) for f in unit.handle.flats for p, i in zip(f.params, f.layout.params, strict=True)]
+        if others := [fqn for param, fqn in owned if id(param) not in registered]:
+            raise ValueError(
+                f"flat_parameters: this {type(module).__name__} has a part of unit {unit.fqn or '<root>'!r}, whose flat "
+                f"parameter also has {name_list(others, 3)}: pass a module that has all of the unit, or make this module a "
+                "unit by the policy"
+            )
 
 
 def _info_of(flat: FlatParam) -> ShardInfo:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flatshard._composable.state import owner_of, units_below
+from flatshard._composable.features.grad_sync import check_reduced
+from flatshard._composable.state import owner_of, units_of_parameters
 from flatshard._errors import name_list
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm
@@ -43,8 +44,8 @@ def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite
 
     Raises:
         ValueError: ``norm_type`` is negative or NaN.
-        RuntimeError: parameters are unsharded (in forward, ``unshard`` or ``summon_full_params``); or the norm is not
-            finite and ``error_if_nonfinite`` is set.
+        RuntimeError: parameters are unsharded (in forward, ``unshard`` or ``summon_full_params``); gradients are held
+            (``no_sync``); or the norm is not finite and ``error_if_nonfinite`` is set.
         NotImplementedError: the gradient of an ignored parameter is a tensor subclass, such as a DTensor.
     """
     return _total_norm(_gradients_of(module, "get_total_norm"), norm_type, error_if_nonfinite)
@@ -135,9 +136,11 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             f"{verb} takes the module, got a {type(module).__name__}: pass the model, or pass its parameters to torch's own, "
             f"torch.nn.utils.{verb}"
         )
-    for below in units_below(module):
-        if below.handle.slots.shows is not SHARDED:
-            raise _unsharded(below.fqn, verb)
+    owners = units_of_parameters(module)
+    for owner in owners:
+        if owner.handle.slots.shows is not SHARDED:
+            raise _unsharded(owner.fqn, verb)
+    check_reduced(owners, verb)
     grads: dict[int, torch.Tensor | None] = {}  # of sharded parameters, by the parameter's id
     found = []
     for name, param in module.named_parameters():

@@ -1,10 +1,10 @@
 """Checks an optimizer of sharded parameters before it steps.
 
 [Note: Steps that change nothing]
-Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync`` gradients are accumulated,
-but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the exit overwrites them by the
-unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which nobody reads afterwards.
-Active contexts are kept in two lists, so a step outside of them only checks that the lists are empty.
+Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync``, and after it until they are
+reduced, gradients are accumulated, but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the
+exit overwrites them by the unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which
+nobody reads afterwards. Other steps only check that no queue holds gradients, and that no such context is active.
 
 [Note: Optimizers that look at shapes]
 Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
@@ -26,9 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.full_params import copy_names, summoned_units
-from flatshard._composable.features.grad_sync import held_back_units
+from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit, UnitConfig, all_units, flat_of
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
@@ -72,30 +73,25 @@ def _check_moment(optimizer: Optimizer) -> None:
     """Check that a step now has an effect. [Note: Steps that change nothing]
 
     Raises:
-        RuntimeError: the step is inside ``no_sync`` or ``summon_full_params``.
+        RuntimeError: units hold gradients (``no_sync``), or the step is inside ``summon_full_params``.
     """
-    if not held_back_units and not summoned_units:
+    if not ReductionQueue.holding and not summoned_units:
         return
     params = {id(p) for p in params_of(optimizer)}
     name = type(optimizer).__name__
-    held = [u for units in held_back_units for u in units if u.handle.gradients.is_held]
-    if units := _stepped(held, params):
+    check_reduced(_stepped(held_units(), params), f"{name}.step")
+    if found := _stepped([u for units in summoned_units for u in units], params):
+        units = name_list((unit.fqn for unit in found), 3)
         raise RuntimeError(
-            f"{name}.step inside no_sync: units {name_list(units, 3)} hold gradients that no rank has reduced, and that are "
-            "not in .grad. Run the last backward outside of no_sync, or call flatshard.reduce_gradients(module) after it; "
-            "then step"
-        )
-    if units := _stepped([u for units in summoned_units for u in units], params):
-        raise RuntimeError(
-            f"{name}.step inside summon_full_params of units {name_list(units, 3)}: the step would change the sharded "
+            f"{name}.step inside summon_full_params of units {units}: the step would change the sharded "
             "parameters, and the end of the `with` block would overwrite them. Step after the block"
         )
 
 
-def _stepped(units: Iterable[Unit], params: set[int]) -> list[str]:
-    """The FQNs of the ``units`` that own some of ``params``, which are ids."""
-    owned = [(u.fqn, p) for u in units for f in u.handle.flats for p in (f.gradients.shard_param, *f.params)]
-    return list(dict.fromkeys(fqn for fqn, param in owned if id(param) in params))
+def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:
+    """Those of ``units`` that own some of ``params``, which are ids."""
+    owned = [(u, p) for u in units for f in u.handle.flats for p in (f.gradients.shard_param, *f.params)]
+    return list(dict.fromkeys(unit for unit, param in owned if id(param) in params))
 
 
 def _holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
@@ -163,11 +159,17 @@ _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam
 _ELEMENTWISE_TYPES = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), torch.optim.SparseAdam}
 
 
+# Without this limit small units would be cut all the same.
+_KEEP_WHOLE = (
+    "or shard with layout=flatshard.layouts.Whole(max_padding=math.inf), which cuts no parameter and pads as it must"
+)
+
+
 def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """Raise if the optimizer cannot step parts of parameters. [Note: Optimizers that look at shapes]"""
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
-        check_whole_parameters(params, name)
+        _check_whole(params, name, steps_empty)
         scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
         if not steps_empty and scattered:
             raise RuntimeError(
@@ -215,8 +217,8 @@ def _try_it(optimizer: Optimizer) -> None:
                 raise RuntimeError(
                     f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
                     f"its parts, and ranks have parts of {info.fqn!r}. Use "
-                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, or shard with "
-                    f"layout=flatshard.layouts.Whole(). {allow}"
+                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, "
+                    f"{_KEEP_WHOLE}. {allow}"
                 )
 
 
@@ -267,6 +269,11 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
         RuntimeError: a parameter is cut between ranks, or is a 1-D part although the whole has more dimensions, or is sharded
             by tensor parallelism.
     """
+    _check_whole(params, optimizer, steps_empty=True)
+
+
+def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> None:
+    """``steps_empty``: the optimizer can step parameters without elements, which other ranks have where one has the whole."""
     infos = [i for p in params if (i := shard_info(p)) is not None]
     parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
     if parallel:
@@ -277,8 +284,8 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
     if cut := [i.fqn for i in infos if _is_cut(i)]:
         raise RuntimeError(
             f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
-            f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any "
-            "layout, or shard with layout=flatshard.layouts.Whole()"
+            f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any layout"
+            + (f", {_KEEP_WHOLE}" if steps_empty else "")
         )
 
 

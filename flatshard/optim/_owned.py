@@ -104,8 +104,8 @@ class Owned(Stepped):
         else:
             value, grad = self.param.detach(), plain(grad)
         self.proxy.data = value if value.shape == info.shape else value.as_strided(info.shape, info.stride)
-        if grad.dtype is not self.proxy.dtype:
-            self.proxy.grad_dtype = grad.dtype  # keep_low_precision_grads
+        if self.proxy.grad_dtype is not grad.dtype:
+            self.proxy.grad_dtype = grad.dtype
         self.proxy.grad = grad if grad.shape == info.shape else grad.as_strided(info.shape, info.stride)
 
     def hide(self) -> None:

@@ -15,7 +15,7 @@ from flatshard._composable.state import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import Group, options_of
-from flatshard.checkpoint._optim_state_dict import copied_option, first_state
+from flatshard.checkpoint._optim_state_dict import copied_option, first_step
 from flatshard.optim._owned import Owned, Stepped, move
 from flatshard.optim._trial import Impossible, check_one_by_one
 
@@ -26,10 +26,10 @@ class WholeParameterOptimizer(Optimizer):
     """Steps whole parameters by an ``optimizer_class`` that looks at more than single elements: Muon, Shampoo, Adafactor.
 
     One rank steps each parameter. With the same gradients the result is the same as in one process, bit for bit. A parameter
-    that lies on one rank (by ``layout=flatshard.layouts.Whole()``, or because it is small) is stepped there in place, without
-    communication. If a parameter is cut, its parts and those of its gradient are sent to one rank, which steps it and sends
-    the new parts back. This runs in batches, while other parameters are stepped. The work is balanced over the ranks. The
-    optimizer's state exists only on the rank that steps the parameter.
+    that lies on one rank is stepped there in place, without communication: because it is small, or by
+    ``layout=flatshard.layouts.Whole(max_padding=math.inf)``. If a parameter is cut, its parts and those of its gradient are
+    sent to one rank, which steps it and sends the new parts back. This runs in batches, while other parameters are stepped.
+    The work is balanced over the ranks. The optimizer's state exists only on the rank that steps the parameter.
 
     Example::
 
@@ -114,15 +114,13 @@ class WholeParameterOptimizer(Optimizer):
         """Whether this rank steps ``param``, and so has its state."""
         return self._owned[param].is_mine
 
-    def first_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The state that a first step would create for ``param``, on the rank that steps it; ``{}`` on other ranks.
+    def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
+        """The state that a first step would create for ``param``, and the options that ``group`` would have.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
-        if self._inner is None or not self.steps_here(param):
-            return {}
-        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        return first_state(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
+        assert self._inner is not None
+        return first_step(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

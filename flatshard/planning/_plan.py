@@ -1,4 +1,4 @@
-"""``plan``: what ``fully_shard`` would build, and what a step would cost."""
+"""``plan``: what ``fully_shard`` would build, and what a step takes and sends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from flatshard._composable.construct import validate
 from flatshard._composable.construct.options import unit_config
 from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.policy import Policy
-from flatshard._composable.state import Unit, UnitConfig, units_below
+from flatshard._composable.state import Unit, UnitConfig, units_of_parameters
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
-from flatshard.planning._hardware import Bandwidths
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import META, Program, StepOptions
-from flatshard.planning._records import Collective, Ranks, Timeline
-from flatshard.planning._report import Plan, UnitPlan, in_seconds
+from flatshard.planning._records import Collective, Ranks
+from flatshard.planning._report import Plan, UnitPlan
 
 
 def plan(
@@ -47,26 +46,25 @@ def plan(
     optimizer: OptimizerChoice = None,
     microbatches: int = 1,
     no_sync: bool = False,
-    tokens: int = 0,
     activations: int | Mapping[str, int] = 0,
     example_inputs: Any = None,
-    bandwidths: Bandwidths | None = None,
+    ranks_per_node: int = 8,
     device: str = "cuda",
     compare: bool = True,
 ) -> Plan:
-    """What :func:`fully_shard` would build, and the memory, collectives and time of a step. Needs no process group or memory.
+    """What :func:`fully_shard` would build, and the memory and collectives of a step. Needs no process group and no memory.
 
     It shards a copy of the module on the meta device, as one rank of a process group that does not exist, and runs steps with
     the same code and hooks as training. It records what they issue, allocate and free. So units, collectives with their
-    order, and memory are exact. Times are modelled: ``bandwidths`` describes the hardware.
+    order, and memory are exact.
 
     Example::
 
         with torch.device("meta"):
             model = GPT(...)
-        plan = flatshard.plan(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW, tokens=8192)
+        plan = flatshard.plan(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW)
         print(plan)
-        plan.trace("step.json")  # for https://ui.perfetto.dev
+        plan.plot("step.svg")  # the memory over a step; needs matplotlib
 
     The result is about the second step and later ones. Gradients are dropped (``zero_grad()``) before forward. Without
     ``example_inputs`` it assumes that modules run one after the other, each once, in the order in which they are registered,
@@ -79,7 +77,7 @@ def plan(
             reshard_after_forward, layout, static_buffers: as for :func:`fully_shard`. With collectives that have an
             ``allocate``, pass ``static_buffers=True``.
         world_size: the number of ranks. For hybrid strategies it may be (replicas, ranks to shard over), like the shape of a
-            2-D mesh. With a single number they shard within a node of ``bandwidths.gpus_per_node``.
+            2-D mesh. With a single number they shard within a node of ``ranks_per_node``.
         strategy: as for :func:`fully_shard`.
         widens: whether gradients are sent in the dtype that they were computed in and added in ``reduce_dtype``, as by
             ``flatshard.comm.DefaultCollectives(group, widens=True)``. None: as by the built-in collectives, True for gloo and
@@ -93,12 +91,9 @@ def plan(
         example_inputs: arguments of ``module``'s forward: a tuple, or a dict of keyword arguments. Only shapes and dtypes
             matter. With them the copy runs its own forward, and backward from the sum of its outputs, so that the order of
             units, activations and floating-point operations are recorded, too.
-        tokens: without ``example_inputs``: the number of positions that each rank computes in a microbatch. A forward is
-            assumed to take 2 operations per token and element of matrices (embeddings excepted), and backward as many for the
-            gradient of the input and for that of the matrix. 0: computing takes no time.
         activations: without ``example_inputs``: the bytes that autograd saves in each unit except the outermost, or a dict of
             them by FQN.
-        bandwidths: the hardware, for times.
+        ranks_per_node: for hybrid strategies whose shape is not given, and for comparing with them.
         device: the type of device to train on. On ``"cpu"`` nothing is offloaded.
         compare: also plan the other strategies over as many ranks, for ``Plan.strategies``.
 
@@ -106,13 +101,14 @@ def plan(
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
-    bandwidths = Bandwidths() if bandwidths is None else bandwidths
+    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+        raise ValueError(f"plan: ranks_per_node must be an int of at least 1, got {ranks_per_node!r}")
     given = locals()
     options = StepOptions(**{field.name: given[field.name] for field in dataclasses.fields(StepOptions)})
     of_unit = [field.name for field in dataclasses.fields(UnitConfig) if field.name in given]
     config = unit_config(collectives=None, **{name: given[name] for name in of_unit})
-    ranks = _ranks(world_size, config.strategy, bandwidths.gpus_per_node)
-    if isinstance(module, nn.Module) and (units := units_below(module)):
+    ranks = _ranks(world_size, config.strategy, ranks_per_node)
+    if isinstance(module, nn.Module) and (units := units_of_parameters(module)):
         raise ValueError(
             f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() shows "
             "its units. To plan, build the model again: `with torch.device('meta'):` takes no memory"
@@ -120,7 +116,7 @@ def plan(
     validate.check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
     _check(choice, activations)
-    others = _alternatives(choice, ranks, bandwidths.gpus_per_node) if compare else []
+    others = _alternatives(choice, ranks, ranks_per_node) if compare else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fully_shard itself will warn
         recorded = tuple(_recorded(Program(module, *other, options)) for other in others)
@@ -146,8 +142,8 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
         return Ranks(1, sizes[0])
     if sizes[0] % per_node:
         raise ValueError(
-            f"plan: {strategy} shards within a node, but {per_node} GPUs a node do not divide {sizes[0]} ranks: "
-            "pass world_size=(replicas, ranks to shard over), or bandwidths=Bandwidths(gpus_per_node=...)"
+            f"plan: {strategy} shards within a node, but {per_node} ranks a node do not divide {sizes[0]} ranks: "
+            "pass world_size=(replicas, ranks to shard over), or ranks_per_node=..."
         )
     return Ranks(sizes[0] // per_node, per_node)
 
@@ -203,8 +199,8 @@ def _changed(choice: Choice, **options: Any) -> Choice:
 def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
     """Run ``program``. Returns what it has recorded."""
     program.run()
-    timeline = Timeline(tuple(program.clock.spans), program.clock.main.time)
-    collectives = [span for span in timeline.spans if isinstance(span, Collective)]
+    collectives = program.recorder.collectives
+    recorded = program.options.example_inputs is not None
     issued = {unit.fqn: [c for c in collectives if c.unit == unit.fqn] for unit in program.units}
     described = zip(program.units, describe(program.root).units, strict=True)
     units = tuple(_unit_plan(unit, of_unit, issued[unit.fqn], program.states) for unit, of_unit in described)
@@ -215,10 +211,11 @@ def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
         device=program.options.device,
         units=units,
         samples=tuple(program.books.samples),
-        timeline=timeline,
+        collectives=tuple(collectives),
+        flops=program.recorder.flops if recorded else None,
         others=others,
-        warnings=tuple(_warnings(program, units, issued)),
-        assumptions=tuple(_assumptions(program.options, timeline.compute_seconds > 0)),
+        warnings=tuple(_warnings(program, units)),
+        assumptions=tuple(_assumptions(program.options)),
     )
 
 
@@ -248,7 +245,7 @@ MUCH_IMBALANCE = 0.1  # warn if the fullest rank has more elements than the aver
 DOMINANT = 0.5  # warn if one unit has more than this part of all elements
 
 
-def _warnings(program: Program, units: Sequence[UnitPlan], issued: Mapping[str, Sequence[Collective]]) -> list[str]:
+def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
     """Warnings about layouts, and about the sizes of units and shards."""
     found = program.layout_warnings
     if len(found) > 3:
@@ -271,31 +268,14 @@ def _warnings(program: Program, units: Sequence[UnitPlan], issued: Mapping[str, 
             f"unit {largest.fqn or '<root>'!r} has {largest.numel / numel:.0%} of all elements, which are unsharded at the "
             "same time: choose units inside it, too"
         )
-    bandwidths, shards = program.options.bandwidths, program.ranks.shards
-    latency = bandwidths.seconds("all-gather", 0, shards, min(shards, bandwidths.gpus_per_node))
-    slow = []
-    for fqn, collectives in issued.items():
-        gathers = [c.seconds for c in collectives if (c.kind, c.phase) == ("all-gather", "forward")]
-        if 0 < sum(gathers) < 2 * latency * program.options.microbatches:
-            slow.append(fqn or "<root>")
-    if slow:
-        cure = "make larger units (several layers each)"
-        if shards > bandwidths.gpus_per_node and not program.choice.strategy.is_hybrid:
-            cure += ", or shard over fewer ranks: strategy=HYBRID_SHARD"
-        found.append(
-            f"{len(slow)} of {len(units)} units are too small for {shards:,} ranks: latency ({in_seconds(latency)}) "
-            f"is more than half of the time of an all-gather of {name_list(slow, 3)}: {cure}"
-        )
     return found
 
 
-def _assumptions(options: StepOptions, computes: bool) -> list[str]:
+def _assumptions(options: StepOptions) -> list[str]:
     """What the numbers assume."""
-    bandwidths, recorded = options.bandwidths, options.example_inputs is not None
+    recorded = options.example_inputs is not None
     given = "as passed to plan" if options.activations else "not known, and not counted"
     reduced = "all but the last under no_sync" if options.no_sync else "each one reduced"
-    computed = "recorded" if recorded else f"2 per token ({options.tokens:,}) and matrix element"
-    rate = f"{bandwidths.flops * bandwidths.efficiency / 1e12:.0f} TFLOP/s"
     found = {
         "the second step or a later one; gradients dropped before forward; sizes on the rank with most elements": True,
         "order, operations and activations recorded on the meta device; the loss is the sum of the outputs": recorded,
@@ -303,11 +283,5 @@ def _assumptions(options: StepOptions, computes: bool) -> list[str]:
         f"activations: {given}": not recorded,
         f"{options.microbatches} microbatches, {reduced}": options.microbatches > 1,
         "no optimizer was given: no state": options.optimizer is None,
-        f"operations of a forward: {computed}; at {rate}": computes,
-        "computing is not known, and takes no time: the step's time is that of communication": not computes,
-        f"ring collectives: {bandwidths.intra / 1e9:.0f} GB/s and {in_seconds(bandwidths.latency_intra)} per hop in a "
-        f"node of {bandwidths.gpus_per_node}, {bandwidths.inter / 1e9:.0f} GB/s per GPU and "
-        f"{in_seconds(bandwidths.latency_inter)} per hop between nodes; without the time of the host and the "
-        "optimizer": True,
     }
     return [text for text, holds in found.items() if holds]

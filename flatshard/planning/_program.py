@@ -33,11 +33,11 @@ from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit, called_modules, unit_of
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
-from flatshard.planning._hardware import Bandwidths
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
-from flatshard.planning._recording import Books, Clock, RecordingCollectives
+from flatshard.planning._recording import Books, Recorder, RecordingCollectives
 from flatshard.planning._records import Ranks
 
 META = torch.device("meta")
@@ -54,10 +54,8 @@ class StepOptions:
     optimizer: OptimizerChoice
     microbatches: int
     no_sync: bool
-    tokens: int
     activations: int | Mapping[str, int]
     example_inputs: Any
-    bandwidths: Bandwidths
     device: str
     widens: bool | None
 
@@ -69,20 +67,16 @@ class StepOptions:
         are_sizes, of_sizes = all(_is_int(n, 0) for n in sizes), "bytes for each unit, or a dict of them by FQN"
         for name, error, is_right, what in (
             ("microbatches", ValueError, _is_int(self.microbatches, 1), "an int of at least 1"),
-            ("tokens", ValueError, _is_int(self.tokens, 0), "an int of at least 0"),
             ("activations", ValueError, are_sizes, of_sizes),
             ("example_inputs", TypeError, are_inputs, of_inputs),
             ("no_sync", ValueError, isinstance(self.no_sync, bool), "True or False"),
             ("widens", ValueError, isinstance(self.widens, bool | None), "True, False or None"),
-            ("bandwidths", TypeError, isinstance(self.bandwidths, Bandwidths), "a flatshard.planning.Bandwidths"),
             ("device", TypeError, isinstance(self.device, str), "a type of device, such as 'cuda'"),
         ):
             if not is_right:
                 raise error(f"plan: {name} must be {what}, got {getattr(self, name)!r}")
-        if inputs is not None and (self.tokens or given):
-            raise ValueError(
-                "plan: with example_inputs, operations and activations are recorded: leave out tokens and activations"
-            )
+        if inputs is not None and given:
+            raise ValueError("plan: with example_inputs, activations are recorded: leave out activations")
 
 
 def _is_int(value: Any, least: int) -> bool:
@@ -104,8 +98,8 @@ class Program:
         )
         memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
-        self.clock = Clock(options.bandwidths)
-        self.books = Books(self.clock)
+        self.recorder = Recorder()
+        self.books = Books(self.recorder)
         with self.books:
             self.units = self._sharded()
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
@@ -122,15 +116,15 @@ class Program:
         on_cpu = self.options.device.partition(":")[0] == "cpu"
         widens = on_cpu if self.options.widens is None else self.options.widens
 
-        def runtime(name: str, rank: int, size: int, stride: int = 1) -> Runtime:
-            collectives = RecordingCollectives(self.books, name, rank, size, stride, widens)
+        def runtime(name: str, rank: int, size: int) -> Runtime:
+            collectives = RecordingCollectives(self.books, name, rank, size, widens)
             if on_cpu:
                 return Runtime(collectives, META, None, None)
-            return Runtime(collectives, META, Streams(self.clock, META), host=META)
+            return Runtime(collectives, META, Streams(self.recorder, META), host=META)
 
         rank = self.numels.index(max(self.numels))
         shards = runtime("shards", rank, ranks.shards)
-        replicas = runtime("replicas", 0, ranks.replicas, ranks.shards) if choice.strategy.is_hybrid else None
+        replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
         for size in inner_shards.sizes(choice.configs):
             inner_shards.add_subgroup(shards, runtime("inner", rank % size, size))
         made = build(choice, Context.of(shards), {None: (shards, replicas)}, prepare=lambda unit: None)
@@ -148,7 +142,7 @@ class Program:
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             self._step(run_once)
             self.root.zero_grad()
-        self.clock.is_recording = True
+        self.recorder.is_recording = True
         self._step(run_once)
         self._enter("optimizer")
 
@@ -162,7 +156,7 @@ class Program:
                     run_once()
 
     def _enter(self, phase: str) -> None:
-        self.clock.phase, self.clock.unit = phase, ""
+        self.recorder.phase, self.recorder.unit = phase, ""
         self.books.look()
 
     def _run_once(self) -> None:
@@ -175,13 +169,13 @@ class Program:
             losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
             loss = functools.reduce(torch.add, losses) if losses else None
             del output, losses
-            self.clock.phase = "backward"
+            self.recorder.phase = "backward"
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as e:
             e.add_note(
                 "plan: this was the forward or backward of a copy on the meta device, where tensors have no values. "
-                "If the model needs values, leave example_inputs out, and pass tokens= and activations="
+                "If the model needs values, leave example_inputs out, and pass activations="
             )
             raise
         if loss is None:
@@ -212,7 +206,7 @@ class _ObservedUnit(ForwardFeature):
 
     def after(self, forward: Forward, output: Any) -> None:
         around = [each.unit.fqn for each in self.unit.context.forwards if each is not forward]
-        self.books.clock.unit = around[-1] if around else ""
+        self.books.recorder.unit = around[-1] if around else ""
 
     def leaving(self, outputs: list[Tensor]) -> Iterable[Tensor]:
         for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
@@ -220,7 +214,7 @@ class _ObservedUnit(ForwardFeature):
         return ()
 
     def _turn_to(self, *grads: Any) -> None:
-        self.books.clock.unit = self.unit.fqn
+        self.books.recorder.unit = self.unit.fqn
 
     def _arrive(self, param: Tensor) -> None:
         if param.grad is not None:
@@ -249,7 +243,7 @@ class _InOrder:
         self.done = {self.program.root, *self.program.choice.ignored}
         output = self.program.root(torch.empty(0, device=META))
         if output.requires_grad:
-            self.program.clock.phase = "backward"
+            self.program.recorder.phase = "backward"
             torch.autograd.backward((output,), (torch.empty_like(output),))
 
     def _forward(self, module: nn.Module, nbytes: int, x: Tensor) -> Tensor:
@@ -260,9 +254,7 @@ class _InOrder:
         for name, param in module._parameters.items():
             if param is not None:
                 shown: nn.Parameter = getattr(module, name)  # of full shape
-                is_matrix = shown.ndim > 1 and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-                flops = 2 * shown.numel() * self.program.options.tokens if is_matrix else 0
-                x = _Use.apply(x, shown, saved, flops, self.program.clock)  # type: ignore[no-untyped-call]
+                x = _use(x, shown, saved)
         for child in module._modules.values():
             if child is not None and child not in self.done:
                 self.done.add(child)
@@ -274,9 +266,7 @@ class _Use(torch.autograd.Function):
     """A node in autograd's graph that stands for what a module computes with one parameter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, param: Tensor, saved: Tensor | None, flops: int, clock: Clock) -> Tensor:
-        clock.compute(flops)
-        ctx.flops, ctx.clock = flops, clock
+    def forward(ctx: Any, x: Tensor, param: Tensor, saved: Tensor | None) -> Tensor:
         ctx.gradient = functools.partial(
             torch.empty_strided, param.shape, param.stride(), dtype=param.dtype, device=META
         )
@@ -286,8 +276,10 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         of_input, of_param = ctx.needs_input_grad[:2]
-        ctx.clock.compute(ctx.flops * (of_input + of_param))
-        return grad if of_input else None, ctx.gradient() if of_param else None, None, None, None
+        return grad if of_input else None, ctx.gradient() if of_param else None, None
+
+
+_use: Callable[..., Tensor] = _Use.apply
 
 
 def _on_meta(value: Any) -> Any:
@@ -303,6 +295,7 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
             made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made.detach(), tensor.requires_grad)
+                hand_on(tensor, made)
                 made.__dict__.update(tensor.__dict__)
             memo[id(tensor)] = made
     return memo

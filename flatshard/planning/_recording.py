@@ -1,4 +1,4 @@
-"""Records what one rank does in a step: collectives and their times (``Clock``), and memory (``Books``).
+"""Records what one rank does in a step: collectives and operations (``Recorder``), and memory (``Books``).
 
 [Note: What is counted]
 Tensors on the meta device have no memory, but their storages have a size, are resized and are freed like real ones. ``Books``
@@ -19,28 +19,27 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import here
 from flatshard._composable.features import kept_shards, static_buffers
 from flatshard._handle import gradients, pool, reduction, reduction_input
-from flatshard.planning._hardware import Bandwidths
-from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample, Span
+from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
 
 
-class Clock:
-    """What the streams of one rank do, and when. [Note: The model of time]
+class Recorder:
+    """Where a step is, and what it has issued.
 
-    It has the functions of ``torch.cuda`` that ``Streams`` uses: ``Stream``, ``current_stream`` and ``stream``.
+    It has the functions of ``torch.cuda`` that ``Streams`` uses: ``Stream``, ``current_stream`` and ``stream``. Time does not
+    pass: what is in memory depends on the order of the program only.
     """
 
-    def __init__(self, bandwidths: Bandwidths) -> None:
-        self.bandwidths = bandwidths
-        self.is_recording = False  # until then nothing takes time
+    def __init__(self) -> None:
+        self.is_recording = False
         self.phase, self.unit = "forward", ""
-        self.spans: list[Span] = []
+        self.collectives: list[Collective] = []
+        self.flops = 0
         self.main = self.current = RecordedStream(self)
 
     def Stream(self, device: torch.device, priority: int) -> RecordedStream:
@@ -57,42 +56,26 @@ class Clock:
         finally:
             self.current = before
 
-    def compute(self, flops: int) -> None:
-        """Record ``flops`` floating-point operations on the current stream."""
-        if not (flops and self.is_recording):
-            return
-        start = self.current.time
-        self.current.time += flops / (self.bandwidths.flops * self.bandwidths.efficiency)
-        last = self.spans[-1] if self.spans else None
-        if last and (last.kind, last.unit, last.phase, last.stop) == ("compute", self.unit, self.phase, start):
-            start = self.spans.pop().start  # one span for operations without a gap
-        self.spans.append(Span("compute", self.unit, self.phase, start, self.current.time))
-
 
 class RecordedStream:
-    """Stands for a stream, whose work so far is done at ``time``; or for an event or a collective, which is done then."""
+    """Stands for a stream, an event or a collective, whose work is done at once."""
 
-    def __init__(self, clock: Clock, time: float = 0.0) -> None:
-        self._clock = clock
-        self.time = time
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def wait_stream(self, other: RecordedStream) -> None:
-        if other.time > self.time:
-            clock = self._clock
-            if self is clock.main:
-                clock.spans.append(Span("wait", clock.unit, clock.phase, self.time, other.time))
-            self.time = other.time
+        """Nothing is waited for."""
 
     wait_event = wait_stream
 
     def record_event(self) -> RecordedStream:
-        return RecordedStream(self._clock, self.time)
+        return RecordedStream(self._recorder)
 
     def query(self) -> bool:
-        return True  # the host's time is not modelled
+        return True
 
     def wait(self) -> None:
-        self._clock.current.wait_event(self)
+        """Nothing is waited for."""
 
 
 class _LiveStorage(NamedTuple):
@@ -107,9 +90,11 @@ class _LiveStorage(NamedTuple):
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees all operations, and records their memory and floating-point operations. [Note: What is counted]"""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self.clock = clock
+        self.recorder, self._flops_of = recorder, flop_registry
         self.samples: list[Sample] = []
         # Bytes by category, of what keeps its size: on the device, and on the host.
         self._nbytes = (dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0))
@@ -142,15 +127,15 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.add(live.category, -live.nbytes, live.on_host)
 
     def look(self) -> None:
-        """Record what is in memory now, if the clock is recording."""
-        clock = self.clock
-        if not clock.is_recording:
+        """Record what is in memory now, if the step is recorded."""
+        recorder = self.recorder
+        if not recorder.is_recording:
             return
         now = tuple(dict(nbytes) for nbytes in self._nbytes)
         for live in list(self._resized.values()):
             if (storage := live.ref()) is not None:
                 now[live.on_host][live.category] += storage.nbytes()
-        sample = Sample(clock.main.time, clock.phase, clock.unit, *(Memory(**nbytes) for nbytes in now))
+        sample = Sample(recorder.phase, recorder.unit, *(Memory(**nbytes) for nbytes in now))
         if not self.samples or self.samples[-1] != sample:
             self.samples.append(sample)
 
@@ -170,9 +155,9 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if id(storage) not in self._storages and storage.nbytes():
                     on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
                     self.track([tensor], "gradients" if on_host else category, on_host)
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.clock.compute(formula(*args, **kwargs, out_val=result))
+        formula = self._flops_of.get(func._overloadpacket)
+        if formula is not None and self.recorder.is_recording:
+            self.recorder.flops += formula(*args, **kwargs, out_val=result)
         self.look()
         return result
 
@@ -198,14 +183,12 @@ class RecordingCollectives(BuiltinCollectives):
 
     out_of_place = True
 
-    def __init__(self, books: Books, name: str, rank: int, size: int, stride: int, widens: bool) -> None:
-        """``name``: see ``Collective.group``. ``stride``: the ranks of the group are every ``stride``-th one of the job."""
-        self._books, self._clock = books, books.clock
+    def __init__(self, books: Books, name: str, rank: int, size: int, widens: bool) -> None:
+        """``name``: see ``Collective.group``."""
+        self._books, self._recorder = books, books.recorder
         self._name = name
         self.rank, self.size = rank, size
         self.widens = widens
-        self._ranks_in_node = min(size, max(1, self._clock.bandwidths.gpus_per_node // stride))
-        self._end = 0.0  # of the last collective
 
     @property
     def group(self) -> Any:
@@ -213,21 +196,19 @@ class RecordingCollectives(BuiltinCollectives):
         return self
 
     def _issue(self, kind: str, tensor: torch.Tensor, group: str) -> Pending:
-        clock, nbytes = self._clock, tensor.nbytes
-        if not clock.is_recording:
+        recorder = self._recorder
+        if not recorder.is_recording:
             return Done()
-        start = max(clock.current.time, self._end)
-        self._end = start + clock.bandwidths.seconds(kind, nbytes, self.size, self._ranks_in_node)
-        unit = here.label.unit
-        clock.spans.append(Collective(kind, unit, clock.phase, start, self._end, nbytes, self.size, group))
+        unit, phase = here.label.unit, recorder.phase
+        recorder.collectives.append(Collective(kind, unit, phase, tensor.nbytes, self.size, group))
         self._books.look()
-        return RecordedStream(clock, self._end)
+        return RecordedStream(recorder)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._issue("all-gather", output, self._name)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        if input.dtype is not output.dtype and self._clock.current is not self._clock.main:
+        if input.dtype is not output.dtype and self._recorder.current is not self._recorder.main:
             torch.empty_like(input)  # what ``DefaultCollectives`` receives into, and frees when the stream is done
         return self._issue("reduce-scatter", input, self._name)
 

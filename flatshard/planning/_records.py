@@ -1,4 +1,4 @@
-"""What a plan records: what takes time in a step, and what is in memory."""
+"""What a plan records: the collectives of a step, and what is in memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,12 @@ class Ranks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Something that takes time: computing, waiting, or a collective."""
+class Collective:
+    """One collective of a step."""
 
-    kind: str  # "compute", "wait", or the kind of collective
+    kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
     unit: str  # FQN
     phase: str  # "forward" or "backward"
-    start: float  # seconds since the beginning of the step
-    stop: float
-
-    @property
-    def seconds(self) -> float:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Collective(Span):
-    """One collective of a step: an "all-gather", a "reduce-scatter" or an "all-reduce"."""
-
     nbytes: int  # of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
     ranks: int
     group: str  # "shards", "inner" (the smaller group that a unit reshards to) or "replicas"
@@ -50,35 +38,6 @@ class Collective(Span):
         """Bytes that a rank sends by a ring algorithm, rounded up."""
         rounds = 2 if self.kind == "all-reduce" else 1
         return -(-rounds * self.nbytes * (self.ranks - 1) // self.ranks)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What runs at which time of a step."""
-
-    spans: tuple[Span, ...]
-    step_seconds: float
-
-    @property
-    def compute_seconds(self) -> float:
-        return sum(s.seconds for s in self.spans if s.kind == "compute")
-
-    @property
-    def communication_seconds(self) -> float:
-        """The sum of the times of all collectives."""
-        return sum(s.seconds for s in self.spans if isinstance(s, Collective))
-
-    @property
-    def exposed_seconds(self) -> float:
-        """The time in which nothing is computed, because computing waits for communication."""
-        return sum(s.seconds for s in self.spans if s.kind == "wait")
-
-    @property
-    def hidden_share(self) -> float | None:
-        """The fraction of communication that runs during computing. None: no communication, or computing is not known."""
-        if not self.communication_seconds or not self.compute_seconds:
-            return None
-        return max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +69,6 @@ CATEGORIES = tuple(f.name for f in fields(Memory))
 class Sample(NamedTuple):
     """What is in memory at one time of a step."""
 
-    seconds: float
     phase: str  # "forward", "backward" or "optimizer"
     unit: str  # that runs then
     device: Memory

@@ -1,19 +1,16 @@
-"""The result of ``plan``: tables that ``print`` shows, a trace for Perfetto, and a picture by matplotlib."""
+"""The result of ``plan``: tables that ``print`` shows, and a picture by matplotlib."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from flatshard.debug._describe import UnitDescription, table
-from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ranks, Sample, Timeline
+from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ranks, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +45,11 @@ class Plan:
     device: str
     units: tuple[UnitPlan, ...]  # in module order
     samples: tuple[Sample, ...]
-    """What is in memory from the beginning of a step to its end: one for each change of memory, time or place."""
-    timeline: Timeline
+    """What is in memory from the beginning of a step to its end: one for each change of memory or place."""
+    collectives: tuple[Collective, ...]
+    """All collectives of a step, in the order in which they are issued."""
+    flops: int | None
+    """Floating-point operations of a step on a rank, as torch's flop counter counts them. None: without example inputs."""
     others: tuple[Plan, ...]
     """The same with the other strategies, with ``compare``."""
     warnings: tuple[str, ...]
@@ -95,78 +95,27 @@ class Plan:
         return _highest(Peak(s.host.total, s.host, s.phase, s.unit) for s in self.samples)
 
     @property
-    def memory(self) -> tuple[tuple[float, Memory], ...]:
-        """(seconds, what is in memory from then on). Of several samples at the same time, the largest."""
-        found: list[tuple[float, Memory]] = []
-        for sample in self.samples:
-            if found and found[-1][0] == sample.seconds:
-                if sample.device.total < found[-1][1].total:
-                    continue
-                found.pop()
-            if not found or found[-1][1] != sample.device:
-                found.append((sample.seconds, sample.device))
-        return (*found, (self.step_seconds, self.samples[-1].device))
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """All collectives of a step, in the order in which they are issued."""
-        return tuple(s for s in self.timeline.spans if isinstance(s, Collective))
-
-    @property
     def sent_nbytes(self) -> int:
         """Bytes that a rank sends in a step, by ring algorithms."""
         return sum(c.sent_nbytes for c in self.collectives)
 
-    @property
-    def step_seconds(self) -> float:
-        """The modelled time of a step, without the optimizer's."""
-        return self.timeline.step_seconds
-
-    @property
-    def hidden_share(self) -> float | None:
-        """See :attr:`Timeline.hidden_share`."""
-        return self.timeline.hidden_share
-
     def __str__(self) -> str:
-        time = self.timeline
         sections = {
             "units (bytes on a rank, of a step; units that are alike share a line)": _unit_table(self.units),
             "memory on a rank": _memory_table(self),
             "strategies": _strategy_table(self.strategies),
-            "time of a step": [
-                f"{in_seconds(time.step_seconds)}: computing {in_seconds(time.compute_seconds)}, waiting for communication "
-                f"{in_seconds(time.exposed_seconds)}; communication {in_seconds(time.communication_seconds)}, hidden "
-                f"{in_percent(time.hidden_share)}"
-            ],
             "warnings": _bullets(self.warnings),
             "assumptions": _bullets(self.assumptions),
         }
-        lines = [f"{self.title}: {self.numel:,} elements"]
+        operations = "" if self.flops is None else f", {self.flops:,} floating-point operations in a step"
+        lines = [f"{self.title}: {self.numel:,} elements{operations}"]
         for title, text in sections.items():
             if text:
                 lines += ["", title, *text]
         return "\n".join(lines)
 
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a step as a JSON trace, to open in https://ui.perfetto.dev or chrome://tracing.
-
-        It has a track for computing, one for each kind of collective, and counters of memory by category.
-        """
-        kinds, categories = {"compute", *(span.kind for span in self.timeline.spans)}, self._categories
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self.title}}]
-        for kind in (kind for kind in _TRACKS if kind in kinds and kind != "wait"):
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": _TRACKS[kind], "args": {"name": kind}})
-        for span in self.timeline.spans:
-            name = ("wait: " if span.kind == "wait" else "") + (span.unit or "<root>")
-            at = {"ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": 0, "tid": _TRACKS[span.kind]}
-            events.append({"ph": "X", "name": name, "cat": f"{span.kind},{span.phase}", "args": {}, **at})
-        for seconds, memory in self.memory:
-            sizes = {category: getattr(memory, category) for category in categories}
-            events.append({"ph": "C", "name": "memory (bytes)", "ts": seconds * 1e6, "pid": 0, "args": sizes})
-        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
-
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw memory by category for each sample, and the spans below. The extension of ``path`` gives the format.
+        """Draw what is in memory over a step, by category. The extension of ``path`` gives the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -175,32 +124,29 @@ class Plan:
             figures = importlib.import_module("matplotlib.figure")
         except ImportError as e:
             raise ImportError(
-                "Plan.plot draws with matplotlib, which is not installed: `pip install matplotlib`, or write a trace by "
-                "Plan.trace(path) and open it in https://ui.perfetto.dev"
+                "Plan.plot draws with matplotlib, which is not installed: `pip install matplotlib`. Plan.samples has the "
+                "numbers"
             ) from e
-        figure = figures.Figure(figsize=(14, 8), layout="constrained")
-        figure.suptitle(self.title)
-        above, below = figure.subplots(2, 1, height_ratios=[2, 1])
-        memory, categories = self.memory, self._categories
-        sizes = [[getattr(each, category) / 2**20 for _, each in memory] for category in categories]
-        above.stackplot(range(len(memory)), sizes, labels=categories, step="post")
-        above.set(ylabel="MiB on a rank", xlabel="events of a step", xlim=(0, max(1, len(memory) - 1)))
-        above.legend(loc="upper left")
-        for kind, colour in _COLOURS.items():
-            bars = [(s.start * 1e3, s.seconds * 1e3) for s in self.timeline.spans if s.kind == kind]
-            below.broken_barh(bars, (3 - _TRACKS[kind], 0.8), color=colour)
-        below.set_yticks([3.4 - _TRACKS[kind] for kind in _COLOURS], list(_COLOURS))
-        below.set(xlabel="ms (modelled)", ylim=(0, 4), xlim=(0, max(1e-9, self.step_seconds * 1e3)))
+        figure = figures.Figure(figsize=(12, 5), layout="constrained")
+        axes = figure.subplots()
+        memory = [sample.device for sample in self.samples]
+        categories = [c for c in CATEGORIES if any(getattr(each, c) for each in memory)]
+        peak = self.total_peak
+        scale, unit = next(
+            (n, u) for n, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if peak.nbytes >= n
+        )
+        sizes = [[getattr(each, c) / scale for each in memory] for c in categories]
+        axes.stackplot(range(len(memory)), sizes, labels=categories, step="post")
+        axes.axhline(peak.nbytes / scale, color="black", linewidth=0.8, linestyle=":")
+        axes.annotate(f"peak {in_bytes(peak.nbytes)}", (0, peak.nbytes / scale), (4, 3), textcoords="offset points")
+        phases = [sample.phase for sample in self.samples]
+        begins = [i for i, phase in enumerate(phases) if i == 0 or phases[i - 1] != phase]
+        axes.set_xticks(begins, [phases[i] for i in begins], ha="left")
+        axes.set(title=f"{self.title}: memory on a rank over a step", ylabel=unit, xlim=(0, max(1, len(memory) - 1)))
+        axes.set_ylim(0, 1.1 * peak.nbytes / scale)
+        axes.grid(axis="x", linewidth=0.5)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(path)
-
-    @property
-    def _categories(self) -> list[str]:
-        """The categories of memory that occur."""
-        return [c for c in CATEGORIES if any(getattr(memory, c) for _, memory in self.memory)]
-
-
-_TRACKS = {"compute": 0, "wait": 0, "all-gather": 1, "reduce-scatter": 2, "all-reduce": 3}
-_COLOURS = {"compute": "#59a14f", "all-gather": "#e15759", "reduce-scatter": "#edc948", "all-reduce": "#b07aa1"}
 
 
 def _highest(peaks: Iterable[Peak]) -> Peak:
@@ -219,17 +165,6 @@ def in_bytes(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
-
-
-def in_seconds(seconds: float) -> str:
-    """``12.3 ms``."""
-    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * factor:.3g} {unit}"
-
-
-def in_percent(share: float | None) -> str:
-    """``34%``, or ``-`` if it is not known."""
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _bullets(texts: Iterable[str]) -> list[str]:
@@ -275,11 +210,10 @@ def _memory_table(plan: Plan) -> list[str]:
 
 
 def _strategy_table(plans: Sequence[Plan]) -> list[str]:
-    rows = [["strategy", "over", "between steps", "peak", "collectives", "sent", "step", "hidden"]]
+    rows = [["strategy", "over", "between steps", "peak", "collectives", "sent"]]
     for plan in plans:
         name = plan.strategy + (" (this)" if plan is plans[0] else "")
         sizes = in_bytes(plan.between_steps.total), in_bytes(plan.total_peak.nbytes)
         sent = f"{len(plan.collectives):,}", in_bytes(plan.sent_nbytes)
-        times = in_seconds(plan.step_seconds), in_percent(plan.hidden_share)
-        rows.append([name, str(plan.world_size), *sizes, *sent, *times])
+        rows.append([name, str(plan.world_size), *sizes, *sent])
     return table(rows, left=2)

@@ -25,11 +25,13 @@ import flatshard
 from flatshard import CPUOffload
 from flatshard._composable.backward import Backward
 from flatshard._composable.context import Context as UnitContext
+from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.state import Unit
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.reduction import Reduction
 from flatshard._handle.unit_gradients import UnitGradients
-from flatshard._runtime import Runtime, StreamEvent, Streams
+from flatshard._runtime import Runtime, StreamEvent, Streams, Users
 from flatshard.comm import DefaultCollectives
 
 cases = Cases()
@@ -87,6 +89,10 @@ def do_not_wait_for_the_backend() -> Mutation:
 def complete_on_the_reduce_stream(original: Any, self: FlatGradients, *args: Any) -> None:
     with self.runtime.reducing():
         original(self, *args)
+
+
+def stay_on_the_current_stream() -> Mutation:
+    return mock.patch.object(Streams, "on", return_value=contextlib.nullcontext())
 
 
 def free_the_input_at_once(original: Any, self: Reduction) -> None:
@@ -248,6 +254,13 @@ MUTANTS = {
         lambda: without(StreamEvent, "wait_on_host"),
         _training("offload_evaluates-write"),
     ),
+    "gathered_before_it_changes": Mutant(
+        "a unit whose shards change inside a pass is not gathered ahead",
+        lambda: mock.patch.object(
+            Unit, "changes_in_passes", property(lambda unit: False, lambda unit, value: None), create=True
+        ),
+        _training("momentum_encoder-lerp"),
+    ),
     # lifetimes
     "input_copied_on_the_reduce_stream": Mutant(
         "gradients live until they have been copied into the reduction's input",
@@ -260,9 +273,40 @@ MUTANTS = {
         _training("sharded-full"),
     ),
     "inner_shards": Mutant(
-        "an inner shard lives until the all-gather that reads it has been waited for",
-        lambda: without(StreamEvent, "hold"),
+        "what is kept for backward belongs to the stream that reads it",
+        stay_on_the_current_stream,
         _training("inner_shards-two"),
+    ),
+    # several streams of the user's own
+    "users_wait": Mutant(
+        "every stream that computes with a unit waits for its all-gather",
+        lambda: without(Users, "add_current"),
+        _training("towers-none_resharded"),
+    ),
+    "users_end": Mutant(
+        "a unit's memory is reused after all streams that computed with it",
+        lambda: without(Users, "end"),
+        _training("microbatches_on_streams-grad_op"),
+    ),
+    "second_output": Mutant(
+        "the stream of a second output waits for the all-gather, too",
+        lambda: within(UnitHooks, "pre_backward", lambda: without(Users, "add_current")),
+        _training("halves-resharded"),
+    ),
+    "gradients_at_home": Mutant(
+        "a unit's gradients are worked on by the stream that they come on",
+        stay_on_the_current_stream,
+        _training("towers-in_turn"),
+    ),
+    "gradients_on_other_streams": Mutant(
+        "gradients are read and freed in order with the streams that autograd accumulated them on",
+        lambda: mock.patch.object(UnitGradients, "_with_all", return_value=contextlib.nullcontext()),
+        _training("gradients_of_one_unit-default"),
+    ),
+    "gradients_come_home": Mutant(
+        "a gradient that is taken on another stream is waited for",
+        lambda: within(UnitGradients, "receive", lambda: without(Streams, "let_wait")),
+        _training("gradients_of_one_unit-not_sharded"),
     ),
     # captures
     "join_after_forward": Mutant(

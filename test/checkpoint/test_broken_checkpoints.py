@@ -920,10 +920,11 @@ def test_overwriting_a_link(job):
 def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_byte_count, "_EVERY", 0.0)
     state = {"x": {str(i): torch.zeros(2**18) for i in range(4)}}
-    save_checkpoint(tmp_path / "x", state)
+    saved = save_checkpoint(tmp_path / "x", state)
+    assert repr(saved) == f"<Save saved '{tmp_path}/x': 4.00 of 4.00 MiB written by this rank>"
     load_checkpoint(tmp_path / "x", state)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"saving '{tmp_path}/x': 0.00 of 0.00 GiB on rank 0 after 0 s")
+    assert lines[0].startswith(f"saving '{tmp_path}/x': 1.00 of 4.00 MiB on rank 0 after 0 s")
     assert [line.split()[0] for line in lines] == ["saving"] * 4 + ["loading"] * 2  # 4 MiB at a time; verified first
     at: list[tuple[int, int]] = []
     save_checkpoint(tmp_path / "y", state, progress=lambda *a: at.append(a))

@@ -104,6 +104,25 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], exactly: bo
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_calls_that_make_no_sense(world, tmp_path):
+    world(2)
+    model = fully_shard(Net())
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(
+            TypeError, match=r"path, state\): path must be a str or a Path, got a dict, and state a str: the ot"
+        ):
+            call({"model": model}, str(tmp_path / "x"))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"path must be a str or a Path, got a Net$"):
+            call(model, {})  # type: ignore[arg-type]
+    dist.destroy_process_group()
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(
+            RuntimeError, match=r"sharded over 2 ranks, and there is no process group any more: call it before"
+        ):
+            call(tmp_path / "x", {"model": model})
+    assert not list(tmp_path.iterdir())
+
+
 def save(ctx, path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     job = Job(ctx.group, **options)
     job.train(3)
@@ -458,7 +477,14 @@ def damage(ctx, path: str) -> None:
     metadata = (at / METADATA).read_bytes()
     largest = max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
     data = largest.read_bytes()
-    refused(nothing, r"not in the checkpoint: 'extra'", extra=torch.ones(2))
+    refused(nothing, r"not in the checkpoint: 'extra'; it was saved with 'model'", extra=torch.ones(2))
+    with (
+        unchanged(job),
+        expect(r"not in the checkpoint: 'net'; it was saved with 'model', 'optimizer', 'scheduler', 'step'"),
+    ):
+        load_checkpoint(
+            at, {"net": job.model, "optimizer": job.optimizer}, process_group=ctx.group
+        )  # under another name
     other = Net().double()
     other.head = nn.Linear(WIDTH + 1, 4).double()
     other.added = nn.Linear(2, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from saving import MemoryWatch, make, shard
+from saving import MemoryWatch, make, read_safetensors, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,37 +19,18 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import _safetensors, export_safetensors
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    """One file, by the format's own words."""
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    assert header.pop("__metadata__") == {"format": "pt"}
-    ends, found = 0, {}
-    for name, each in header.items():
-        start, end = each["data_offsets"]
-        assert start == ends  # no holes
-        ends = end
-        values = torch.frombuffer(bytearray(data[8 + size + start : 8 + size + end]) or bytearray(8), dtype=torch.uint8)
-        found[name] = values[: end - start].view(DTYPES[each["dtype"]]).view(each["shape"])
-    assert len(data) == 8 + size + ends
-    return found
-
 
 def read_folder(path: Path) -> tuple[dict[str, Tensor], int]:
     """By the index, where there is one; and how many files there are."""
     files = sorted(p.name for p in path.iterdir())
     if files == ["model.safetensors"]:
-        return read(path / files[0]), 1
+        return read_safetensors(path / files[0]), 1
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert set(files) == {*index["weight_map"].values(), "model.safetensors.index.json"}
     found: dict[str, Tensor] = {}
     for file in files[:-1]:
         assert file.endswith(f"-of-{len(files) - 1:05d}.safetensors")
-        content = read(path / file)
+        content = read_safetensors(path / file)
         assert {n for n, f in index["weight_map"].items() if f == file} == content.keys()
         found |= content
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())

@@ -12,6 +12,7 @@ import functools
 import gc
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -389,3 +390,21 @@ def second_group(ctx) -> None:
 
 def test_reductions_may_have_a_group_of_their_own(pool):
     pool.run(second_group, world_size=4)  # all ranks of the world make it
+
+
+def reconfigured(ctx) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)), policy={nn.Linear}, process_group=ctx.group)
+    model(torch.ones(1, 2)).sum().backward()
+    builtin = type(unit_of(model[0]).context.runtime._builtin)
+    message = r"the all-gather of unit '0' was not issued: its process group was reconfigured.*destroy_process_group"
+    with (
+        mock.patch.object(builtin, "has_changed", new=True),
+        pytest.raises(flatshard.CollectiveError, match=message),
+    ):
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_group_that_was_given_other_ranks_is_refused(pool):
+    """torch 2.15 can do that, and gloo then ends the process: the collectives are made for as many ranks as there were."""
+    pool.run(reconfigured, world_size=2)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
 from flatshard._composable.state import unit_of, units_below
 
@@ -247,10 +248,11 @@ def test_what_is_no_group_or_mesh(fake_group, argument: str, value):
     ("arguments", "kind", "message"),
     [
         (
-            {"strategy": "full_shard"},
+            {"strategy": "fully_shard"},
             ValueError,
-            "strategy='full_shard' is not one of ShardingStrategy.FULL_SHARD, Shar",
+            "strategy='fully_shard' is not one of ShardingStrategy.FULL_SHARD, Shar",
         ),
+        ({"device_id": "cud"}, ValueError, "device_id='cud' is no device: pass a torch.device, its name or its index"),
         ({"strategy": None}, ValueError, "strategy=None is not one of ShardingStrategy.FULL_SHARD"),
         ({"strategy": BackwardPrefetch.BACKWARD_PRE}, ValueError, "is not one of ShardingStrategy.FULL_SHARD"),
         (
@@ -282,6 +284,35 @@ def test_wrong_or_missing_choices(fake_group, arguments: dict[str, Any], kind: t
     model = Net()
     with refused(model, kind, message):
         fully_shard(model, **arguments)
+
+
+def test_names_of_strategies(fake_group):
+    assert describe(fully_shard(Net(), strategy="shard_grad_op")).units[0].strategy == "SHARD_GRAD_OP"
+
+
+def test_arguments_of_other_kinds_and_names(fake_group):
+    model = Net()
+    with refused(model, TypeError, "fully_shard takes the module alone without a name, got a ProcessGroup beside it"):
+        fully_shard(model, dist.group.WORLD)
+    fully_shard(model, process_group=dist.group.WORLD, policy={Block})  # as the message says
+    with pytest.raises(TypeError, match="configure has no argument 'reshard': did you mean 'reshard_after_forward'"):
+        flatshard.configure(model, reshard=True)
+    flatshard.configure(model, reshard_after_forward=True)
+    with pytest.raises(TypeError, match=r"full_shape takes a parameter, got 'head.weight'.*get_parameter\(name\)"):
+        flatshard.full_shape("head.weight")
+    assert flatshard.full_shape(model.get_parameter("head.weight")) == Net().head.weight.shape
+    with pytest.raises(TypeError, match=r"describe takes the model, an nn\.Module, got a SGD"):
+        describe(torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="Net has no method 'generate'; it has none of its own"):
+        flatshard.register_forward_method(model, "generate")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_an_accelerator_that_is_not_there(fake_group):
+    model = Net()
+    with refused(model, ValueError, "device_id='cuda', but this process has no accelerator: omit it, or pass 'cpu'"):
+        fully_shard(model, device_id="cuda")
+    fully_shard(model, device_id="cpu")
 
 
 @pytest.mark.parametrize(

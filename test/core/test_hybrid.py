@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import itertools
+import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +15,13 @@ import torch.distributed as dist
 from parity import check_parity, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import units_below
+from flatshard._runtime import Runtime
 from flatshard._trace import record_events
 
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2]
@@ -326,3 +333,56 @@ def hook_over_nobody(ctx) -> None:
 
 def test_a_hook_that_would_never_run(pool):
     pool.run(hook_over_nobody)
+
+
+# -- dimensions of size 1 --------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+def count_collectives(ctx, shape: tuple[int, int, int]) -> list[tuple[tuple[str, int], int]]:
+    """What a step issues on a mesh (replicate, shard, tp). Its gradients are those of one process."""
+    mesh = ctx.device_mesh(shape, ("replicate", "shard", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Pair(), Pair())
+    batch = torch.randn(8, 8)
+    plain(batch).square().mean().backward()
+    model = copy.deepcopy(plain)
+    model.zero_grad()
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    flatshard.fully_shard(
+        model, policy={Pair}, device_mesh=mesh["replicate", "shard"], strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    issued: collections.Counter[tuple[str, int]] = collections.Counter()
+    issue = Runtime._issue
+
+    def counted(self: Runtime, verb: str, *args: Any, **kwargs: Any) -> Any:
+        issued[verb, self.world_size] += 1
+        return issue(self, verb, *args, **kwargs)
+
+    with mock.patch.object(Runtime, "_issue", counted):
+        model(batch.chunk(shape[0] * shape[1])[ctx.rank // shape[2]]).square().mean().backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        for p, one in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, one.grad)
+    return sorted(issued.items())
+
+
+@pytest.mark.parametrize("shape", [s for s in itertools.product((1, 2, 4), repeat=3) if math.prod(s) == 4])
+def test_nothing_is_sent_where_there_is_nobody(pool, shape: tuple[int, int, int]):
+    replicate, shard, _ = shape
+    expected = []
+    if shard > 1:
+        expected += [(("all-gather", shard), 4), (("reduce-scatter", shard), 2)]
+    if replicate > 1:
+        expected += [(("all-reduce", replicate), 2)]
+    for issued in pool.run(count_collectives, shape, world_size=4):
+        assert issued == sorted(expected)

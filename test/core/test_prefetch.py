@@ -36,6 +36,45 @@ def only_last(columns: list[list[str]]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Units that change inside a pass
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Follower(nn.Module):
+    """A teacher that follows its student, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Block(), Block().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.student(x)
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5)
+            target = self.teacher(x)
+        return y - target
+
+
+def changes_in_forward(ctx) -> list[list[str]]:
+    columns = steps(sharded(ctx, Follower()), 3)
+    return [c[: c.index("-- backward")] for c in columns]
+
+
+def test_what_changes_in_a_forward_is_not_gathered_before(pool):
+    assert_expected_inline(
+        as_text(same_everywhere(pool.run(changes_in_forward))),
+        """\
+all-gather student  all-gather student  all-gather student
+reshard student     all-gather teacher  reshard student
+all-gather teacher  reshard student     all-gather teacher
+reshard teacher     reshard teacher     reshard teacher
+                    all-gather teacher
+                    reshard teacher""",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Chosen modules
 # ---------------------------------------------------------------------------------------------------------------------
 

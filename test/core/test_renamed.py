@@ -28,7 +28,9 @@ def test_every_name_of_fsdp_is_known():
     ours = set(inspect.signature(fully_shard).parameters)
     for function in (FullyShardedDataParallel.__init__, fsdp2):
         for name in list(inspect.signature(function).parameters)[1:]:
-            assert name in ours or name in SAME_VALUES or name in OTHER_VALUES or name == "module", name
+            assert name in ours or name in SAME_VALUES or name in OTHER_VALUES or name in ("module", "dp_mesh_dims"), (
+                name
+            )
     assert set(SAME_VALUES.values()) <= ours
     assert not ours & {*SAME_VALUES, *OTHER_VALUES}
 
@@ -67,7 +69,7 @@ def test_names_are_accepted(world):
         ({"auto_wrap_policy": {Block}, "policy": {Block}}, "'policy' and 'auto_wrap_policy' are two names of 'policy'"),
         ({"ignored_modules": [], "ignored_params": []}, "'ignored_modules' and 'ignored_params' are two names of"),
         ({"shard_placement_fn": None}, r"no argument 'shard_placement_fn': .*layouts\.Rows\(\)"),
-        ({"dp_mesh_dims": 1}, r"no argument 'dp_mesh_dims': .*device_mesh=mesh\['dp'\]"),
+        ({"dp_mesh_dims": 1}, r"dp_mesh_dims must be a torch\.distributed\.fsdp\.DataParallelMeshDims, got 1"),
         ({"use_orig_params": True}, "no argument 'use_orig_params': omit it"),
     ],
 )

@@ -220,7 +220,7 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
             register_comm_hook(model, "state", bf16_compress_hook)
         with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
             register_comm_hook(nn.Linear(2, 2), None, average)
-        with pytest.raises(ValueError, match="nothing in this ModuleList is sharded as a unit of its own"):
+        with pytest.raises(ValueError, match="this ModuleList is not a unit, but contains units"):
             register_comm_hook(model.blocks, None, average, recurse=False)
         # Some units under one strategy and some under another: the hook must do for all.
         policy = CustomPolicy(lambda m: isinstance(m, Block) and {"strategy": NO_SHARD})

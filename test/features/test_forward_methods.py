@@ -574,6 +574,63 @@ def test_the_name_of_a_decorated_method(pool):
     pool.run(decorated)
 
 
+class Prompted(nn.Module):
+    """No unit: what its methods use is a unit's further out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+
+    def prefill(self, x: Tensor) -> Tensor:
+        return self.embed(x)
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompted, self.head = Prompted(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.prompted.prefill(x))
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.prompted.prefill(x)
+
+
+class Server(nn.Module):
+    """A unit of its own around a unit, which another one's methods do not gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.scale = Generator(), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.generator(x) * self.scale
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.generator.prompted.prefill(x)
+
+
+def nested(ctx) -> None:
+    """The method that the error names is one of the unit that owns the parameter; if there is none, something else helps."""
+    model, x = fully_shard(Generator(), process_group=ctx.group), torch.ones(1, 2)
+    with pytest.raises(
+        RuntimeError, match=r"register_forward_method\(module, 'generate'\), Generator\.generate gathers"
+    ):
+        model.generate(x)
+    register_forward_method(model, "generate")
+    assert model.generate(x).shape == (1, 2)
+    server = fully_shard(Server(), policy={Generator}, process_group=ctx.group)
+    with pytest.raises(RuntimeError, match=r"run this inside `with flatshard\.summon_full_params\(module\):`"):
+        server.encode(x)
+    with flatshard.summon_full_params(server):
+        assert server.encode(x).shape == (1, 2)
+
+
+def test_methods_of_modules_that_are_no_units(pool):
+    pool.run(nested)
+
+
 def silent(ctx) -> None:
     """Without a guard this multiplies by a vector: a shape that fits, and a number that is wrong."""
     torch.manual_seed(0)

@@ -1,15 +1,24 @@
-"""Models that leave out layers at random, as Hugging Face's do: told to run them, or warned about."""
+"""Models that leave out layers at random, as Hugging Face's do: each rank drops its own, and the numbers are the model's."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from models import Block
+from parity import full_params
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import fully_shard
+from flatshard import OutOfStepError, fully_shard
+
+RATE = 0.5
 
 
 def is_fsdp_managed_module(module: nn.Module) -> bool:
@@ -18,48 +27,72 @@ def is_fsdp_managed_module(module: nn.Module) -> bool:
 
 
 class SpeechEncoder(nn.Module):
-    """As Wav2Vec2Encoder."""
+    """As Wav2Vec2Encoder: it looks for FSDP, and then uses what it should drop."""
 
-    def __init__(self, rate: float) -> None:
+    checkpointed: bool | None = None  # None: not; else use_reentrant
+
+    def __init__(self, rate: float = RATE) -> None:
         super().__init__()
         self.config = SimpleNamespace(layerdrop=rate)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.front = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(5))
+        self.norm = nn.LayerNorm(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.front(x)
         synced_gpus = is_fsdp_managed_module(self)
         for layer in self.layers:
             skipped = self.training and bool(torch.rand([]) < self.config.layerdrop)
             if not skipped or synced_gpus:
-                x = torch.tanh(layer(x))
-        return x
+                x = layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed)
+        return {"last_hidden_state": self.norm(x)}
+
+
+class CheckpointedEncoder(SpeechEncoder):
+    checkpointed = False
+
+
+class ReentrantEncoder(SpeechEncoder):
+    checkpointed = True
 
 
 class BartEncoder(nn.Module):
-    """It looks for nothing."""
+    """Its layers have their input by name, and units inside."""
 
-    def __init__(self, rate: float, skips: bool = False) -> None:
+    checkpointed = False
+
+    def __init__(self, rate: float = RATE) -> None:
         super().__init__()
         self.layerdrop = rate
-        self.config = SimpleNamespace(encoder_layerdrop=rate, decoder_layerdrop=0.5)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        self.skips = skips
+        self.layers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if not bool(torch.rand([]) < self.layerdrop):
-                x = torch.tanh(layer(x))
-            elif self.skips:
-                x = flatshard.skip(layer, x)
+            if not (self.training and bool(torch.rand([]) < self.layerdrop)):
+                x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(input=x)
         return x
 
 
-class ConfiguredDecoder(nn.Module):
-    def __init__(self, rate: float) -> None:
+class CheckpointedBart(BartEncoder):
+    checkpointed = True
+
+
+class TwoLists(nn.Module):
+    """As Flaubert: what is dropped is in several lists."""
+
+    def __init__(self, rate: float = RATE) -> None:
         super().__init__()
-        self.config = SimpleNamespace(encoder_layerdrop=0.5, decoder_layerdrop=rate)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layerdrop = rate
+        self.attentions = nn.ModuleList(Block() for _ in range(4))
+        self.ffns = nn.ModuleList(Block() for _ in range(4))
+        self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
+        for attention, ffn in zip(self.attentions, self.ffns, strict=True):
+            if bool(torch.rand([]) >= self.layerdrop):
+                x = ffn(attention(x))
+            elif self.skips:
+                x = flatshard.skip(ffn, flatshard.skip(attention, x))
         return x
 
 
@@ -68,47 +101,140 @@ class Around(nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        self.config, self.encoder = encoder.config, encoder
+        self.config, self.encoder = getattr(encoder, "config", None), encoder
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
+        output = self.encoder(x)
+        return self.head(output if isinstance(output, Tensor) else output["last_hidden_state"])
 
 
-def shard(ctx, encoder: nn.Module, policy: set[type[nn.Module]] | None) -> tuple[nn.Module, list[str]]:
+def make(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return Around(kind()).double()
+
+
+def shard(ctx, model: nn.Module, policy: Any = frozenset({Block, nn.Sequential})) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = fully_shard(Around(encoder), policy=policy, process_group=ctx.group)
-    return model, [str(w.message) for w in caught if "layerdrop" in str(w.message)]
+        fully_shard(model, policy=set(policy), process_group=ctx.group)
+    return [str(w.message) for w in caught if "layerdrop" in str(w.message)]
 
 
-def drop(ctx) -> None:
-    for encoder, warns in (
-        (SpeechEncoder(0.5), False),
-        (BartEncoder(0.5, skips=True), True),
-        (BartEncoder(0.0), False),
-        (ConfiguredDecoder(0.5), True),
-        (ConfiguredDecoder(0.0), False),
+def train(ctx, reference: nn.Module, model: nn.Module, steps: int = 4) -> None:
+    """Each rank draws layers for its own slice. Losses and parameters are those of one process that does the same."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        batch = torch.randn(ctx.world_size, 3, 4).double()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = []
+        for rank, x in enumerate(batch):
+            torch.manual_seed(10 * step + rank)
+            losses.append(reference(x).square().mean())
+            (losses[-1] / ctx.world_size).backward()
+        torch.manual_seed(10 * step + ctx.rank)
+        loss = model(batch[ctx.rank]).square().mean()
+        loss.backward()
+        torch.testing.assert_close(loss, losses[ctx.rank], rtol=1e-12, atol=1e-14)
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, full in full_params(model).items():
+        torch.testing.assert_close(full, reference.get_parameter(name).detach(), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def drop(ctx, kind: Any) -> None:
+    reference, model = make(kind), make(kind)
+    assert shard(ctx, model) == []
+    train(ctx, reference, model)
+    twin = copy.deepcopy(model)
+    train(ctx, copy.deepcopy(reference), twin)
+    train(ctx, reference, model)
+    reference.eval(), model.eval()  # nothing is dropped
+    train(ctx, reference, model, steps=1)
+    with torch.no_grad():
+        model.train()(torch.ones(2, 4).double())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", [SpeechEncoder, CheckpointedEncoder, BartEncoder])
+def test_each_rank_drops_its_own_layers(pool, kind, world_size):
+    pool.run(drop, kind, world_size=world_size)
+
+
+def refused(ctx) -> None:
+    """Every rank raises, whether it drops a layer or not, and each of the cures works."""
+    units = {Block, nn.Sequential}
+    for kind, what, cure, policy in (
+        (
+            ReentrantEncoder,
+            "'encoder.layers.0' is in a reentrant .* Use use_reentrant=False",
+            {"checkpointed": False},
+            units,
+        ),
+        (CheckpointedBart, "'encoder.layers.3.1' has several units .* Make the layer one unit", {}, {nn.Sequential}),
+        (CheckpointedBart, "or set layerdrop to 0", {"layerdrop": 0.0}, units),
     ):
-        torch.manual_seed(0)
-        model, told = shard(ctx, encoder, {nn.Linear})
-        assert len(told) == warns, (type(encoder).__name__, told)
-        if warns:
-            assert "'encoder' may leave out layers at random" in told[0]
-            assert "Set layerdrop to 0" in told[0]
-        torch.manual_seed(ctx.rank)
-        x = torch.ones(2, 4, requires_grad=True)
-        for _ in range(3):  # ranks draw different layers
-            model(x).sum().backward()
-    by_hand = BartEncoder(0.5, skips=True)
-    for layer in by_hand.layers:
+        model = make(kind)
+        shard(ctx, model)
+        model.encoder.layerdrop = 1e-12  # no rank drops a layer
+        if kind is ReentrantEncoder:
+            model.encoder.config.layerdrop = 1e-12
+        with pytest.raises(RuntimeError, match=what):
+            model(torch.ones(2, 4).double()).sum().backward()
+        reference, model = make(kind), make(kind)
+        for each in (reference, model):
+            vars(each.encoder).update(cure)
+        shard(ctx, model, policy)
+        train(ctx, reference, model)
+
+
+def test_checkpoints_that_do_not_fit(pool):
+    pool.run(refused)
+
+
+def drop_once(ctx) -> None:
+    """The list that may be dropped is registered once, whoever shards; a forward that fails leaves nothing behind."""
+    reference, model = make(SpeechEncoder), make(SpeechEncoder)
+    for layer in model.encoder.layers:
         fully_shard(layer, process_group=ctx.group)
-    assert len(shard(ctx, by_hand, None)[1]) == 1
-    for encoder in (SpeechEncoder(0.5), BartEncoder(0.5)):
-        model, told = shard(ctx, encoder, None)  # no layer is a unit, so any may be left out
-        assert told == []
-        torch.manual_seed(ctx.rank)
-        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    fully_shard(model.encoder, process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5).double())
+    train(ctx, reference, model)
+    whole = make(SpeechEncoder)
+    fully_shard(whole, process_group=ctx.group)  # no layer is a unit, so any may be left out
+    train(ctx, make(SpeechEncoder), whole)
 
 
-def test_layers_dropped_at_random(pool):
-    pool.run(drop)
+def test_wherever_fully_shard_is_called(pool):
+    pool.run(drop_once)
+
+
+def run_passes(model: nn.Module) -> None:
+    for _ in range(4):
+        model(torch.ones(2, 4).double()).sum().backward()
+
+
+def warned(ctx) -> None:
+    """What cannot be told apart is warned about, and each of the cures works."""
+    for cure in ({"layerdrop": 0.0}, {"skips": True}):
+        reference, model = make(TwoLists), make(TwoLists)
+        shard(ctx, model)
+        for each in (reference, model):
+            vars(each.encoder).update(cure | {"skips": "skips" in cure and each is model})
+        train(ctx, reference, model)
+    assert shard(ctx, make(lambda: TwoLists(0.0))) == []
+    model = make(TwoLists)
+    (told,) = shard(ctx, model)
+    assert "'encoder' may leave out layers at random" in told
+    assert "Set layerdrop to 0, or call flatshard.skip(layer, x)" in told
+    torch.manual_seed(ctx.rank)
+    with pytest.raises(OutOfStepError, match="layerdrop"):
+        run_passes(model)
+
+
+def test_a_warning_where_layers_are_in_several_lists(pool):
+    pool.run(warned)

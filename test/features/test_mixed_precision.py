@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed import fsdp
 
 import flatshard
-from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy, fully_shard
+import flatshard.fsdp2
+from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy, _torch, fully_shard
 from flatshard._composable.state import units_below
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -347,7 +349,8 @@ class Clamped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.weight.clamp_(max=0.5)
+            self.weight[1].clamp_(max=0.5)
+            self.weight.data[4].clamp_(max=0.5)
         return x * self.weight
 
 
@@ -419,6 +422,93 @@ def test_describe_names_all_dtypes(pool):
     assert "fp16" in text
 
 
+# -- a dtype for each parameter ----------------------------------------------------------------------------------------
+
+
+class NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6, bias=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [self.norm.weight.dtype, self.up.weight.dtype]
+        norm = nn.functional.layer_norm(x.to(self.norm.weight.dtype), (6,), self.norm.weight, self.norm.bias)
+        return x + self.down(self.up(norm.to(x.dtype)).relu())
+
+
+def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
+    return p.dtype if tuple(p.shape) == (6,) else None
+
+
+def parameters_of_two_dtypes(ctx) -> None:
+    """As in one process that casts by hand; and on two ranks bit for bit as FSDP2, where it has such a policy."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(NormedBlock(), nn.Sequential(NormedBlock(), NormedBlock()))
+    model, theirs = copy.deepcopy(reference), copy.deepcopy(reference)
+    policy = MixedPrecision(BF16, FP32, param_dtype_override_fn=norms_in_their_own)
+    fully_shard(model, policy={NormedBlock}, process_group=ctx.group, mixed_precision=policy)
+    fsdp2 = fsdp.MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False)
+    if not _torch.FSDP2_REDUCES_IN_PARAM_DTYPE:  # it has such a policy then
+        fsdp2 = dataclasses.replace(fsdp2, param_dtype_override_fn=norms_in_their_own)
+        for module in (*[m for m in theirs.modules() if isinstance(m, NormedBlock)], theirs):
+            fsdp.fully_shard(module, mesh=ctx.mesh, mp_policy=fsdp2)
+    slices = torch.randn(ctx.world_size, 4, 6).to(BF16)
+    sums: dict[str, torch.Tensor] = {}
+    for x in slices:
+        plain = copy.deepcopy(reference)
+        for p in plain.parameters():
+            p.data = p.data.to(norms_in_their_own(p) or BF16)
+        plain(x).float().square().mean().backward()
+        for name, p in plain.named_parameters():
+            sums[name] = sums.get(name, 0) + p.grad.float()
+    for each in (model, theirs) if fsdp2.__dict__.get("param_dtype_override_fn") else (model,):
+        each(slices[ctx.rank]).float().square().mean().backward()
+    assert model[0].seen == model[1][1].seen == [FP32, BF16]
+    with flatshard.summon_full_params(model, with_grads=True):
+        for (name, p), q in zip(model.named_parameters(), theirs.parameters(), strict=True):
+            assert p.grad.dtype is FP32
+            torch.testing.assert_close(p.grad, sums[name] / ctx.world_size, rtol=1e-6, atol=1e-7, msg=name)
+            if q.grad is not None:
+                exact = 0 if ctx.world_size == 2 else 1e-6  # three ranks are summed in another order
+                torch.testing.assert_close(p.grad, q.grad.full_tensor(), rtol=exact, atol=exact / 10, msg=name)
+    flats = {f.fqns: (f.dtype, f.compute_dtype) for f in flatshard.describe(model).units[1].flats}
+    own = {fqns: dtypes for fqns, dtypes in flats.items() if "0.norm.weight" in fqns}
+    assert list(own.values()) == [(FP32, FP32)]
+    assert len(flats) == 2
+    assert {dtypes for fqns, dtypes in flats.items() if fqns not in own} == {(FP32, BF16)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_dtype_for_each_parameter(pool, world_size):
+    pool.run(parameters_of_two_dtypes, world_size=world_size)
+
+
+def test_each_dtype_of_a_unit_is_gathered_by_itself():
+    """One more collective for each dtype, and the bytes of each dtype."""
+
+    def gathers(fn: Any) -> list[int]:
+        policy = MixedPrecision(BF16, FP32, param_dtype_override_fn=fn)
+        plan = flatshard.plan(NormedBlock(), world_size=2, mixed_precision=policy)
+        return [c.nbytes for c in plan.collectives if c.kind == "all-gather" and c.phase == "forward"]
+
+    assert len(gathers(None)) == 1
+    assert len(gathers(norms_in_their_own)) == 2
+
+
+@pytest.mark.parametrize(("wrong", "shown"), [(FP16, "torch.float16"), ("bf16", "'bf16'"), (FP64, "torch.float64")])
+def test_dtypes_that_a_parameter_cannot_have(wrong: Any, shown: str):
+    model = NormedBlock()
+    policy = MixedPrecision(BF16, param_dtype_override_fn=lambda p: wrong if p is model.up.bias else None)
+    with pytest.raises(
+        ValueError, match=f"returned {shown} for parameter 'up.bias': it may return .*torch.float32, or"
+    ):
+        flatshard.plan(model, world_size=2, mixed_precision=policy)
+    assert type(model.up.bias) is nn.Parameter
+    with pytest.raises(ValueError, match="must be a function that takes a parameter"):
+        MixedPrecision(BF16, param_dtype_override_fn=FP32)
+
+
 # -- the policy objects ------------------------------------------------------------------------------------------------
 
 
@@ -427,13 +517,84 @@ def test_policies_of_fsdp_are_accepted():
     assert one == MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True)
     two = MixedPrecision.of(fsdp.MixedPrecisionPolicy(BF16, FP32, output_dtype=FP16))
     expected = MixedPrecision(BF16, FP32, output_dtype=FP16, cast_forward_inputs=True, module_classes_to_ignore=())
-    assert two == expected
+    assert dataclasses.replace(two, reduce_in_param_dtype=True) == expected
     assert MixedPrecision.of(None) == MixedPrecision()
     assert CPUOffload.of(fsdp.CPUOffload(True)) == CPUOffload(True)
     assert CPUOffload.of(fsdp.CPUOffloadPolicy(pin_memory=False)) == CPUOffload(True, False)
     assert not CPUOffload.of(fsdp.OffloadPolicy()).offload_params
     assert not CPUOffload.of(None).offload_params
     assert CPUOffload.of(True).offload_params
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        (fsdp.MixedPrecision, "mixed_precision"),
+        (fsdp.MixedPrecisionPolicy, "mixed_precision"),
+        (flatshard.fsdp2.MixedPrecisionPolicy, "mixed_precision"),
+        (fsdp.CPUOffload, "cpu_offload"),
+        (fsdp.CPUOffloadPolicy, "cpu_offload"),
+        (fsdp.OffloadPolicy, "cpu_offload"),
+    ],
+)
+def test_what_a_later_torch_can_say_is_refused(kind: type, argument: str):
+    """A field that is not known is refused unless it says nothing."""
+    frozen = kind.__dataclass_params__.frozen
+    later = dataclasses.make_dataclass(
+        kind.__name__,
+        [("sum_backwards", bool, False), ("axes", list, dataclasses.field(default_factory=list))],
+        bases=(kind,),
+        frozen=frozen,
+    )
+    model = nn.Linear(2, 2)
+    for given in ({"sum_backwards": True}, {"axes": [1]}):
+        (name,) = given
+        with pytest.raises(
+            ValueError, match=rf"^{argument}: {kind.__name__}\({name}=.* has no counterpart .*: leave it out"
+        ):
+            fully_shard(model, **{argument: later(**given)})
+    assert type(model.weight) is nn.Parameter
+    ours = MixedPrecision if argument == "mixed_precision" else CPUOffload
+    assert ours.of(later()) == ours.of(kind())
+
+
+def reductions_without_a_dtype(ctx) -> None:
+    """The bf16 gradients 256 and 1 of two ranks: 128.5, or 128.0 where the sum is rounded to bf16."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.weight.dtype is BF16
+            return (self.weight * x).sum()
+
+    def reduced(policy: Any, backwards: int = 1) -> float:
+        model = fully_shard(Scale(), process_group=ctx.group, mixed_precision=policy)
+        for i in range(backwards):
+            with contextlib.nullcontext() if i == backwards - 1 else flatshard.no_sync(model):
+                model(torch.full((4,), 256.0 if (ctx.rank + i) % 2 == 0 else 1.0)).backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            assert model.weight.grad.dtype is FP32
+            return model.weight.grad[3].item()
+
+    theirs = Scale()
+    fsdp.fully_shard(theirs, mesh=ctx.mesh, mp_policy=fsdp.MixedPrecisionPolicy(BF16))
+    theirs(torch.full((4,), 256.0 if ctx.rank == 0 else 1.0)).backward()
+    expected = theirs.weight.grad.full_tensor()[3].item()
+    assert expected == (128.0 if _torch.FSDP2_REDUCES_IN_PARAM_DTYPE else 128.5)
+    for kind in (fsdp.MixedPrecisionPolicy, flatshard.fsdp2.MixedPrecisionPolicy):
+        assert reduced(kind(BF16)) == expected
+        assert reduced(kind(BF16), 2) == (256.0 if _torch.FSDP2_REDUCES_IN_PARAM_DTYPE else 257.0)
+    for kind in (fsdp.MixedPrecision, MixedPrecision):
+        assert reduced(kind(BF16)) == 128.0
+    assert reduced(MixedPrecision(BF16, reduce_in_param_dtype=False)) == 128.5
+    assert reduced(MixedPrecision(BF16, BF16, reduce_in_param_dtype=False)) == 128.0
+
+
+def test_reductions_without_a_dtype_are_those_of_the_policys_class(pool):
+    pool.run(reductions_without_a_dtype, world_size=2)
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"])

@@ -20,11 +20,13 @@ from pairs import some
 from parity import check_parity, full_params
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 import flatshard.fsdp2
-from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
+from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, _torch, fully_shard
 from flatshard._composable.state import unit_of
+from flatshard._trace import record_events
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 WIDTH = 12
@@ -242,25 +244,69 @@ def test_accumulation(pool):
         pool.run(accumulate, how, world_size=2)
 
 
+def chunks_in_one_backward(model: Model, x: Tensor) -> None:
+    sum(model.head(chunk).square().sum() for chunk in model(x).chunk(2)).backward()
+
+
+def chunks_one_by_one(model: Model, x: Tensor) -> None:
+    """Each chunk's logits are freed before the next ones are made; gradients accumulate over all these backwards."""
+    hidden = model(x)
+    cut = hidden.detach().requires_grad_()
+    for chunk in cut.chunk(2):
+        model.head(chunk).square().sum().backward()
+    hidden.backward(cut.grad)
+
+
+def chunks_unsharded(model: Model, x: Tensor) -> None:
+    """One gather and one reduction for all of them: as migration.md has it."""
+    with flatshard.keep_unsharded(model.head):
+        hidden = model(x)
+        cut = hidden.detach().requires_grad_()
+        with flatshard.no_sync(model.head):
+            for chunk in cut.chunk(2):
+                model.head(chunk).square().sum().backward()
+        hidden.backward(cut.grad)
+
+
+def chunks_checkpointed(model: Model, x: Tensor) -> None:
+    def loss(chunk: Tensor) -> Tensor:
+        return model.head(chunk).square().sum()
+
+    sum(checkpoint(loss, chunk, use_reentrant=False) for chunk in model(x).chunk(2)).backward()
+
+
 def chunked(ctx) -> None:
     """The head is called per chunk, after the model's forward: what FSDP2 has this for."""
-    torch.manual_seed(0)
-    plain = Model().double()
-    plain.runs_head = False
-    model = by_list(copy.deepcopy(plain), ctx.group)
-    for _ in range(2):
-        x = torch.randn(2, WIDTH, dtype=torch.float64)
-        for each in (plain, model):
-            each.zero_grad()
-            sum(each.head(chunk).square().sum() for chunk in each(x).chunk(2)).backward()
-        with flatshard.summon_full_params(model, with_grads=True):
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
-        check_clean(model)
+    for run, pair in (
+        (chunks_in_one_backward, {"all-gather": 3, "reduce-scatter": 1}),  # each call outside of the model is a pass
+        (chunks_checkpointed, {"all-gather": 3, "reduce-scatter": 1}),
+        (chunks_one_by_one, {"all-gather": 4, "reduce-scatter": 3}),
+        (chunks_unsharded, {"all-gather": 1, "reduce-scatter": 1}),
+    ):
+        ctx.note(run.__name__)
+        torch.manual_seed(0)
+        plain = Model().double()
+        plain.runs_head = False
+        model = by_list(copy.deepcopy(plain), ctx.group)
+        for _ in range(2):
+            slices = torch.randn(ctx.world_size, 4, WIDTH, dtype=torch.float64)
+            for each in (plain, model):
+                each.zero_grad()
+            for x in slices:
+                (sum(plain.head(chunk).square().sum() for chunk in plain(x).chunk(2)) / ctx.world_size).backward()
+            with record_events() as events:
+                run(model, slices[ctx.rank])
+            counts = {verb: sum(e.startswith(f"{verb} norm, head") for e in events) for verb in pair}
+            assert ctx.world_size == 1 or counts == pair, (run.__name__, counts)
+            with flatshard.summon_full_params(model, with_grads=True):
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad)
+            check_clean(model)
 
 
-def test_chunked_loss(pool):
-    pool.run(chunked, world_size=1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_chunked_loss(pool, world_size):
+    pool.run(chunked, world_size=world_size)
 
 
 def skipping(ctx) -> None:
@@ -384,7 +430,7 @@ reshard norm, head         reduce-scatter <root>""",
 def torch_collectives() -> Iterator[list[tuple[str, int]]]:
     """The collectives that FSDP2 issues, with the number of elements of the whole."""
     found: list[tuple[str, int]] = []
-    names = ("all_gather_single", "reduce_scatter_single")
+    names = (_torch.ALL_GATHER, _torch.REDUCE_SCATTER)
     originals = [getattr(dist, name) for name in names]
 
     def noted(name: str, original: Any, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -558,7 +604,7 @@ def test_forward_methods(pool):
 def test_plan():
     with torch.device("meta"):
         model = Model()
-    plan = flatshard.plan(model, policy={Block, (model.norm, model.head)}, world_size=4, tokens=8, device="cpu")
+    plan = flatshard.plan(model, policy={Block, (model.norm, model.head)}, world_size=4, device="cpu")
     assert [unit.fqn for unit in plan.units] == ["", "blocks.0", "blocks.1", "norm, head"]
     names = [c.unit for c in plan.collectives if "gather" in c.kind]
     assert names.count("norm, head") == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,12 +61,12 @@ class Momentum(nn.Module):
 
 
 def train_momentum(ctx: Any) -> None:
-    for update in (by_data, by_data_in_place, by_lerp, by_copy):
+    for update, policy in itertools.product((by_data, by_data_in_place, by_lerp, by_copy), ({nn.Linear}, None)):
         for strategy in STRATEGIES:
-            ctx.note(f"{update.__name__}, {strategy}")
+            ctx.note(f"{update.__name__}, {strategy}, {'units' if policy else 'one unit'}")
             torch.manual_seed(0)
             plain = Momentum(update).double()
-            model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
+            model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group, strategy=strategy)
             optimizers = [torch.optim.SGD(m.student.parameters(), lr=0.5) for m in (plain, model)]
             for step in range(4):
                 torch.manual_seed(step)
@@ -80,8 +82,50 @@ def train_momentum(ctx: Any) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_momentum_encoders(pool, world_size: int):
-    """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty."""
+    """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty.
+
+    In one unit the forward writes to its own unsharded parameters. [Note: Written through .data]
+    """
     pool.run(train_momentum, world_size=world_size)
+
+
+class Twins(nn.Module):
+    """A network, and a target that is updated between steps; both may be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.target = copy.deepcopy(self.online)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.online(x) - self.target(x.flip(1)).detach()).square().mean()
+
+
+def train_twins(ctx: Any, update: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+    for policy in ({nn.Sequential}, {nn.Linear}, None):
+        torch.manual_seed(0)
+        plain = Twins().double()
+        model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group)
+        for m in (plain, model):
+            optimizer = torch.optim.SGD(m.online.parameters(), lr=0.5)
+            for step in range(3):
+                torch.manual_seed(step)
+                m(torch.randn(3, 5, dtype=torch.double)).backward()
+                optimizer.step()
+                m.zero_grad()
+                whole = policy is None and m is model
+                with flatshard.summon_full_params(m) if whole else contextlib.nullcontext():
+                    for target, online in zip(m.target.parameters(), m.online.parameters(), strict=True):
+                        update(target, online)
+        for name, value in flatshard.checkpoint.full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("update", [by_data, by_data_in_place, by_lerp, by_copy])
+def test_targets_updated_between_steps(pool, update):
+    """The parts of two networks with units of their own are cut alike; in one unit the parameters must be whole."""
+    for world_size in (2, 3):
+        pool.run(train_twins, update, world_size=world_size)
 
 
 def net() -> nn.Module:

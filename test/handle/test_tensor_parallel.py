@@ -348,6 +348,34 @@ def in_bfloat16(ctx) -> None:
         assert (grad - expected).norm() < 0.05 * expected.norm() + 1e-3, name
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sum().full_tensor() + self.plain.sum() * 257
+
+
+def add_in_the_reduce_dtype(ctx) -> None:
+    """Tensor-parallel ranks have 256 and 1: in bfloat16 their sum is 256."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for policy, expected in (
+        (flatshard.MixedPrecision(bf16, reduce_dtype=fp32), 257.0),
+        (flatshard.MixedPrecision(bf16, reduce_dtype=bf16), 256.0),
+    ):
+        for strategy in (FULL, NO_SHARD):
+            model = Scale()
+            model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh["tp"], [Replicate()]))
+            fully_shard(model, device_mesh=mesh["dp"], mixed_precision=policy, strategy=strategy)
+            mine = torch.full((1, 3), 1.0 if ctx.rank % 2 else 256.0, dtype=bf16)
+            x = DTensor.from_local(mine, mesh["tp"], [Shard(0)])
+            model(x).backward()
+            assert set(model.scale.grad.tolist()) <= {expected}
+            assert set(model.plain.grad.tolist()) <= {256.0}  # computed in bfloat16
+
+
 def initialise_on_meta(ctx) -> None:
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     with torch.device("meta"):
@@ -516,6 +544,7 @@ FEATURES = [
     replicate,
     train_flat,
     in_bfloat16,
+    add_in_the_reduce_dtype,
     initialise_on_meta,
     fill_later,
     fill_copies_differently,

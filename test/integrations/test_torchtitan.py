@@ -245,8 +245,9 @@ def trainer(ctx: Any, folder: str) -> Any:
         def init_distributed(self) -> Any:
             return ParallelDims.from_config(self.config.parallelism, ctx.world_size)
 
-    if not hasattr(torch.distributed, "set_timeout"):  # of torch 2.14, which the Trainer calls after its first step
-        torch.distributed.set_timeout = lambda timeout, group: None
+    torch.distributed.set_timeout = lambda timeout, group: (
+        None
+    )  # of torch 2.14; called by the Trainer after its first step
     os.environ["LOCAL_RANK"] = str(ctx.rank)
     for module in (utils, metrics, parallel_dims, dist_utils):
         module.device_type, module.device_module = "cpu", Processor()

@@ -47,12 +47,46 @@ def run_inside_no_sync(ctx, kind: str) -> None:
         optimizer.step()  # there is nothing that it would miss
         model(X).sum().backward()
         other.step()
-        with refused(model, r"step inside no_sync: .*'blocks.0'.* hold gradients .*reduce_gradients"):
-            optimizer.step()
-    flatshard.reduce_gradients(model)
+        held_refused(model, optimizer, " inside no_sync")
+        other.step()
+    held_refused(model, optimizer, "")  # also after it: the loop was left without a last backward outside
+    other.step()
+    flatshard.reduce_gradients(model)  # as it says
+    trained(model, optimizer)
+
+    with flatshard.no_sync(model.blocks[0]):
+        model(X).sum().backward()
+    held_refused(model, optimizer, "")
+    torch.optim.SGD(model.head.parameters(), lr=0.1).step()  # another unit's
+    flatshard.clip_grad_norm_(model.head, 1.0)
+    model(X).sum().backward()  # the last backward outside of no_sync, as it says
+    trained(model, optimizer)
+
+    with flatshard.no_sync(model):
+        model(X).sum().backward()
+    flatshard.recover(model)  # drops what is held
+    optimizer.step()
+
+
+def held_refused(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
+    text = (
+        rf"{where}: units .*'blocks.0'.* hold gradients .* not in .grad. .*reduce_gradients\(module\) after it; then "
+    )
+    with refused(model, r"\.step" + text + "step"):
+        optimizer.step()
+    for verb in (flatshard.optim.get_total_norm, flatshard.optim.gradient_statistics):
+        with refused(model, verb.__name__ + text + verb.__name__):
+            verb(model)
+    with refused(model, "clip_grad_norm_" + text + "clip_grad_norm_"):
+        flatshard.clip_grad_norm_(model, 1.0)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     before = values(model)
+    flatshard.clip_grad_norm_(model, 1.0)
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, values(model), strict=True) if a.numel())
+    optimizer.zero_grad()
 
 
 MAKE = {
@@ -65,6 +99,40 @@ MAKE = {
 @pytest.mark.parametrize("kind", list(MAKE))
 def test_inside_no_sync(pool, kind):
     pool.run(run_inside_no_sync, kind, world_size=2)
+
+
+def run_replicas_to_come(ctx) -> None:
+    """Reduced within the shard group, and not yet over the replicas."""
+    mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
+    torch.manual_seed(0)
+    model = fully_shard(Net(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flatshard.configure(model, all_reduce=False)
+    model(X).sum().backward()
+    with refused(
+        model, r"call flatshard.configure\(module, all_reduce=True\), then flatshard.reduce_gradients\(module\)"
+    ):
+        optimizer.step()
+    flatshard.configure(model, all_reduce=True)
+    flatshard.reduce_gradients(model)
+    trained(model, optimizer)
+
+
+def test_replicas_to_come(pool):
+    pool.run(run_replicas_to_come, world_size=4)
+
+
+def run_alone(ctx) -> None:
+    """A single rank holds nothing."""
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.alone)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flatshard.no_sync(model):
+        model(X).sum().backward()
+        trained(model, optimizer)
+
+
+def test_alone(pool):
+    pool.run(run_alone, world_size=2)
 
 
 def run_inside_summon(ctx) -> None:

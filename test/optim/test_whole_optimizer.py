@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +22,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import ShardingStrategy, fully_shard, layouts
 from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.optim import WholeParameterOptimizer, segment_reduce
 
 FREE = 1e9
-Optimizer = torch.optim.Optimizer
-Muon = getattr(torch.optim, "Muon", None)
+Muon, Optimizer = torch.optim.Muon, torch.optim.Optimizer
 
 
 class Shampoo(Optimizer):
@@ -115,9 +117,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "counting": (Counting, {}),
     "lamb": (LAMB, {}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "muon": (Muon, {"lr": 0.05}),
 }
-if Muon is not None:
-    KINDS["muon"] = (Muon, {"lr": 0.05})
 
 LAYOUTS = ["", "rows", "blocks", "whole", "mixed"]
 
@@ -516,12 +517,8 @@ def refuse(ctx) -> None:
             optimizer.step()
     flatshard.optim.check_whole_parameters([nn.Parameter(torch.ones(2))])
     by_rows = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
-    if Muon is not None:
-        with pytest.raises(
-            RuntimeError,
-            match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer",
-        ):
-            Muon(by_rows.parameters()).step()
+    with pytest.raises(RuntimeError, match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer"):
+        Muon(by_rows.parameters()).step()
     whole = fully_shard(make(True), process_group=ctx.group, layout=Whole(FREE))
     flatshard.optim.check_whole_parameters(whole.parameters())
     with pytest.raises(RuntimeError, match="Adafactor cannot step parameters without elements"):
@@ -529,6 +526,30 @@ def refuse(ctx) -> None:
     (flat,) = flatshard.flat_parameters(whole)
     with pytest.raises(ValueError, match=r"not flat_parameters\(\)"):
         WholeParameterOptimizer([flat], torch.optim.Adafactor)
+
+
+def follow_the_cure(ctx) -> None:
+    """Muon is told two ways out; with each the layers' step, of units too small to be cut between matrices, runs."""
+    cut = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
+    with pytest.raises(RuntimeError) as raised:
+        Muon(cut.parameters()).step()
+    (layout,) = re.findall(r"layout=flatshard\.(layouts\.\w+\(.*?\))", str(raised.value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fully_shard(
+            nn.Linear(6, 4, bias=False),
+            process_group=ctx.group,
+            layout=eval(layout, {"layouts": layouts, "math": math}),
+        )
+    for optimizer in (Muon(model.parameters()), WholeParameterOptimizer(cut.parameters(), Muon)):
+        for p in (*model.parameters(), *cut.parameters()):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+
+@pytest.mark.skipif(Muon is None, reason="this torch has no Muon")
+def test_following_the_cure(pool):
+    pool.run(follow_the_cure, world_size=2)
 
 
 def couple(ctx) -> None:
@@ -567,7 +588,6 @@ def test_tensor_parallel_matrices_are_refused(pool):
     pool.run(refuse_parallel, world_size=4)
 
 
-@pytest.mark.skipif(Muon is None, reason="this torch has no Muon")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_muon_itself_on_whole_parameters(pool, world_size):
     pool.run(muon_itself, world_size=world_size)

@@ -203,13 +203,14 @@ TypeError: mixed_precision must be a flatshard.MixedPrecision or one of FSDP's, 
     )
 
 
-def test_a_strategy_by_its_name(world):
+def test_a_strategy_by_another_name(world):
     world(4)
-    shown = message(lambda: fully_shard(Net(), strategy="full_shard"))
+    fully_shard(Net(), strategy="full_shard")
+    shown = message(lambda: fully_shard(Net(), strategy="zero3"))
     assert_expected_inline(
         shown,
         """\
-ValueError: strategy='full_shard' is not one of ShardingStrategy.FULL_SHARD,
+ValueError: strategy='zero3' is not one of ShardingStrategy.FULL_SHARD,
     ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD,
     ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2""",
     )
@@ -292,7 +293,8 @@ def test_forward_called_by_itself(world):
         """\
 RuntimeError: parameter 'blocks.0.linear.weight' is sharded: this rank has elements 0:16
     of shape (4, 4). But Linear.forward was called outside of its unit's forward: call
-    the module that is the unit, as module(...); for its other methods see
+    the module that is the unit, as module(...), or run this inside `with
+    flatshard.summon_full_params(module):`; for the unit's other methods see
     register_forward_method. Or make the Linear a unit of its own""",
     )
 
@@ -385,8 +387,7 @@ def test_an_optimizer_of_whole_matrices(world):
 RuntimeError: Adafactor looks at whole parameters, but ranks have parts of
     'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight': on parts it would
     compute wrong updates. Use flatshard.optim.WholeParameterOptimizer(params,
-    Adafactor, ...), which works in any layout, or shard with
-    layout=flatshard.layouts.Whole()""",
+    Adafactor, ...), which works in any layout""",
     )
 
 

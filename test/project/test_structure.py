@@ -20,7 +20,7 @@ import flatshard
 PACKAGE = Path(flatshard.__file__).parent
 
 PACKAGES = [
-    ["_errors", "_names", "_config", "_trace", "_host_memory", "layouts"],
+    ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "layouts"],
     ["_comm"],
     ["_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
@@ -63,6 +63,7 @@ INNER_IMPORTS = {
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.planner"),
+    ("planning._recording", "torch.utils.flop_counter"),  # an eighth: it imports triton, where that is installed
     ("integrations.trainer", "flatshard.integrations.peft"),  # peft may be absent
 }
 """(module, what it imports inside a function)."""
@@ -258,6 +259,7 @@ DISTRIBUTED_QUERIES = {
     "ProcessGroup",
     "GroupMember.NON_GROUP_MEMBER",
     "is_available",
+    "is_backend_available",
     "is_initialized",
     "get_process_group_ranks",
     "get_rank",
@@ -322,6 +324,8 @@ def only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.construct.materialize", "broadcast_now"),
         ("_composable.features.filled_later", "broadcast_now"),  # as materialize, later
         ("_composable.features.filled_later", "all_reduce_now"),
+        ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
+        ("_composable.features.buffers", "broadcast_now"),
         ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
         ("_composable.features.gathering", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),
@@ -346,9 +350,24 @@ def only_hooks_registers_hooks():
 
 
 def only_config_reads_the_environment():
-    for name, node in outside("_config"):
+    """But for the report, which shows it."""
+    for name, node in outside("_config", "env"):
         assert dotted(node) not in ("os.environ", "os.getenv", "os.putenv"), show(name, node)
         assert not (isinstance(node, ast.ImportFrom) and node.module == "os"), show(name, node)
+
+
+def only_torch_asks_for_a_version():
+    """Neither by its number nor by ``hasattr(torch, ...)``: what differs between versions is read in ``_torch``."""
+    for name, node in outside("_torch", "env"):  # the report shows it
+        assert not (isinstance(node, ast.Attribute) and node.attr == "__version__"), show(name, node)
+    trees = {**TREES, **{path.name: tree for path, tree in TESTS.items()}, **BENCHMARKS}
+    for name, node in ((name, node) for name, tree in trees.items() for node in ast.walk(tree)):
+        if isinstance(node, ast.Compare) and not all(isinstance(op, ast.Eq) for op in node.ops):  # a record of what ran
+            assert not any(getattr(part, "attr", "") == "__version__" for part in ast.walk(node)), show(name, node)
+        if isinstance(node, ast.Call) and node.args:
+            asked, of_torch = dotted(node.func), dotted(node.args[0]).partition(".")[0] in ("torch", "dist", "nn")
+            optional = asked == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant)
+            assert not (of_torch and (asked == "hasattr" or optional)), show(name, node)
 
 
 def test_each_fact_has_one_writer():
@@ -360,6 +379,7 @@ def test_each_fact_has_one_writer():
     only_handles_start_collectives_and_construction_broadcasts()
     only_hooks_registers_hooks()
     only_config_reads_the_environment()
+    only_torch_asks_for_a_version()
 
 
 # -- what a layer must not know ----------------------------------------------------------------------------------------
@@ -444,8 +464,8 @@ _composable.features.transforms: forward_ad._current_level
 _composable.features.transforms: torch._C._functorch.get_unwrapped
 _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
-_composable.hooks: torch.utils._pytree.tree_flatten
-_composable.hooks: torch.utils._pytree.tree_unflatten
+_composable.outputs: torch.utils._pytree.tree_flatten
+_composable.outputs: torch.utils._pytree.tree_unflatten
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
@@ -561,6 +581,7 @@ IMPORT_TESTS = {
 }
 
 
+BENCHMARKS = {path.name: ast.parse(path.read_text()) for path in sorted((PACKAGE.parent / "benchmarks").glob("*.py"))}
 TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path(__file__).parents[1].rglob("*.py"))}
 
 

@@ -18,7 +18,7 @@ import torch
 import train_gpt
 from corpus import load_corpus
 from expecttest import assert_expected_inline
-from progress import Progress, clock, loss_curve
+from progress import Progress, clock, loss_curve, mean_around, ticks
 from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -153,11 +153,12 @@ def test_what_it_prints(pool, tmp_path):
     assert re.fullmatch(
         r"  validation loss  5\.\d+ -> 5\.\d+\n"
         r"  steps            6, 768 tokens, [\d,]+ tokens/s\n"
+        r"  memory           0\.\d MiB a rank; one process: 0\.\d\n"
         r"  time             \d+:\d\d in steps, \d+:\d\d in all\n"
         rf"  loss curve       {re.escape(str(tmp_path))}/loss\.svg\n",
         end,
     ), end
-    assert "step 6" in (tmp_path / "loss.svg").read_text()
+    assert ">step<" in (tmp_path / "loss.svg").read_text()
 
 
 class Terminal(io.StringIO):
@@ -217,6 +218,19 @@ def test_a_loss_curve():
     root = ElementTree.fromstring(loss_curve(5, [3.0, 2.0, 1.0], "a & b"))
     lines = [e.attrib["points"].split() for e in root if e.tag.endswith("polyline")]
     assert [len(line) for line in lines] == [3, 3]
-    assert lines[0] == ["56.0,40.0", "380.0,198.0", "704.0,356.0"]
+    assert lines[0] == ["56.0,44.0", "380.0,194.0", "704.0,344.0"]
     texts = [e.text for e in root if e.tag.endswith("text")]
-    assert {"a & b", "step 5", "step 7"} <= set(texts)
+    assert {"a & b", "5", "6", "7", "1.0", "1.5", "3.0"} <= set(texts)
+    assert loss_curve(1, [1.0], "one step")
+
+
+def test_the_mean_of_a_curve_does_not_lag():
+    straight = [float(i) for i in range(20)]
+    assert mean_around(straight, 3) == pytest.approx(straight)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"), [(1.31, 5.54, [1, 2, 3, 4, 5, 6]), (1, 3, [1, 1.5, 2, 2.5, 3]), (2, 2, [2, 2.1])]
+)
+def test_ticks_are_round_numbers(low, high, expected):
+    assert ticks(low, high, 6) == pytest.approx(expected)

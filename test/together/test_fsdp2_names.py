@@ -131,7 +131,7 @@ def test_the_script(pool, shape):
 def test_signatures():
     theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
     ours = inspect.signature(flatshard.fsdp2.fully_shard).parameters
-    assert set(ours) == set(theirs) - {"dp_mesh_dims"}
+    assert set(ours) == set(theirs)
     for name, method in flatshard.fsdp2._METHODS.items():
         if name != "no_sync":
             given, own = (inspect.signature(f).parameters for f in (getattr(FSDPModule, name), method))
@@ -163,3 +163,45 @@ def test_methods(world):
 
     with pytest.raises(ValueError, match="Own has unshard of its own"):
         flatshard.fsdp2.fully_shard(Own(2, 2))
+
+
+DIMS = torch.distributed.fsdp.DataParallelMeshDims
+
+
+def on_mesh_dims(ctx) -> None:
+    """The same losses and units as with the dimension itself."""
+    mesh = ctx.device_mesh((2, 1, 2), ("replicate", "tp", "shard"))
+    pair = flatshard.ShardingStrategy.HYBRID_SHARD
+    for dims, ours in (
+        (DIMS(shard="shard"), {"device_mesh": mesh["shard"]}),
+        (DIMS(shard=("shard",), replicate="replicate"), {"device_mesh": mesh["replicate", "shard"], "strategy": pair}),
+        (
+            DIMS(replicate="replicate"),
+            {"device_mesh": mesh["replicate"], "strategy": flatshard.ShardingStrategy.NO_SHARD},
+        ),
+    ):
+        models = []
+        for shard in (
+            lambda m, ours=ours: flatshard.fully_shard(m, **ours),
+            lambda m, dims=dims: flatshard.fully_shard(m, mesh=mesh, dp_mesh_dims=dims),
+            lambda m, dims=dims: flatshard.fsdp2.fully_shard(m, mesh=mesh, dp_mesh_dims=dims),
+        ):
+            torch.manual_seed(0)
+            models.append(shard(Model()))
+            torch.manual_seed(ctx.rank)
+            models[-1](torch.randint(11, (2, 3))).square().sum().backward()
+        for model in models[1:]:
+            assert str(flatshard.describe(model)) == str(flatshard.describe(models[0]))
+            for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
+                assert torch.equal(p, q)
+                assert torch.equal(p.grad, q.grad)
+    for dims, message in (
+        (DIMS(shard="dp"), r"names 'dp'; the mesh has the dimensions \['replicate', 'tp', 'shard'\]"),
+        (DIMS(shard=("replicate", "shard")), "are several dimensions, and flatshard needs one to shard over"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flatshard.fully_shard(Model(), mesh=mesh, dp_mesh_dims=dims)
+
+
+def test_dimensions_of_a_mesh(pool):
+    pool.run(on_mesh_dims, world_size=4)

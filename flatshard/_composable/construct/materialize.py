@@ -26,6 +26,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_ten
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
 from flatshard._handle.placement import Runtimes
 from flatshard._handle.planned import Groups
+from flatshard._handle.tensors.grad_dtype import choose, hand_on, has_chosen
 from flatshard._runtime import Runtime, on_any_rank
 
 PATTERN = 0xA7
@@ -162,6 +163,7 @@ class Materialization:
         for owned in unit.owned:  # another object will be registered for a tensor subclass in any case
             if is_wrapper(owned.param) and owned.param.device != device:
                 moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
+                hand_on(owned.param, moved)
                 moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
                 owned.param = moved
 
@@ -199,6 +201,7 @@ def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) ->
     # A param_init_fn written for FSDP1 begins with module.to_empty(...). With swapping, the Parameter objects stay the same.
     before = torch.__future__.get_swap_module_params_on_conversion()
     attributes = [(p, dict(p.__dict__)) for p in module.parameters(recurse=False)]
+    grad_dtypes = [(p, p.grad_dtype) for p, _ in attributes if has_chosen(p)]
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.use_deterministic_algorithms(
@@ -211,6 +214,8 @@ def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) ->
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     for param, kept in attributes:
         param.__dict__.update(kept)  # swapping moved the attributes to another object
+    for param, dtype in grad_dtypes:
+        choose(param, dtype)
 
 
 def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
@@ -222,6 +227,7 @@ def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
         empty = parallel.wrap(empty)
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, tensor.requires_grad)
+        hand_on(tensor, empty)
         empty.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 

@@ -123,9 +123,14 @@ def as_device(device_id: int | torch.device | str | None) -> torch.device | None
     if device_id is None:
         return None
     kind = default_device().type
-    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    try:
+        device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device_id={device_id!r} is no device: pass a torch.device, its name or its index") from e
     if device.type == "cpu":
         return torch.device("cpu")  # without an index: the device of tensors is "cpu", which does not equal "cpu:0"
+    if device.index is None and not torch.accelerator.is_available():
+        raise ValueError(f"device_id={device_id!r}, but this process has no accelerator: omit it, or pass 'cpu'")
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device

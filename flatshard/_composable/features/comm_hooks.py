@@ -14,8 +14,9 @@ from torch import nn
 
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
 from flatshard._comm.progress import here
+from flatshard._composable.features.find import units_in
 from flatshard._composable.features.handed_on import hand_on
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._runtime import Runtime
@@ -171,12 +172,7 @@ def register_comm_hook(
         TypeError: the hook does not take these arguments. Nothing has been changed.
         CollectiveError: raised in backward, if the hook returns something else, or leaves another dtype or shape.
     """
-    units = units_below(module, recurse)
-    if not units:
-        raise ValueError(
-            f"register_comm_hook: nothing in this {type(module).__name__} is sharded"
-            f"{'' if recurse else ' as a unit of its own'}; call fully_shard first"
-        )
+    units = units_in(module, recurse, "register_comm_hook")
     found = [
         unit.fqn
         for unit in units

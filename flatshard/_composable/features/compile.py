@@ -18,6 +18,11 @@ from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import UnitConfig
 from flatshard._runtime import Runtime
 
+_REASON = (
+    "flatshard gathers a unit around its forward, which no graph can contain. With fullgraph=True compile units one by "
+    "one: `for block in model.blocks: block.compile(fullgraph=True)`. Or omit fullgraph: graphs then end at units"
+)
+
 
 class Compile(Extension):
     """Makes dynamo skip this package."""
@@ -37,4 +42,7 @@ def _skip() -> None:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):
+        # As torch.compiler.disable(reason=...) has them: what dynamo says with fullgraph=True.
+        vars(hook)["_torchdynamo_disable"] = True
+        vars(hook)["_torchdynamo_disable_msg"] = _REASON
         set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from torch import nn
 
+from flatshard._composable.construct.renamed import did_you_mean
 from flatshard._composable.features import inner_shards
-from flatshard._composable.features.find import unit_for, units_for
+from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.grad_sync import set_gradient_sync
 from flatshard._composable.state import Unit, copies_in, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
@@ -38,6 +39,7 @@ def configure(
     divide_factor: float | _Unchanged | None = UNCHANGED,
     forward_prefetch: bool | Iterable[nn.Module] | _Unchanged = UNCHANGED,
     backward_prefetch: BackwardPrefetch | str | Iterable[nn.Module] | _Unchanged | None = UNCHANGED,
+    **unknown: Any,
 ) -> None:
     """Change options of ``module``'s units. Options that are not given stay as they are. All ranks must make the same calls.
 
@@ -71,7 +73,9 @@ def configure(
         TypeError, ValueError: an argument is wrong, or not possible for a unit, which the message names. Nothing has been
             changed.
     """
-    units = units_for(module, recurse, "configure")
+    for name in unknown:
+        raise TypeError(f"configure has no argument {name!r}{did_you_mean(name, configure.__kwdefaults__ or {})}")
+    units = units_in(module, recurse, "configure")
     changes: list[tuple[Unit, dict[str, Any]]] = []
     split: dict[Runtime, int] = {}
     if reshard_after_forward is not UNCHANGED:

@@ -26,11 +26,12 @@ from torch.autograd.graph import increment_version
 from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.state import Unit, units_of_parameters
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import fillings, in_memory_order
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -81,8 +82,7 @@ class FillFlat:
         fill_with_pattern(flat.shard)
         for index, param in enumerate(flat.params):
             real = nn.Parameter(flat.part_view(index), param.requires_grad)
-            if param.grad_dtype is not real.grad_dtype:
-                real.grad_dtype = param.grad_dtype
+            hand_on(param, real)
             torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
         changes.count += 1
 
@@ -156,7 +156,7 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
         RuntimeError: something in it was never filled: on all ranks.
     """
     cut_all()
-    inside = list(dict.fromkeys(needed for unit in units_below(outermost.module) for needed in unit.needs))
+    inside = units_of_parameters(outermost.module)
     todo = [unit for unit in inside if unit in made]
     for unit in todo:
         unit.handle.check_parameters()

@@ -102,7 +102,7 @@ def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
             raise TypeError(f"a forward method is given by its name, got {name!r}")
         found = module.__dict__.get(name) or inspect.getattr_static(type(module), name, None)
         if found is None:
-            similar = [n for n in dir(type(module)) if n not in dir(nn.Module)]
+            similar = [n for n in dir(type(module)) if n not in dir(nn.Module) and not n.startswith("__")]
             raise ValueError(f"{kind} has no method {name!r}; it has {name_list(similar) or 'none of its own'}")
         if isinstance(found, ForwardMethod):
             continue

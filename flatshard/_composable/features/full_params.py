@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
-from flatshard._composable.features.find import settle, units_registered_in
+from flatshard._composable.features.find import settle, units_of
 from flatshard._composable.features.whole_parameters import WholeParameters
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.state import Unit, own_copies, units_of_parameters
+from flatshard._errors import cannot_trace
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED, Slots
 from flatshard._handle.tensors.sharded_parameter import shard_info
@@ -43,8 +44,8 @@ def summon_full_params(
     inner one writes back is kept, even if the outer one raises or has ``writeback=False``.
 
     Args:
-        module: a sharded module, or one that contains sharded modules.
-        recurse: also the units below ``module``; False: only ``module``'s own unit.
+        module: any module with sharded parameters. A unit around it that owns some of them is gathered as a whole.
+        recurse: also the units below ``module``; False: only the units of parameters that no unit below ``module`` has.
         writeback: keep changes that the body makes. Each rank keeps its own part, so all ranks must make the same changes.
         rank0_only: only rank 0 of the group gets unsharded parameters, which saves memory on the others. They see their
             sharded parameters.
@@ -56,7 +57,7 @@ def summon_full_params(
         ValueError: ``writeback`` with ``rank0_only``, by which ranks would get different parameters; or nothing in
             ``module`` is sharded.
     """
-    units = units_registered_in(module, recurse, "summon_full_params")
+    units = units_of(module, "summon_full_params", recurse)
     if writeback and rank0_only:
         raise ValueError(
             "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
@@ -110,6 +111,8 @@ class _Summoned(Claim):
     def check_forward(self, grad: bool) -> None:
         """Raise if gradients of a forward inside would be lost, or if other ranks would gather for it."""
         unit = self.unit
+        if torch.compiler.is_exporting():
+            raise cannot_trace("torch.export", f"unit {unit.fqn or '<root>'!r}")
         _check_all_ranks(unit, "a forward", may_on_rank0=True)
         if not grad:
             return
@@ -173,6 +176,8 @@ class _Summoned(Claim):
                 for flat in handle.flats:
                     names = [info.fqn for info in flat.layout.params]
                     copy_names.update(zip([copies[id(p)] for p in flat.params], names, strict=True))
+        if copies is not None:
+            own_copies(unit, copies.values())
         if self.shows_gradients:
             whole.gather_gradients(copies)
         elif copies is not None and shows_gradients(unit):
@@ -352,18 +357,18 @@ class UnshardHandle:
 
 
 def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False) -> UnshardHandle | None:
-    """Gather the parameters of ``module``'s own unit, before its forward or to read them. All ranks must call it.
+    """Gather the units of ``module``'s own parameters, before a forward or to read them. All ranks must call it.
 
     They stay unsharded until the end of the unit's next forward, or until :func:`reshard`. If they are unsharded already, but
     have changed since (by an optimizer's step), they are gathered again. ``state_dict()`` and ``load_state_dict()`` register
     the sharded parameters again, without freeing the unsharded ones.
 
     Args:
-        module: a unit.
+        module: a unit, or another module with sharded parameters: the units that own them are gathered.
         recurse: also the units below ``module``.
         async_op: return at once, with a handle whose ``wait()`` registers the unsharded parameters.
     """
-    units = units_registered_in(module, recurse, "unshard")
+    units = units_of(module, "unshard", recurse)
     settle(units)
     for unit in units:
         _check_all_ranks(unit, "unshard")
@@ -384,12 +389,14 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
 
 
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
-    """Free the unsharded parameters of ``module``'s units. The next forward or backward gathers them. No communication.
+    """Free the unsharded parameters of the units that own ``module``'s. No communication.
+
+    The next forward or backward gathers them.
 
     Raises:
         RuntimeError: a unit is in its forward or in ``summon_full_params``.
     """
-    units = units_registered_in(module, recurse, "reshard")
+    units = units_of(module, "reshard", recurse)
     settle(units)
     busy = [u.fqn or "<root>" for u in units if u.claims.use]
     if busy:
@@ -409,7 +416,7 @@ def recover(module: nn.Module) -> None:
     Raises:
         RuntimeError: called inside a forward or a backward, where nothing can be freed.
     """
-    units = units_below(module)
+    units = units_of_parameters(module)
     contexts = {unit.context for unit in units}
     if any(context.is_running for context in contexts):
         raise RuntimeError("recover: called inside a forward or a backward. Call it where the exception is caught")

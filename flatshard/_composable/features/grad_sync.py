@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.find import units_for
+from flatshard._composable.features.find import units_of
 from flatshard._composable.features.full_params import shows_gradients
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
-
-held_back_units: list[list[Unit]] = []
-"""For each ``no_sync`` that is active: its units."""
 
 
 @contextlib.contextmanager
@@ -33,6 +31,9 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     them. To drop them, call :func:`recover`; an exception in a backward drops them, too. With a single rank gradients are
     added to ``.grad`` at once.
 
+    Norms, clipping and an optimizer's step raise as long as gradients are held, inside and after the block: they would miss
+    them. If all backwards ran inside, call :func:`reduce_gradients`.
+
     Example::
 
         with flatshard.no_sync(model):
@@ -43,15 +44,13 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``module`` is sharded.
     """
-    units = units_for(module, recurse, "no_sync")
+    units = units_of(module, "no_sync", recurse)
     for unit in units:
         _held_back(unit).append(unit.requires_gradient_sync)
         set_gradient_sync(unit, False)
-    held_back_units.append(units)
     try:
         yield
     finally:
-        held_back_units.remove(units)
         for unit in units:
             set_gradient_sync(unit, _held_back(unit).pop())
 
@@ -60,6 +59,28 @@ def set_gradient_sync(unit: Unit, value: bool) -> None:
     """Set whether backwards reduce the gradients from now on."""
     unit.requires_gradient_sync = value
     unit.handle.gradients.accumulates |= not value
+
+
+def held_units() -> list[Unit]:
+    """All units with gradients of earlier backwards that are not in ``.grad``: not reduced, or not over the replicas."""
+    held = [unit for queue in ReductionQueue.holding for unit in queue.units() if unit.handle.gradients.withholds]
+    return sorted(held, key=lambda unit: unit.fqn)
+
+
+def check_reduced(units: Iterable[Unit], verb: str) -> None:
+    """Raise if some of ``units`` hold gradients, which ``verb`` would miss."""
+    held = [unit for unit in units if unit.handle.gradients.withholds]
+    if not held:
+        return
+    where = "" if all(unit.requires_gradient_sync for unit in held) else " inside no_sync"
+    cure = "flatshard.reduce_gradients(module) after it"
+    if not all(unit.handle.gradients.wants_reduction for unit in held):
+        cure = f"flatshard.configure(module, all_reduce=True), then {cure}"
+    raise RuntimeError(
+        f"{verb}{where}: units {name_list((u.fqn for u in held), 3)} hold gradients that have not been averaged over all "
+        "ranks, and that are not in .grad. Run the last backward outside of no_sync, or call "
+        f"{cure}; then {verb.rpartition('.')[2]}"
+    )
 
 
 class GradSync(Extension):
@@ -104,7 +125,7 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
         RuntimeError: called inside a forward or a backward, or inside ``summon_full_params(with_grads=True)``.
         CollectiveError: a reduction failed. The accumulated gradients are dropped.
     """
-    units = units_for(module, recurse, "reduce_gradients")
+    units = units_of(module, "reduce_gradients", recurse)
     contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
     if any(context.is_running for context in contexts):
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")

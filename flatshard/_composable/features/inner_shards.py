@@ -21,7 +21,7 @@ from flatshard._composable.features.kept_shards import KeptCasts, KeptShards
 from flatshard._composable.features.subgroups import subgroup
 from flatshard._composable.state import Unit, UnitConfig
 from flatshard._handle.flat_param import FlatParam
-from flatshard._runtime import Runtime, holding
+from flatshard._runtime import Runtime
 
 # For each runtime of all ranks that a unit is sharded over: those of its subgroups, by size.
 _subgroups: weakref.WeakKeyDictionary[Runtime, dict[int, Runtime]] = weakref.WeakKeyDictionary()
@@ -104,4 +104,4 @@ class FromInnerShards(KeptShards):
         assert kept is not None
         flat.unsharded.allocate(None)
         own = self.part(flat).copy_(kept)
-        return holding(self.runtime.all_gather(flat.unsharded.wire, own, flat.placement.label, again=True), kept)
+        return self.runtime.all_gather(flat.unsharded.wire, own, flat.placement.label, again=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from flatshard._composable.claims import Claim
-from flatshard._composable.features.find import settle, units_for
+from flatshard._composable.features.find import settle, units_of
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 
@@ -22,6 +22,9 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     whole parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
     All ranks must enter together. The context can be nested.
 
+    A server with many threads, or with ``asyncio``, gives the model to one thread, ``ThreadPoolExecutor(max_workers=1)``: a
+    forward raises while one runs on another thread. All ranks answer the same requests in the same order.
+
     Example::
 
         with torch.no_grad(), flatshard.keep_unsharded(model):
@@ -29,13 +32,13 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
 
     Args:
-        module: a unit, or with ``recurse`` a module that contains units.
+        module: a unit, or another module with sharded parameters: the units that own them are kept.
         recurse: also the units below ``module``.
 
     Raises:
-        ValueError: nothing in ``module`` is a unit.
+        ValueError: nothing in ``module`` is sharded.
     """
-    units = list(dict.fromkeys(n for u in units_for(module, recurse, "keep_unsharded") for n in u.needs))
+    units = units_of(module, "keep_unsharded", recurse)
     settle(units)
     kept = [(unit, Keep(unit)) for unit in units]
     try:

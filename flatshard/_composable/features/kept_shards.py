@@ -17,7 +17,6 @@ import torch
 from flatshard import _trace
 from flatshard._comm.collectives import Pending
 from flatshard._handle.flat_param import FlatParam
-from flatshard._runtime import holding
 
 
 class KeptShards:
@@ -41,7 +40,7 @@ class KeptShards:
         return list(self._shards.values())
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Copy parts of the unsharded buffers."""
+        """Copy parts of the unsharded buffers. The copies belong to the gather stream as well, which alone reads them."""
         shards = self._shards
         shards.clear()
         shards.update((flat, part.clone()) for flat in flats if (part := self.part(flat)) is not None)
@@ -86,4 +85,4 @@ class KeptCasts(KeptShards):
         return "cast" if flat.placement.shards is None else "all-gather"
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
-        return holding(flat.gather(False, True, kept), kept)
+        return flat.gather(False, True, kept)

@@ -101,8 +101,7 @@ def _mark(unit: Unit, tensors: Tensors) -> Tensors:
     anchors = [_anchor(needed) for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
     if not anchors and not any([t.requires_grad for t in tensors]):
         return tensors
-    marked: Tensors = _Mark.apply(len(anchors), *anchors, *tensors)  # type: ignore[no-untyped-call]
-    return marked
+    return _add_node(len(anchors), *anchors, *tensors)
 
 
 def _anchor(unit: Unit) -> torch.Tensor:
@@ -145,3 +144,6 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         return None, *ctx.none, *grads
+
+
+_add_node: Callable[..., Tensors] = _Mark.apply

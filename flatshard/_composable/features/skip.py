@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._composable.features.find import unit_for, units_of
 from flatshard._composable.features.pass_by import RanInside, Tensors, pass_by
 from flatshard._composable.state import unit_of, units_below
 
@@ -45,7 +46,8 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     use ``use_reentrant=False``.
 
     Args:
-        module: a unit, or a module that contains units, which are then skipped one after the other.
+        module: a unit, or a module that contains units, which are then skipped one after the other. For another module in
+            the running forward of its unit nothing is to be done: the tensors come back as they are.
         tensors: tensors of any shape and device, which are passed through. For a backward at least one must be floating-point
             or complex. With gradients enabled and trainable parameters in ``module``, the returned tensors require grad, as
             the output of ``module`` does.
@@ -62,9 +64,13 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
             raise TypeError(f"skip takes tensors after the module, got a {type(value).__name__}")
     modules = [m for m in module.modules() if unit_of(m) is not None]
     units = units_below(module)
-    if not units:
-        raise ValueError(f"skip: nothing in this {type(module).__name__} is sharded; call fully_shard first")
     differentiable = tuple(t for t in tensors if t.is_floating_point() or t.is_complex())
+    if not units and all(any(f.unit is owner for f in owner.context.forwards) for owner in units_of(module, "skip")):
+        return (
+            tensors[0] if len(tensors) == 1 else tensors
+        )  # their forward takes part, and finds these parameters unused
+    if not units:
+        unit_for(module, "skip")  # raises: names the unit to skip
     if torch.is_grad_enabled() and not differentiable and any(u.handle.gradients.accumulators.nodes for u in units):
         raise ValueError(
             f"skip: backward must reach unit {units[0].fqn or '<root>'!r}, so pass a floating-point tensor that the loss "

@@ -42,7 +42,7 @@ def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.
             part = tuple(others[start : start + step])
             if (backend, part) not in made:
                 new = dist.new_group(part, timeout=_timeout(group, device), backend=backend)
-                made[backend, part] = weakref.ref(new) if dist.get_rank() in part else weakref.ref(world)
+                made[backend, part] = weakref.ref(new if isinstance(new, dist.ProcessGroup) else world)  # am I in it?
     at = ranks.index(dist.get_rank()) // size * size
     return alive(made[backend, tuple(ranks[at : at + size])])
 

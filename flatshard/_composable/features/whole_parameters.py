@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -103,8 +104,8 @@ class WholeParameters:
 
 
 def _set_gradient(target: nn.Parameter, grad: torch.Tensor | None) -> None:
-    if grad is not None and grad.dtype is not target.dtype:
-        target.grad_dtype = grad.dtype  # keep_low_precision_grads
+    if grad is not None and target.grad_dtype not in (None, grad.dtype):
+        target.grad_dtype = grad.dtype
     target.grad = grad
 
 
@@ -142,12 +143,14 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
         ]
         mine = joined(flat, pieces, flat.gradients.dtype)
     whole = Gathering(flat, mine).wait()
-    return [grad if somewhere else None for grad, somewhere in zip(whole, seen, strict=True)]
+    of_each = zip(whole, seen, itertools.cycle(flat.gradients.dtypes))
+    return [grad.to(dtype) if somewhere else None for grad, somewhere, dtype in of_each]
 
 
 def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> None:
     """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
     shard_param, dtype = flat.gradients.shard_param, flat.gradients.dtype
+    dtypes = flat.gradients.dtypes
     if shard_param is not None and shard_param.grad is None and any(g is not None for g in whole):
         shard_param.grad = torch.zeros_like(flat.shard, dtype=dtype)
     for index, (param, grad, held) in enumerate(zip(flat.params, whole, flat.gradients.local(), strict=True)):
@@ -158,7 +161,7 @@ def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> 
         plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
         mine = in_memory_order(plain, info.stride)[part.offset : part.offset + part.numel]
         if held is None:
-            param.grad = flat.shaped(index, mine).to(flat.kind.device, dtype, copy=True)
+            param.grad = flat.shaped(index, mine).to(flat.kind.device, dtypes[index], copy=True)
         else:
             held.copy_(flat.shaped(index, mine))
 

@@ -64,12 +64,19 @@ class TensorParallel(Wrapping):
         param.data = given
         param._local_tensor, param._spec = given._local_tensor, given._spec  # type: ignore[attr-defined]
 
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+    @property
+    def adds_gradients(self) -> bool:  # type: ignore[override]
+        """See ``Wrapping``. The gradient of what is replicated may be a partial sum."""
+        return any(p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
+
+    def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Wrapping``. The gradient gets the parameter's placements: a partial sum is reduced over the mesh."""
         dtensor: Any = grad
         if not is_dtensor(grad):
             return grad
         if tuple(dtensor.placements) != self.placements:
+            if dtype is not None and any(p.is_partial() for p in dtensor.placements):
+                dtensor = dtensor.to(torch.promote_types(dtype, dtensor.dtype))
             dtensor = dtensor.redistribute(placements=self.placements)
         return local_tensor(dtensor)
 

@@ -22,6 +22,7 @@ from torch import nn
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_dtensor, local_tensor
 from flatshard._handle.adapters.wrapping import Wrapping, remembered
 from flatshard._handle.layout import dense_stride
+from flatshard._handle.tensors.grad_dtype import hand_on
 
 _ALIGNMENT = 16  # bytes; the size of the widest dtype
 
@@ -102,9 +103,10 @@ class TensorSubclass(Wrapping):
         fresh = nn.Parameter(self.wrap(plain), param.requires_grad)
         for name, value in param.__dict__.items():
             fresh.__dict__.setdefault(name, value)
+        hand_on(param, fresh)
         torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
 
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+    def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Wrapping``."""
         return self.unwrap(grad)
 

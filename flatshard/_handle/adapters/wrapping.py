@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._runtime import Runtime
 
 _ATTRIBUTE = "_flatshard_wrapping"
@@ -44,9 +45,14 @@ class Wrapping(ABC):
             RuntimeError: this is not possible.
         """
 
+    adds_gradients = False  # `local_gradient` may add up parts from several ranks
+
     @abstractmethod
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Convert the gradient of the subclass to the gradient of the plain tensor."""
+    def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Convert the gradient of the subclass to the gradient of the plain tensor.
+
+        ``dtype``: in which parts from several ranks are added up, if it is wider than that of ``grad``.
+        """
 
     def wrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The inverse of ``local_gradient``."""
@@ -64,6 +70,7 @@ class Wrapping(ABC):
         """A new, plain parameter with the plain tensor inside ``param``, to be registered in place of ``param``."""
         with torch.no_grad():
             result = nn.Parameter(self.unwrap(param), param.requires_grad)
+            hand_on(param, result)
             if param.grad is not None:
                 result.grad = self.local_gradient(param.grad)
         its_own = self.wrap(result.data).__dict__  # not copied; other attributes are the user's or nn.Parameter's

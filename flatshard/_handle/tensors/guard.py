@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
+from flatshard._names import UNIT_KEY
 
 _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
@@ -133,7 +134,8 @@ class GuardedParameters(Parameters):
             raise RuntimeError(
                 f"functional_call would replace parameter {held._flatshard_info.fqn!r}, which is sharded: its unit would "
                 "keep the tensor as a new value. Call it while the parameters are whole: `with torch.no_grad(), "
-                "flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`"
+                "flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`. If torch.export did it: "
+                "export a new model that has the values of flatshard.checkpoint.full_state_dict(module)"
             )
 
     def __delitem__(self, name: str) -> None:
@@ -215,18 +217,29 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
     method, frame = None, forward.f_back
     while frame is not None and method is None:
         caller = _self_of(frame)
-        if isinstance(caller, nn.Module) and frame.f_code.co_filename != _GETATTR.co_filename:
+        from_torch = frame.f_code.co_filename == _GETATTR.co_filename
+        if isinstance(caller, nn.Module) and not from_torch and _gathers(caller, param):
             method = _method_name(type(caller), frame.f_code)
         frame = frame.f_back
     if method is not None:
         what = f"{type(caller).__name__}.{method}"
         cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
     else:
-        cure = "call the module that is the unit, as module(...); for its other methods see register_forward_method"
+        cure = (
+            "call the module that is the unit, as module(...), or run this inside `with "
+            "flatshard.summon_full_params(module):`; for the unit's other methods see register_forward_method"
+        )
     return (
         f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {info.shape}. But "
         f"{kind}.forward was called outside of its unit's forward: {cure}. Or make the {kind} a unit of its own"
     )
+
+
+def _gathers(module: nn.Module, param: ShardedParameter) -> bool:
+    """Whether ``module`` is a unit whose forwards gather ``param``."""
+    unit: Any = vars(module).get(UNIT_KEY)
+    flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
+    return any(flat.index_of(param) is not None for flat in flats)
 
 
 def _is_recomputed(forward: FrameType) -> bool:

@@ -45,6 +45,7 @@ from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
 from flatshard._handle.tensors.part import BY_KIND, REFUSED, refuse
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -54,8 +55,8 @@ _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _TO_EMPTY = nn.Module.to_empty.__code__
 _FROM_VECTOR = nn.utils.vector_to_parameters.__code__
-# Called by `kaiming_*` and `xavier_*`; it is private, and where it is absent these raise torch's own error, or none for rows.
-_FAN = getattr(getattr(nn.init, "_calculate_fan_in_and_fan_out", None), "__code__", None)
+# Called by `kaiming_*` and `xavier_*`. They ask for the fans of the whole.
+_FAN = nn.init._calculate_fan_in_and_fan_out.__code__
 
 
 class Filling(Protocol):
@@ -265,6 +266,12 @@ class ShardedParameter(nn.Parameter):
 
     requires_grad = property(_plain_requires_grad.__get__, _set_requires_grad)
 
+    def _set_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        plain_grad_dtype.__set__(self, dtype)
+        changes.count += 1
+
+    grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # [Note: The dtype of a gradient]
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As in torch."""
         super().requires_grad_(requires_grad)
@@ -347,6 +354,7 @@ class ShardedParameter(nn.Parameter):
         attributes = {k: v for k, v in self.__dict__.items() if k != "_flatshard_info"}
         result = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = result
+        hand_on(self, result)
         result.__dict__.update(copy.deepcopy(attributes, memo))
         return result
 
@@ -402,7 +410,7 @@ def show_whole(param: ShardedParameter) -> nn.Parameter:
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether ``data`` is the same memory as ``param``. Compares storages, because an empty tensor has no address."""
-    return (
+    return bool(
         data.dtype is param.dtype
         and data.shape == param.shape
         and data.stride() == param.stride()
@@ -425,6 +433,10 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
         decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
     """
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(
+            f"full_shape takes a parameter, got {param!r}: to look one up by its name, full_shape(model.get_parameter(name))"
+        )
     info = shard_info(param)
     if info is None:
         return param.shape

@@ -1,0 +1,17 @@
+"""What differs between the versions of torch that flatshard runs on. Nothing else asks for a version."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+ALL_GATHER: Final = "all_gather_single" if VERSION >= (2, 13) else "all_gather_into_tensor"
+REDUCE_SCATTER: Final = "reduce_scatter_single" if VERSION >= (2, 13) else "reduce_scatter_tensor"
+"""The names of these functions of ``torch.distributed``. 2.13 renamed them, and keeps the old names for callers."""
+
+FSDP2_REDUCES_IN_PARAM_DTYPE: Final = VERSION < (2, 15)
+"""What ``reduce_dtype=None`` means in FSDP2's policy: before 2.15 the dtype of computation, as in FSDP1; since then the dtype
+of the gradients, which is that of the parameters: fp32 for fp32 parameters that compute in bf16."""

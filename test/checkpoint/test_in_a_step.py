@@ -1,0 +1,118 @@
+"""State asked for in the middle of a step, also by another thread: right values, or an error; and the step goes on."""
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from saving import STRATEGIES
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import flatshard
+from flatshard.checkpoint import ShardedValue, full_state_dict
+
+WHOLE = StateDictOptions(full_state_dict=True)
+VERBS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "full_state_dict": full_state_dict,
+    "get_model_state_dict": get_model_state_dict,
+    "get_model_state_dict, whole": lambda model: get_model_state_dict(model, options=WHOLE),
+}
+CALL_LATER = (
+    r"are in a forward or in summon_full_params.*Call it outside|are in a backward\. Call it when loss\.backward\(\)"
+)
+
+
+class Asking(nn.Module):
+    """Calls ``ask`` in its forward, or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()
+        if self.when == "forward":
+            self.ask()
+        elif self.when == "backward":
+            x.register_hook(lambda _: self.ask())
+        return x
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Asking(), Asking(), Asking()).double()
+
+
+def in_a_step(ctx, strategy: Any) -> dict[str, set[str]]:
+    """By moment: the verbs that raise."""
+    plain = network()
+    inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain(inputs).sum().backward()
+    values = plain.state_dict()
+    refused: dict[str, set[str]] = {}
+    for name, verb in VERBS.items():
+        for when in ("forward", "between", "backward"):
+            for on_a_thread in (False, True):
+                model = flatshard.fully_shard(network(), policy={Asking}, strategy=strategy, process_group=ctx.group)
+                parts = {n: p.detach().clone() for n, p in model.named_parameters()}
+                asked: list[None] = []
+
+                def look(model=model, verb=verb, name=name, when=when, parts=parts, asked=asked) -> None:
+                    asked.append(None)
+                    try:
+                        found = verb(model)
+                    except RuntimeError as e:
+                        if not re.search(CALL_LATER, str(e)):
+                            raise
+                        refused.setdefault(when, set()).add(name)
+                        return
+                    assert found.keys() == values.keys()
+                    for fqn, value in found.items():
+                        is_part = isinstance(value, ShardedValue)
+                        assert value.shape == values[fqn].shape
+                        assert torch.equal(value.to_local() if is_part else value, (parts if is_part else values)[fqn])
+
+                errors: list[BaseException] = []
+
+                def ask(look=look, errors=errors, on_a_thread=on_a_thread) -> None:
+                    def guarded() -> None:
+                        try:
+                            look()
+                        except BaseException as e:
+                            errors.append(e)
+
+                    if not on_a_thread:
+                        look()
+                        return
+                    thread = threading.Thread(target=guarded)
+                    thread.start()
+                    thread.join()
+                    assert not errors, errors
+
+                ctx.note(f"{name} {when} {on_a_thread}")
+                model[1].when, model[1].ask = when, ask
+                loss = model(inputs).sum()
+                if when == "between":
+                    ask()
+                loss.backward()
+                assert len(asked) == 1
+                model[1].when = ""
+                for _ in range(2):
+                    with flatshard.summon_full_params(model, with_grads=True):
+                        for (fqn, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+                    model.zero_grad()
+                    model(inputs).sum().backward()
+    return refused
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_in_a_step(pool, strategy):
+    for refused in pool.run(in_a_step, strategy, world_size=2):
+        gathered = {"full_state_dict"} | ({"get_model_state_dict, whole"} if strategy is not STRATEGIES[-1] else set())
+        assert refused == {"forward": gathered, "backward": gathered}

@@ -1,0 +1,129 @@
+"""torch's optimizers, stopped midway and gone on with by another number of ranks: as if nothing had been."""
+
+from functools import partial
+
+import pytest
+import restarts
+import torch
+from restarts import Make, Optimizer
+from torch import Tensor, optim
+
+
+class Counted(Optimizer):
+    """Makes options of its groups in its first step, and steps by them, as timm's Adan does."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("history", {"scale": torch.zeros(2), "rates": [1.0]})
+            group["history"]["scale"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p.grad))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(momentum * group["lr"] / group["step"] / group["history"]["scale"].sum())
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "ASGD": partial(optim.ASGD, lr=0.1, t0=1),
+    "Adadelta": partial(optim.Adadelta, lr=0.1),
+    "Adafactor": partial(optim.Adafactor, lr=0.1),
+    "Adagrad": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "Adam": partial(optim.Adam, lr=0.1, amsgrad=True),
+    "AdamW": partial(optim.AdamW, lr=torch.tensor(0.1, dtype=torch.float64)),
+    "Adamax": partial(optim.Adamax, lr=0.1),
+    "Muon": partial(optim.Muon, lr=0.1),
+    "NAdam": partial(optim.NAdam, lr=0.1, decoupled_weight_decay=True),
+    "RAdam": partial(optim.RAdam, lr=0.1),
+    "RMSprop": partial(optim.RMSprop, lr=0.1, momentum=0.9, centered=True),
+    "Rprop": partial(optim.Rprop, lr=0.1),
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9),
+    "Counted": Counted,
+}
+REFUSED = {"LBFGS", "SparseAdam"}  # with closures; for sparse gradients
+WHOLE = {"Adafactor", "Muon"}
+
+
+def save(ctx, path: str) -> list[str]:
+    return [name for name, make in OPTIMIZERS.items() if restarts.save(ctx, name, make, path)]
+
+
+def restart(ctx, path: str) -> None:
+    for name, make in OPTIMIZERS.items():
+        restarts.restart(ctx, name, make, path, name in WHOLE)
+
+
+def test_torchs_optimizers(pool, tmp_path):
+    kinds = {
+        n for n, v in vars(optim).items() if isinstance(v, type) and issubclass(v, Optimizer) and v is not Optimizer
+    }
+    assert kinds - REFUSED == OPTIMIZERS.keys() - {"Counted"}
+    assert pool.run(save, str(tmp_path / "x"), world_size=2) == [[n for n in OPTIMIZERS if n in WHOLE]] * 2
+    for world_size in (1, 3):
+        pool.run(restart, str(tmp_path / "x"), world_size=world_size)
+
+
+# -- options of groups ---------------------------------------------------------------------------------------------------
+
+LOADS = [restarts.load_job, restarts.load_job_leniently, restarts.load_dcp_as_it_is, restarts.load_whole]
+
+
+def schedule(optimizer: Optimizer) -> optim.lr_scheduler.LRScheduler:
+    return optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def around_a_scheduler(ctx, path: str, saved_with: bool) -> None:
+    """What a group has after loading is what a plain optimizer has, whenever the scheduler is made."""
+    make = OPTIMIZERS["AdamW"]
+    model, optimizer = restarts.sharded(ctx, make, 0, is_whole=False)
+    if saved_with:
+        schedule(optimizer)
+    restarts.train(model, optimizer, 0, ctx, 1)
+    optimizer.param_groups[0]["lr"] = 0.05
+    for kind, write in restarts.SAVES.items():
+        write(ctx, f"{path}-{kind}", model, optimizer)
+    for kind, load in restarts.LOADS:
+        if load not in LOADS:
+            continue
+        for made_before in (True, False):
+            other, its_optimizer = restarts.sharded(ctx, make, 1, is_whole=False)
+            if made_before:
+                schedule(its_optimizer)
+            load(ctx, f"{path}-{kind}", other, its_optimizer)
+            (group,) = its_optimizer.param_groups
+            assert group["lr"] == 0.05, (load, made_before)
+            assert ("initial_lr" in group) == (saved_with or made_before), (load, made_before)
+            schedule(its_optimizer).step()
+            restarts.train(other, its_optimizer, 1, ctx, 1)
+
+
+@pytest.mark.parametrize("saved_with", [True, False])
+def test_a_scheduler_may_be_made_before_or_after_loading(pool, tmp_path, saved_with):
+    pool.run(around_a_scheduler, str(tmp_path / "x"), saved_with, world_size=2)
+
+
+def go_back(ctx, path: str) -> None:
+    """What steps have made goes, where the checkpoint is of before the first step; what the user added stays."""
+    for is_whole in (False, True):
+        model, optimizer = restarts.sharded(ctx, Counted, 0, is_whole)
+        at = f"{path}-{is_whole}"
+        restarts.save_job(ctx, at, model, optimizer)
+        optimizer.param_groups[0]["name"] = "all"
+        first: dict[str, Tensor] | None = None
+        for _ in range(2):
+            restarts.train(model, optimizer, 0, ctx)
+            assert optimizer.param_groups[0]["step"] == restarts.STEPS
+            found = restarts.full_state_dict(model)
+            first = first or found
+            restarts.check(model, first, "again")
+            restarts.load_job(ctx, at, model, optimizer)
+            assert "step" not in optimizer.param_groups[0]
+            assert optimizer.param_groups[0]["name"] == "all"
+
+
+def test_back_to_before_the_first_step(pool, tmp_path):
+    pool.run(go_back, str(tmp_path / "x"), world_size=2)

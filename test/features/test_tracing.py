@@ -1,0 +1,79 @@
+"""``torch.export``, ``torch.jit.trace``, ``torch.fx``, ``torch.compile(fullgraph=True)``: the error says what works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Net
+from torch import nn
+
+import flatshard
+from flatshard import fully_shard
+
+X = torch.ones(2, 4)
+
+
+def export(model: nn.Module) -> Any:
+    return torch.export.export(model, (X,)).module()
+
+
+def trace(model: nn.Module) -> Any:
+    return torch.jit.trace(model, (X,))
+
+
+def traced(ctx) -> None:
+    """Refused while parameters are sharded, and each cure works."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = Net()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, policy={Block}, process_group=ctx.group)
+    for tracer, message in (
+        (
+            export,
+            r"If torch\.export did it: export a new model that has the values of flatshard\.c",
+        ),
+        (trace, r"torch\.jit\.trace cannot trace a sharded module: unit .* Trace a new model that is not sharded"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            tracer(model)
+        assert torch.equal(model(X), plain(X))  # nothing is left of it
+        model(X).sum().backward()
+        new = Net()
+        new.load_state_dict(flatshard.checkpoint.full_state_dict(model))
+        assert torch.equal(tracer(new)(X), plain(X))
+    with flatshard.summon_full_params(model), torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"torch\.export cannot trace a sharded module: unit '.*' is gathered"):
+            export(model)
+        assert torch.equal(torch.fx.symbolic_trace(model)(X), plain(X))
+    assert torch.equal(model(X), plain(X))
+
+
+def test_tracers(pool):
+    pool.run(traced, world_size=2)
+
+
+def whole_graph(ctx) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    for omit in (False, True):
+        model = Net()
+        model.load_state_dict(plain.state_dict())
+        fully_shard(model, policy={Block}, process_group=ctx.group)
+        with pytest.raises(
+            RuntimeError, match=r"flatshard gathers a unit around its forward, .*block\.compile\(fullgraph=True"
+        ):
+            torch.compile(model, fullgraph=True, backend="eager")(X)
+        if omit:
+            assert torch.equal(torch.compile(model, backend="eager")(X), plain(X))
+        else:
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend="eager")
+            assert torch.equal(model(X), plain(X))
+        model(X).sum().backward()
+
+
+def test_one_graph_over_units(pool):
+    pool.run(whole_graph, world_size=2)

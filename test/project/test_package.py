@@ -1,0 +1,55 @@
+"""flatshard as a package: what an archive and a wheel contain, and what a bug report says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_report(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLATSHARD_TRACE": "0", "SECRET_TOKEN": "hidden"}
+    run = [sys.executable, "-m", "flatshard.env"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert facts["torch"].startswith(torch.__version__)
+    assert facts["FLATSHARD_TRACE"] == "0"
+    assert "gloo" in facts["backends"]
+    assert set(facts) >= {"flatshard", "python", "cores", "devices"}
+    assert "SECRET_TOKEN" not in facts
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_an_archive_contains(kind, tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    copy = tmp_path / "source"
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in [*files, "pyproject.toml"]:
+        if name.startswith("flatshard/") or name in ("pyproject.toml", "README.md"):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    archive = tmp_path / done.stdout.splitlines()[-1]
+    if kind == "wheel":
+        with zipfile.ZipFile(archive) as opened:
+            names = opened.namelist()
+            metadata = opened.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+        assert "License-Expression: BSD-3-Clause" in metadata
+        assert "Requires-Dist: torch" in metadata
+    else:
+        with tarfile.open(archive) as opened:
+            names = [name.partition("/")[2] for name in opened.getnames()]
+    wanted = [name for name in files if name.startswith("flatshard/") and (ROOT / name).exists()]
+    assert sorted(set(wanted) - set(names)) == []
+    assert {"flatshard/py.typed", "flatshard/LICENSE", "flatshard/migration.md"} <= set(names)

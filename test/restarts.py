@@ -1,0 +1,171 @@
+"""A run that other ranks go on with midway, through every path that saves an optimizer's state; beside it one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from flatshard import fully_shard
+from flatshard.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    load_optim_state_dict,
+    optim_state_dict,
+    save_checkpoint,
+)
+from flatshard.optim import WholeParameterOptimizer
+
+Optimizer = torch.optim.Optimizer
+Make = Callable[..., Optimizer]
+ROWS = 6  # of a batch: for worlds of 1, 2 and 3 ranks
+STEPS = 2  # before the restart, and after it
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = ((5, 8), (8, 4), (4, 1))  # matrices only, for Muon; of the last one a third rank has no element
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in sizes)).double()
+
+
+def train(model: nn.Module, optimizer: Optimizer, start: int, ctx: Any = None, steps: int = STEPS) -> None:
+    """``start``: so many steps have been made. ``ctx``: this rank trains on its part of each batch."""
+    for number in range(start, start + steps):
+        batch = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        if ctx is not None:
+            batch = batch.chunk(ctx.world_size)[ctx.rank]
+        optimizer.zero_grad()
+        (model(batch).tanh() - 1).square().mean().backward()
+        optimizer.step()
+
+
+def in_one_process(make: Make, steps: int) -> dict[str, Tensor]:
+    model = network(0)
+    train(model, make(model.parameters()), 0, steps=steps)
+    return model.state_dict()
+
+
+def sharded(ctx: Any, make: Make, seed: int, is_whole: bool) -> tuple[nn.Module, Optimizer]:
+    model = fully_shard(network(seed), policy={nn.Linear}, process_group=ctx.group)
+    params = model.parameters()
+    return model, WholeParameterOptimizer(params, make) if is_whole else make(params)
+
+
+def check(model: nn.Module, expected: dict[str, Tensor], where: str) -> None:
+    torch.testing.assert_close(full_state_dict(model), expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{where}: {m}")
+
+
+# -- paths: how they save, and how they load -----------------------------------------------------------------------------
+
+
+def save_job(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    save_checkpoint(path, {"optim": optimizer, "model": model}, process_group=ctx.group)
+
+
+def load_job(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    load_checkpoint(path, {"optim": optimizer, "model": model}, process_group=ctx.group)
+
+
+def load_job_leniently(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    load_checkpoint(path, {"optim": optimizer, "model": model}, process_group=ctx.group, strict=False)
+
+
+def save_dcp(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    dcp.save({"optim": optim_state_dict(model, optimizer)}, checkpoint_id=path, process_group=ctx.group)
+
+
+def load_dcp(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    state = {"optim": optim_state_dict(model, optimizer, for_load=True)}
+    dcp.load(state, checkpoint_id=path, process_group=ctx.group)
+    load_optim_state_dict(model, optimizer, state["optim"])
+
+
+def load_dcp_as_it_is(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {"optim": optim_state_dict(model, optimizer, for_load=saved)}
+    dcp.load(state, checkpoint_id=path, process_group=ctx.group)
+    load_optim_state_dict(model, optimizer, state["optim"])
+
+
+def save_helper(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path, process_group=ctx.group)
+
+
+def load_helper(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path, process_group=ctx.group)
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
+def save_whole(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    state = optim_state_dict(model, optimizer, full=True)
+    if ctx.rank == 0:
+        torch.save(state, path)
+
+
+def load_whole(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    load_optim_state_dict(model, optimizer, torch.load(path))
+
+
+Path = Callable[[Any, str, nn.Module, Optimizer], None]
+SAVES: dict[str, Path] = {"job": save_job, "dcp": save_dcp, "helper": save_helper, "whole": save_whole}
+LOADS: list[tuple[str, Path]] = [
+    ("job", load_job),
+    ("job", load_job_leniently),
+    ("dcp", load_dcp),
+    ("dcp", load_dcp_as_it_is),
+    ("helper", load_helper),
+    ("helper", load_dcp),
+    ("whole", load_whole),
+]
+
+
+def save(ctx: Any, name: str, make: Make, path: str) -> bool:
+    """Train, save, and go on: uninterrupted, and by numbers. Returns whether the optimizer steps whole parameters."""
+    ctx.note(f"{name}: save")
+    is_whole = False
+    try:
+        model, optimizer = sharded(ctx, make, 0, is_whole)
+        train(model, optimizer, 0, ctx)
+    except (RuntimeError, ValueError) as e:
+        if "WholeParameterOptimizer" not in str(e) and "Muon only supports 2D parameters" not in str(e):
+            raise
+        is_whole = True  # the cure
+        model, optimizer = sharded(ctx, make, 0, is_whole)
+        train(model, optimizer, 0, ctx)
+    check(model, in_one_process(make, STEPS), f"{name} before the restart")
+    for kind, write in SAVES.items():
+        if not (is_whole and kind == "helper"):
+            write(ctx, f"{path}-{name}-{kind}", model, optimizer)
+    numbered, whole = copy.deepcopy(optimizer.state_dict()), full_state_dict(model)
+    other, its_optimizer = sharded(ctx, make, 1, is_whole)
+    other.load_state_dict(whole)
+    its_optimizer.load_state_dict(numbered)
+    for each, stepped_by in ((model, optimizer), (other, its_optimizer)):
+        train(each, stepped_by, STEPS, ctx)
+        check(each, in_one_process(make, 2 * STEPS), f"{name} going on")
+    if ctx.rank == 0:
+        torch.save(whole, f"{path}-{name}-model")
+    return is_whole
+
+
+def restart(ctx: Any, name: str, make: Make, path: str, is_whole: bool) -> None:
+    """Load what other ranks have saved, on every path, and go on."""
+    expected = in_one_process(make, 2 * STEPS)
+    whole = torch.load(f"{path}-{name}-model")
+    for kind, load in LOADS:
+        if is_whole and kind == "helper":
+            continue
+        ctx.note(f"{name}: {load.__name__}")
+        model, optimizer = sharded(ctx, make, 1, is_whole)
+        model.load_state_dict(whole)
+        if load is load_helper and optimizer.state:
+            continue  # made with the optimizer (Adagrad): nobody can tell torch's helper before a step that it is of parts
+        load(ctx, f"{path}-{name}-{kind}", model, optimizer)
+        train(model, optimizer, STEPS, ctx)
+        check(model, expected, f"{name} by {load.__name__} of {kind}")
