@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import fully_shard
+from flatshard import fully_shard, summon_full_params
 from flatshard._handle.tensors.operations import OperationKind, kind_of
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -106,16 +106,29 @@ def clip_adaptively(parameters: Any, clip_factor: float = 0.01) -> None:
 
 
 def run_adaptive(ctx) -> None:
-    model = fully_shard(nn.Linear(5, 3), process_group=ctx.group)
-    model(torch.ones(2, 5)).sum().backward()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)).double()
+    model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group)
+    for each in (plain, model):
+        each(torch.arange(10.0).view(2, 5).double()).square().sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(NotImplementedError, match=r"'weight' is sharded: .*a norm with \['dim', 'keepdim'\].*Rows\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"'0.weight' is sharded: .*a norm with \['dim', 'keepdim'\].*with_grads"
+    ):
         clip_adaptively(model.parameters())
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+    with summon_full_params(model, with_grads=True):  # as the message says
+        clip_adaptively(model.parameters())
+    clip_adaptively(plain.parameters())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        info = p._flatshard_info
+        expected = q.grad.flatten()[info.start : info.stop]
+        torch.testing.assert_close(p.grad.as_subclass(Tensor), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_adaptive_clipping_is_refused(pool):
-    pool.run(run_adaptive, world_size=2)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adaptive_clipping_needs_whole_gradients(pool, world_size):
+    pool.run(run_adaptive, world_size=world_size)
 
 
 def test_the_table_agrees_with_torchs_tags():

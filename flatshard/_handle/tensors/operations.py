@@ -37,7 +37,7 @@ _OPERATIONS = {
         acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh conj
         conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 float_power frexp gcd hypot i0 igamma igammac
         lcm lgamma log log10 log1p log2 logaddexp logaddexp2 logit mvlgamma nextafter polygamma rad2deg sigmoid sin sinc sinh
-        tan tanh xlogy heaviside real imag view_as_real resolve_conj resolve_neg
+        tan tanh xlogy heaviside real imag resolve_conj resolve_neg
         eq ge greater greater_equal gt isfinite isinf isnan isneginf isposinf isreal le less less_equal logical_and
         logical_not logical_or logical_xor lt ne not_equal signbit where masked_fill
         bernoulli cauchy exponential geometric log_normal normal random uniform dropout
@@ -49,7 +49,7 @@ _OPERATIONS = {
         all amax amin any count_nonzero dot item max mean min norm sum vdot vector_norm
     """,
     OperationKind.ALIAS: """
-        detach data to float double half bfloat16 cpu cuda type_as contiguous
+        detach data to float double half bfloat16 cpu cuda type_as contiguous view_as_real
     """,
     OperationKind.MEMORY: """
         clone deepcopy zeros_like ones_like empty_like full_like rand_like randn_like new new_empty new_empty_strided
@@ -106,3 +106,9 @@ def kind_of(name: str) -> OperationKind | None:
 def is_of_many(name: str) -> bool:
     """Whether ``name`` works on lists of tensors, as optimizers do: elementwise, into plain tensors of this rank."""
     return name.startswith(("_foreach_", "_fused_", "_amp_"))
+
+
+def is_in_place(name: str) -> bool:
+    """Whether ``name`` changes its first argument elementwise, and returns that: on this rank's part, as it is."""
+    written = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    return written and kind_of(name) is OperationKind.ELEMENTWISE

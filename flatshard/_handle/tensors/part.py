@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 
 from flatshard._handle.tensors.aggregate import Aggregate, local_norms, plainly
-from flatshard._handle.tensors.operations import OperationKind, is_of_many, kind_of
-from flatshard._handle.tensors.partial import NORMS, make_whole, norm_arguments, retype
+from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
+from flatshard._handle.tensors.partial import NORMS, UNSCALE, make_whole, norm_arguments, retype
 from flatshard._runtime import Runtime
 
 Function = Callable[..., Any]
@@ -64,10 +64,10 @@ class PartTensor(torch.Tensor):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
+        if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
+            make_whole(args, kwargs)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        if len(types) > 1:
-            make_whole(args, kwargs)
         with plainly():
             return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -99,10 +99,16 @@ def name_of(func: Function) -> str:
 
 def _handler(func: Function) -> Handler | None:
     """What is called for ``func``. None: ``func`` itself, as for a plain tensor."""
-    name = name_of(func)
-    kind = OperationKind.MEMORY if is_of_many(name) else kind_of(name)
-    found = HANDLERS[func] = REFUSED if kind is None else BY_KIND[kind]
+    found = HANDLERS[func] = handler_of(name_of(func))
     return found
+
+
+def handler_of(name: str) -> Handler | None:
+    """The same for the function or attribute ``name``."""
+    if is_of_many(name) or is_in_place(name):
+        return None
+    kind = kind_of(name)
+    return REFUSED if kind is None else BY_KIND[kind]
 
 
 def part_in(*arguments: Any) -> Any:
@@ -131,23 +137,25 @@ _SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__"
 
 
 def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    make_whole(args, kwargs)
     with plainly():
         return func(*args, **kwargs)
 
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result is a part, too. In place, it is what it was."""
-    part = args[0] if args and isinstance(args[0], PartTensor) else part_in(args, kwargs)
-    result = _plainly(func, args, kwargs)
-    if type(result) is not torch.Tensor or result.layout is not torch.strided:
-        return result
-    if any(result is each for each in args) or result is kwargs.get("out"):
-        return result
+    """The result is a part, too."""
+    part = args[0] if args else None
+    if not isinstance(part, PartTensor):
+        part = part_in(args, kwargs)
+    info = part._flatshard_info
     with plainly():
+        result = func(*args, **kwargs)
+        if type(result) is not torch.Tensor or "out" in kwargs or result is part or result.layout is not torch.strided:
+            return result
         if result.shape != part.shape:  # broadcast along rows or columns that this rank has not
-            refuse(part._flatshard_info, name_of(func))
-    return mark_part(result, part._flatshard_info)
+            refuse(info, name_of(func))
+    result.__class__ = PartTensor  # as `mark_part`, in fewer calls: optimizers come here
+    result._flatshard_info = info  # type: ignore[attr-defined]
+    return result
 
 
 def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,17 +193,16 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``[:]``, ``[...]``, and a mask of the same shape where elements are set."""
-    part, name = args[0], name_of(func)
-    index = args[1] if len(args) > 1 else None
-    everything = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
-    mask = index if isinstance(index, torch.Tensor) and index.dtype is torch.bool else None
-    if hasattr(part, "_flatshard_info"):
+    part, index = args[0], args[1] if len(args) > 1 else None
+    info = getattr(part, "_flatshard_info", None)
+    if isinstance(index, torch.Tensor) or info is None:
         with plainly():
-            fits = mask is not None and mask.shape == part.shape and name == "__setitem__"
-        if not everything and not fits:
-            _rows_only(part._flatshard_info, name)
-            return _plainly(func, args, kwargs)
-    return _elementwise(func, args, kwargs) if everything and name == "__getitem__" else _plainly(func, args, kwargs)
+            if info is None or (len(args) > 2 and index.dtype is torch.bool and index.shape == part.shape):  # type: ignore[union-attr]
+                return func(*args, **kwargs)
+    elif index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+        return _plainly(func, args, kwargs) if len(args) > 2 else _elementwise(func, args, kwargs)
+    _rows_only(info, name_of(func))
+    return _plainly(func, args, kwargs)
 
 
 def _rows_only(info: PartInfo, name: str) -> None:
@@ -258,8 +265,7 @@ def local_norm(part: torch.Tensor, ord: float, dtype: torch.dtype | None) -> tor
 def _no_dims(info: PartInfo, name: str, rest: Any) -> NoReturn:
     raise NotImplementedError(
         f"{info.describe()}: {name} with {rest} is not supported. Without them it is that of the whole; or compute it inside "
-        "`with flatshard.summon_full_params(module, with_grads=True):`, or shard with layout=flatshard.layouts.Rows(), where "
-        "each rank has whole rows"
+        "`with flatshard.summon_full_params(module, with_grads=True):`, where changes of gradients in place are kept"
     )
 
 
@@ -272,7 +278,6 @@ def _of_rows(info: PartInfo, dims: Any) -> bool:
 
 def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of ``NORMS``: one all-reduce."""
-    make_whole(args[1:], kwargs)
     part: Any = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
     if not hasattr(part, "_flatshard_info"):
         return _plainly(func, args, kwargs)
@@ -351,6 +356,8 @@ def _sum(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None, *, over:
 def _mean(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
     if not (dtype or part.dtype).is_floating_point:
         raise RuntimeError(f"mean() of {info.fqn!r}: needs floating point, got {part.dtype}")
+    if part.dim() != (len(info.shape) if info.by_rows else 1):  # view_as_real
+        refuse(info, "mean")
     return _sum(part, info, dtype or part.dtype, over=math.prod(info.full_shape))
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _torch_optimizer
+from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._handle.adapters.tensor_parallel import TensorParallel
@@ -47,7 +48,8 @@ from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import BY_KIND, REFUSED, refuse
+from flatshard._handle.tensors.part import handler_of, refuse
+from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
@@ -199,6 +201,8 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
     @functools.wraps(method)
     def of_a_part(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
+            if has_torch_function((*args, *kwargs.values())):
+                make_whole(args, kwargs)
             return handler(method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
 
@@ -209,15 +213,9 @@ def _methods_of_the_table() -> dict[str, Any]:
     """The methods and properties of tensors that are not as plain as they are."""
     found: dict[str, Any] = {}
     for name in dir(torch.Tensor):
-        kind, attribute = kind_of(name), getattr(torch.Tensor, name)
-        if kind in (OperationKind.MEMORY, OperationKind.ALIAS) or (kind is None and name.startswith("__")):
+        kind, attribute, handler = kind_of(name), getattr(torch.Tensor, name), handler_of(name)
+        if handler is None or kind is OperationKind.ALIAS or (kind is None and name.startswith("__")):
             continue
-        if kind is OperationKind.ELEMENTWISE and (
-            (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        ):
-            continue  # in place: on this rank's part, as it is, and optimizers do it
-        handler = REFUSED if kind is None else BY_KIND[kind]
-        assert handler is not None
         if callable(attribute):
             found[name] = _by_the_table(name, attribute, handler)
         else:
