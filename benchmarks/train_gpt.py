@@ -317,9 +317,8 @@ def global_batch(options: Options, corpus: Corpus, ranks: Ranks, step: int) -> T
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Euclidean norm of the whole model's gradient. Of a sharded gradient, the sum is that of the whole, on every rank."""
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    return math.sqrt(float(torch.stack(squares).sum()))
+    """Euclidean norm of the whole model's gradient. That of a sharded gradient is the norm of the whole, on every rank."""
+    return math.hypot(*(float(p.grad.double().norm()) for p in model.parameters() if p.grad is not None))
 
 
 def relative_difference(value: float, expected: float) -> float:

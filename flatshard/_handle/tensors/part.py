@@ -3,6 +3,12 @@
 :class:`PartTensor` follows the table in ``operations.py``. A :class:`ShardedGradient` is one, and so is what is computed from
 parts: ``p.grad.pow(2).sum()`` and ``p.abs().max()`` are numbers of the whole. Lists of tensors (``torch._foreach_mul``) are
 an optimizer's: their results are plain tensors.
+
+[Note: Parameters that are never cut]
+The layout ``Whole`` is for optimizers that look at whole matrices, such as Muon. The owner of a matrix has all of it, others
+have nothing, and each computes for itself, without communication: ``update.norm()`` is the owner's number. So what is
+computed from such a parameter or its gradient is plain. Reductions of the gradient itself are those of the whole on all
+ranks, for clipping.
 """
 
 from __future__ import annotations
@@ -38,6 +44,9 @@ class PartInfo(Protocol):
 
     @property
     def by_rows(self) -> bool: ...  # the parts are whole rows
+
+    @property
+    def never_cut(self) -> bool: ...  # [Note: Parameters that are never cut]
 
     @property
     def runtime(self) -> Runtime | None: ...  # of the ranks that hold the parts; None: there are no others
@@ -149,7 +158,13 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     info = part._flatshard_info
     with plainly():
         result = func(*args, **kwargs)
-        if type(result) is not torch.Tensor or "out" in kwargs or result is part or result.layout is not torch.strided:
+        if (
+            info.never_cut
+            or type(result) is not torch.Tensor
+            or "out" in kwargs
+            or result is part
+            or result.layout is not torch.strided
+        ):
             return result
         if result.shape != part.shape:  # broadcast along rows or columns that this rank has not
             refuse(info, name_of(func))
@@ -188,7 +203,7 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result.dim() != 1 and result.shape != part.shape:
             _rows_only(part._flatshard_info, name_of(func))
             return result
-    return result if result is part else mark_part(result, part._flatshard_info)
+    return result if result is part or part._flatshard_info.never_cut else mark_part(result, part._flatshard_info)
 
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

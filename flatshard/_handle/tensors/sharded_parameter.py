@@ -114,6 +114,9 @@ class ShardInfo:
     is_copy: bool = field(default=False, repr=False, compare=False)
     # Ranges of this rank's elements, from ``start``, that another rank of ``runtime`` also has and counts in norms. Sorted.
     elsewhere: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    never_cut: bool = field(
+        default=False, repr=False, compare=False
+    )  # by its layout: ``owner`` has the whole, others nothing
 
     @property
     def parallel(self) -> TensorParallel | None:
@@ -189,7 +192,7 @@ def _drawn_whole(name: str) -> Any:
 def _is_part(param: ShardedParameter) -> bool:
     """Whether ``param`` is a part of something whose other parts are elsewhere."""
     info = param._flatshard_info
-    if info.runtime is None or info.shard_world_size == 1:
+    if info.runtime is None or info.shard_world_size == 1 or info.never_cut:
         return False
     home = _homes.get(id(param))
     return home is None or home.filling is None or param.shape != info.shape  # [Note: Filled later]
