@@ -77,8 +77,13 @@ class PartTensor(torch.Tensor):
             make_whole(args, kwargs)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        with plainly():
-            return func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            with plainly():
+                return func(*args, **kwargs) if kwargs else func(*args)
+        except TypeError as e:
+            if "Multiple dispatch failed" in str(e):  # torch 2.13
+                raise RuntimeError(_IN_A_GRAPH) from e
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Returns a plain tensor: the copy belongs to no parameter."""
@@ -89,6 +94,12 @@ class PartTensor(torch.Tensor):
         """Pickles as a plain tensor: process groups cannot be pickled."""
         with plainly():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_IN_A_GRAPH = (
+    "this torch cannot compile an optimizer's step of sharded parameters: call optimizer.step() without torch.compile. To "
+    "make it one kernel per dtype, give the optimizer fused=True"
+)
 
 
 def mark_part(tensor: torch.Tensor, info: PartInfo) -> torch.Tensor:
