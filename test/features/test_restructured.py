@@ -77,11 +77,15 @@ def compile_steps(ctx) -> None:
             train(model)
         torch._dynamo.reset()
         step = torch.compile(optimizers[0].step, backend="aot_eager")
-        if torch.__version__ < "2.15" and options == {"foreach": True}:
-            with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) without torch.compile"):
-                step()
+        told = ""
+        try:
+            step()
+        except RuntimeError as e:
+            told = str(e)
+        if told:  # torch 2.13; 2.15 compiles all three
+            assert options == {"foreach": True}
+            assert "call optimizer.step() without torch.compile" in told
             continue
-        step()
         optimizers[1].step()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
