@@ -44,9 +44,16 @@ def train(model: nn.Module, optimizer: Optimizer, start: int, ctx: Any = None, s
         optimizer.step()
 
 
-def in_one_process(make: Make, steps: int) -> dict[str, Tensor]:
+def in_one_process(make: Make, steps: int, is_restarted: bool = False) -> dict[str, Tensor]:
+    """``is_restarted``: after ``STEPS``. What torch loads, it casts: a float32 that an optimizer keeps, to float64."""
     model = network(0)
-    train(model, make(model.parameters()), 0, steps=steps)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 0, steps=min(steps, STEPS))
+    if is_restarted:
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(state)
+    train(model, optimizer, STEPS, steps=steps - STEPS)
     return model.state_dict()
 
 
@@ -148,7 +155,7 @@ def save(ctx: Any, name: str, make: Make, path: str) -> bool:
     its_optimizer.load_state_dict(numbered)
     for each, stepped_by in ((model, optimizer), (other, its_optimizer)):
         train(each, stepped_by, STEPS, ctx)
-        check(each, in_one_process(make, 2 * STEPS), f"{name} going on")
+        check(each, in_one_process(make, 2 * STEPS, is_restarted=each is other), f"{name} going on")
     if ctx.rank == 0:
         torch.save(whole, f"{path}-{name}-model")
     return is_whole
@@ -156,7 +163,7 @@ def save(ctx: Any, name: str, make: Make, path: str) -> bool:
 
 def restart(ctx: Any, name: str, make: Make, path: str, is_whole: bool) -> None:
     """Load what other ranks have saved, on every path, and go on."""
-    expected = in_one_process(make, 2 * STEPS)
+    expected = in_one_process(make, 2 * STEPS, is_restarted=True)
     whole = torch.load(f"{path}-{name}-model")
     for kind, load in LOADS:
         if is_whole and kind == "helper":
@@ -164,8 +171,6 @@ def restart(ctx: Any, name: str, make: Make, path: str, is_whole: bool) -> None:
         ctx.note(f"{name}: {load.__name__}")
         model, optimizer = sharded(ctx, make, 1, is_whole)
         model.load_state_dict(whole)
-        if load is load_helper and optimizer.state:
-            continue  # made with the optimizer (Adagrad): nobody can tell torch's helper before a step that it is of parts
         load(ctx, f"{path}-{name}-{kind}", model, optimizer)
         train(model, optimizer, STEPS, ctx)
         check(model, expected, f"{name} by {load.__name__} of {kind}")

@@ -10,8 +10,9 @@ all of it. So it has sharded values, as the model's. What is loaded may be shard
 parts.
 
 torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
-on sharded parameters, or by ``load_optim_state_dict``; before that it has no state, but what plain ``load_state_dict`` put
-there. That is looked at before the first step: then each rank takes its part, or refuses what isn't its own.
+on sharded parameters, by ``load_optim_state_dict``, or when its state is asked for: Adagrad makes its own when it is built.
+For the last of these ``Optimizer.state_dict`` itself is wrapped, from the first ``fully_shard`` on. What plain
+``load_state_dict`` put there before is looked at then: each rank takes its part, or refuses what isn't its own.
 
 [Note: Options of groups]
 All that a group has besides its parameters is an option. Some are given, by the user or a scheduler (``initial_lr``). Others
@@ -67,6 +68,14 @@ def optim_state_dict(
 
     By default without communication: sharded values share memory with the optimizer's, so ``torch.distributed.checkpoint``
     saves them as they are, and loads into them.
+
+    Example::
+
+        import torch.distributed.checkpoint as dcp
+
+        state = {"model": model.state_dict(), "optimizer": flatshard.checkpoint.optim_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id="run/dcp")
+        whole = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
 
     Args:
         module: the sharded module that the optimizer's parameters come from.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class Sharded:
     args: Any
     optimizer: Any
     lr_scheduler: Any
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+    get_optimizer_cls_and_kwargs: Callable[..., tuple[Any, dict[str, Any]]]
 
     def __init__(self, *args: Any, sharding: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """As the Trainer's.
@@ -62,6 +65,17 @@ class Sharded:
                 "the next lines count this rank's part"
             )
         return self.model
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """As the Trainer's. One that looks at whole matrices, such as ``optim="adafactor"``, steps whole parameters."""
+        is_given = self.optimizer is not None
+        shard(self.accelerator, self.model, **self._sharding)
+        made = super().create_optimizer(model)  # type: ignore[misc]
+        if not is_given and not flatshard.optim.steps_parts(made):
+            _, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            given = {key: value for key, value in settings.items() if key in made.defaults}
+            self.optimizer = flatshard.optim.WholeParameterOptimizer(made.param_groups, type(made), **given)
+        return self.optimizer
 
     def get_num_trainable_parameters(self) -> int:
         """Of whole parameters."""

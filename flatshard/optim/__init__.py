@@ -3,7 +3,7 @@
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.optim._flat_parameters import flat_parameters
 from flatshard.optim._gradients import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
-from flatshard.optim._hooks import check_whole_parameters
+from flatshard.optim._hooks import check_whole_parameters, steps_parts
 from flatshard.optim._segments import segment_reduce
 from flatshard.optim._whole import WholeParameterOptimizer
 
@@ -17,4 +17,5 @@ __all__ = [
     "gradient_statistics",
     "register_gradients_reduced_hook",
     "segment_reduce",
+    "steps_parts",
 ]

@@ -15,6 +15,7 @@ same result. Known classes are in a table; unknown ones are tried: [Note: Trials
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -50,6 +51,21 @@ class Optimizers(Extension):
         _looked_at.clear()  # an optimizer may have stepped before its parameters were sharded
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
+            _see_state_dicts()
+
+
+def _see_state_dicts() -> None:
+    """Have optimizers of sharded parameters hooked before their state is asked for. [Note: What an optimizer hands out]"""
+    of_torch = Optimizer.state_dict
+
+    @functools.wraps(of_torch)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        if any(isinstance(p, ShardedParameter) for p in params_of(self)):
+            hook_optimizer(self)
+            take_loaded(self)
+        return of_torch(self)
+
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -165,6 +181,27 @@ _KEEP_WHOLE = (
 )
 
 
+class _NeedsWhole(RuntimeError):
+    """The optimizer cannot step parts of parameters: ``WholeParameterOptimizer`` can."""
+
+
+def steps_parts(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` may step its parameters as they lie here. If not: :class:`WholeParameterOptimizer` does.
+
+    False only where its first step would raise because it looks at more than single elements, and ranks have parts of its
+    parameters. All ranks come to the same result, without communication. Nothing is stepped.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first step warns
+        try:
+            _check_shapes(optimizer, params_of(optimizer))
+        except _NeedsWhole:
+            return False
+        except RuntimeError:  # has another cure
+            return True
+    return True
+
+
 def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """Raise if the optimizer cannot step parts of parameters. [Note: Optimizers that look at shapes]"""
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
@@ -172,7 +209,7 @@ def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
         _check_whole(params, name, steps_empty)
         scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
         if not steps_empty and scattered:
-            raise RuntimeError(
+            raise _NeedsWhole(
                 f"{name} cannot step parameters without elements, such as {scattered[0].fqn!r} on some ranks: use "
                 f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
             )
@@ -214,7 +251,7 @@ def _try_it(optimizer: Optimizer) -> None:
                 )
                 return
             if looks:
-                raise RuntimeError(
+                raise _NeedsWhole(
                     f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
                     f"its parts, and ranks have parts of {info.fqn!r}. Use "
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, "
@@ -261,6 +298,12 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
     Muon, Shampoo, SOAP, LAMB, LARS, Adafactor and similar, unless they have an attribute ``works_on_shards = True``.
     Optimizers of classes that it does not know it tries on a small matrix.
 
+    Example::
+
+        whole = flatshard.layouts.Whole(max_padding=math.inf)
+        flatshard.fully_shard(model, policy={Block}, layout=whole)
+        flatshard.optim.check_whole_parameters(model.parameters(), "MyShampoo")
+
     Args:
         params: sharded and plain parameters.
         optimizer: the optimizer's name, for the message.
@@ -282,7 +325,7 @@ def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bo
             "sharded by tensor parallelism: use an optimizer that treats every element alone, such as AdamW"
         )
     if cut := [i.fqn for i in infos if _is_cut(i)]:
-        raise RuntimeError(
+        raise _NeedsWhole(
             f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
             f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any layout"
             + (f", {_KEEP_WHOLE}" if steps_empty else "")

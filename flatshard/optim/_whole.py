@@ -14,7 +14,7 @@ from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._composable.state import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_params import Group, options_of
+from flatshard.checkpoint._optim_params import Group, options_of, params_of
 from flatshard.checkpoint._optim_state_dict import copied_option, first_step
 from flatshard.optim._owned import Owned, Stepped, move
 from flatshard.optim._trial import Impossible, check_one_by_one
@@ -33,8 +33,8 @@ class WholeParameterOptimizer(Optimizer):
 
     Example::
 
-        matrices = [p for p in model.blocks.parameters() if len(flatshard.full_shape(p)) == 2]
-        rest = ...
+        matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) == 2]
+        rest = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
         optimizers = [
             flatshard.optim.WholeParameterOptimizer(matrices, torch.optim.Muon, lr=0.02),
             torch.optim.AdamW(rest),
@@ -114,8 +114,28 @@ class WholeParameterOptimizer(Optimizer):
         """Whether this rank steps ``param``, and so has its state."""
         return self._owned[param].is_mine
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch: by number. Of the whole state of one process each rank keeps that of the parameters that it steps.
+
+        ``optimizer_class`` loads it, too, as it may have a form of its own for what it keeps: torch would cast all.
+        """
+        assert self._inner is not None
+        super().load_state_dict(state_dict)
+        for param, each in self._owned.items():
+            if not each.is_mine:
+                self.state.pop(param, None)
+        numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+        mine = {key: self._owned[p] for key, p in zip(numbers, params_of(self), strict=True)}
+        given = {key: value for key, value in state_dict["state"].items() if key not in mine or mine[key].is_mine}
+        groups = [{**options_of(group), "params": group["params"]} for group in state_dict["param_groups"]]
+        self._inner.load_state_dict({"state": given, "param_groups": groups})
+        self.state.update(
+            (each.param, self._inner.state[each.proxy]) for each in mine.values() if each.proxy in self._inner.state
+        )
+        _copy_options(self._inner.param_groups, self.param_groups)
+
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
-        """The state that a first step would create for ``param``, and the options that ``group`` would have.
+        """Internal: the state that a first step would create for ``param``, and the options that ``group`` would have.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """

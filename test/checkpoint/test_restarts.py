@@ -7,6 +7,7 @@ import restarts
 import torch
 from restarts import Make, Optimizer
 from torch import Tensor, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 
 class Counted(Optimizer):
@@ -127,3 +128,36 @@ def go_back(ctx, path: str) -> None:
 
 def test_back_to_before_the_first_step(pool, tmp_path):
     pool.run(go_back, str(tmp_path / "x"), world_size=2)
+
+
+# -- state that is made with the optimizer -------------------------------------------------------------------------------
+
+
+def accumulator(fill: float) -> Make:
+    return partial(optim.Adagrad, lr=0.1, initial_accumulator_value=fill)
+
+
+def save_unstepped(ctx, path: str) -> None:
+    model, optimizer = restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False)
+    sizes = {name: value.size() for name, value in restarts.network(0).state_dict().items()}
+    for options in (None, StateDictOptions(full_state_dict=True)):
+        model, optimizer = restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False)
+        state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+        assert {name: values["sum"].size() for name, values in state.items()} == sizes
+        assert all((values["sum"] == 0.1).all() for values in state.values() if options)
+    model, optimizer = restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False)
+    restarts.save_helper(ctx, path, model, optimizer)
+
+
+def load_unstepped(ctx, path: str) -> None:
+    model, optimizer = restarts.sharded(ctx, accumulator(0.5), 0, is_whole=False)
+    restarts.load_helper(ctx, path, model, optimizer)
+    restarts.train(model, optimizer, 0, ctx)
+    restarts.check(model, restarts.in_one_process(accumulator(0.1), restarts.STEPS), "Adagrad")
+
+
+def test_state_made_when_the_optimizer_is_built(pool, tmp_path):
+    """Torch's helper asks for it before any step, and it is of this rank's parts."""
+    pool.run(save_unstepped, str(tmp_path / "x"), world_size=2)
+    for world_size in (1, 3):
+        pool.run(load_unstepped, str(tmp_path / "x"), world_size=world_size)

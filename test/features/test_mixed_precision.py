@@ -342,6 +342,37 @@ def test_summon_full_params(pool, strategy: ShardingStrategy):
         pool.run(summoning, strategy, world_size=world_size)
 
 
+def summoning_some(ctx, output_dtype: torch.dtype | None) -> None:
+    """A unit in full precision inside one that is not, or around one. Tensors are cast on the way from one to the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    x, dtype = torch.randn(2, 3), output_dtype or BF16
+    full = model(x).detach()
+    first, inner, last = (copy.deepcopy(m) for m in model)
+    for module, dtypes in ((model[1], {}), (model, {"output_dtype": output_dtype})):
+        fully_shard(module, process_group=ctx.group, mixed_precision=MixedPrecision(BF16, **dtypes))
+    with torch.no_grad():
+        low = [m.bfloat16() for m in (copy.deepcopy(first), copy.deepcopy(inner), copy.deepcopy(last))]
+        inner_in_full = low[2](inner(low[0](x.bfloat16()).float()).bfloat16()).to(dtype)
+        around_in_full = last(low[1](first(x).bfloat16()).float()).to(output_dtype or FP32)
+        for summoned, options, expected in (
+            (model[1], {}, inner_in_full),
+            (model, {"recurse": False}, around_in_full),
+            (model, {}, full),
+        ):
+            before = model(x)
+            with flatshard.summon_full_params(summoned, **options):
+                found = model(x)
+            assert found.dtype is expected.dtype
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("output_dtype", [None, FP32])
+def test_summon_full_params_of_some_units(pool, output_dtype):
+    pool.run(summoning_some, output_dtype)
+
+
 class Clamped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,9 @@ MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2, "lora": tiny_lora}
 Log = list[tuple[float, float]]
 
 
-def trainer(kind: str, folder: str, batch: int, checkpointing: bool = False, **sharding: Any) -> Any:
+def trainer(
+    kind: str, folder: str, batch: int, checkpointing: bool = False, optim: str = "adamw_torch", **sharding: Any
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from flatshard.integrations.trainer import ShardedTrainer
@@ -43,6 +45,7 @@ def trainer(kind: str, folder: str, batch: int, checkpointing: bool = False, **s
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
         learning_rate=1e-2,
+        optim=optim,
         weight_decay=0.1,
         max_steps=STEPS,
         save_steps=HALF,
@@ -127,6 +130,42 @@ def test_as_one_process(pair, single, tmp_path: Path, kind: str):
         for name, value in opened.items():
             assert torch.equal(value, whole[name]), name
         assert torch.equal(generated, tokens)
+    torch.testing.assert_close(resumed, weights, rtol=1e-4, atol=1e-5)
+
+
+def alone_with(ctx, optim: str, folder: str, resume: str | None = None) -> tuple[Log, dict[str, Tensor]]:
+    be_alone()
+    plain = trainer("llama", folder, 2 * BATCH, optim=optim)
+    plain.train(resume_from_checkpoint=resume)
+    return log_of(plain), copied(plain.model)
+
+
+def whole_ones(ctx, optim: str, folder: str) -> list[tuple[Log, dict[str, Tensor]]]:
+    """From the start, and resumed from what two ranks have saved, and one process."""
+    results = []
+    for to, resume in (("two", None), ("again", "two"), ("other", "one")):
+        ctx.note(f"{to}, resumed from {resume}")
+        be_a_rank(ctx)
+        made = trainer("llama", f"{folder}/{to}", BATCH, optim=optim, sharding={})
+        made.train(resume_from_checkpoint=None if resume is None else f"{folder}/{resume}/checkpoint-{HALF}")
+        assert "WholeParameterOptimizer of Adafactor" in repr(made.optimizer.optimizer)
+        results.append((log_of(made), flatshard.checkpoint.full_state_dict(made.model)))
+    return results
+
+
+def test_an_optimizer_of_whole_matrices(pair, single, tmp_path: Path):
+    folder = str(tmp_path)
+    [(log, weights)] = single.run(alone_with, "adafactor", f"{folder}/one", world_size=1)
+    for of_rank in pair.run(whole_ones, "adafactor", folder, world_size=2):
+        for seen, whole in of_rank:
+            torch.testing.assert_close(torch.tensor(seen), torch.tensor(log), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close({n: whole[n] for n in weights}, weights, rtol=1e-4, atol=1e-5)
+    states = [torch.load(f"{folder}/{to}/checkpoint-{STEPS}/optimizer.pt") for to in ("two", "again", "one")]
+    assert states[0].keys() == states[1].keys() == states[2].keys()
+    torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
+    [(_, resumed)] = single.run(
+        alone_with, "adafactor", f"{folder}/alone", f"{folder}/two/checkpoint-{HALF}", world_size=1
+    )
     torch.testing.assert_close(resumed, weights, rtol=1e-4, atol=1e-5)
 
 

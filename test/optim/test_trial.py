@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import random
+import re
 import warnings
 from typing import Any
 
@@ -182,3 +185,38 @@ def run_others(ctx) -> None:
 
 def test_several_groups_and_what_cannot_be_tried(pool):
     pool.run(run_others, world_size=2)
+
+
+def follow_the_cures(ctx) -> None:
+    """The message names two ways out; with each, a small model trains as in one process."""
+    plain = Net()
+    start = copy.deepcopy(plain)
+
+    def trained(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        for step in (1.0, 2.0):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), step)).sum().backward()
+            optimizer.step()
+        return flatshard.checkpoint.full_state_dict(model) if model is not plain else model.state_dict()
+
+    def sharded(**options: Any) -> torch.nn.Module:
+        return fully_shard(copy.deepcopy(start), policy={Block}, process_group=ctx.group, **options)
+
+    expected = trained(plain, NormedByParameter(plain.parameters()))
+    cut = sharded()
+    with pytest.raises(RuntimeError) as raised:
+        trained(cut, NormedByParameter(cut.parameters()))
+    (layout,) = re.findall(r"layout=flatshard\.(layouts\.\w+\(.*?\))", str(raised.value))
+    (cure,) = re.findall(r"flatshard\.optim\.\w+\(params, \w+, \.\.\.\)", str(raised.value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = sharded(layout=eval(layout, {"layouts": flatshard.layouts, "math": math}))
+        found = [trained(whole, NormedByParameter(whole.parameters()))]
+        names = {"flatshard": flatshard, "params": cut.parameters(), "NormedByParameter": NormedByParameter}
+        found.append(trained(cut, eval(cure.replace(", ...", ""), names)))
+    for state in found:
+        torch.testing.assert_close(state, expected)
+
+
+def test_following_the_cures(pool):
+    pool.run(follow_the_cures, world_size=2)

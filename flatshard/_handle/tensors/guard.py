@@ -191,6 +191,29 @@ class GuardedParameters(Parameters):
         return dict, (dict(self),)
 
 
+class WatchedParameters(Parameters):
+    """A module's ``_parameters`` where compute parameters are registered by ``setattr``. It recognises ``to_empty``."""
+
+    __slots__ = ()
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        held = super().get(name)
+        if isinstance(held, ShardedParameter) and isinstance(param, nn.Parameter) and param is not held:
+            if not handle_to_empty(held, sys._getframe(1), param):
+                super().__setitem__(name, param)
+        else:
+            super().__setitem__(name, param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedParameters:
+        result = memo[id(self)] = WatchedParameters()
+        for name, param in self.items():
+            result[name] = copy.deepcopy(param, memo)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 def _lists_own(reader: FrameType) -> bool:
     """Whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
     caller = reader.f_back

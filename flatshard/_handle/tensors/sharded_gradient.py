@@ -30,7 +30,14 @@ from flatshard._runtime import Runtime
 class ShardedGradient(PartTensor):
     """This rank's part of a gradient. Its norm is the norm over all ranks.
 
-    ``p.grad.norm()`` communicates: every rank must take it, and in the same order. See [Note: Right with torch's own tools].
+    ``p.grad.norm()`` communicates: every rank must take it, and in the same order.
+    Other reductions, such as ``p.grad.max()``, are about this rank's part: see :func:`flatshard.optim.gradient_statistics`.
+
+    Example::
+
+        p = model[0].up.weight
+        assert isinstance(p.grad, flatshard.tensors.ShardedGradient)
+        norm = p.grad.norm()  # of the whole gradient, on all ranks
     """
 
     _whose = "the gradient of "

@@ -95,14 +95,20 @@ _unswappable: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValue
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``."""
+    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
 
-    fqn: str
+    Example::
+
+        info = flatshard.tensors.shard_info(model[0].up.weight)
+        print(f"{info.fqn} of shape {info.shape}: elements {info.start} to {info.stop} are here")
+    """
+
+    fqn: str  # the parameter's
     shape: tuple[int, ...]  # of the whole parameter
     stride: tuple[int, ...]  # of the whole parameter, dense: defines the memory order for ``start`` and ``stop``
     start: int  # this rank's elements, half-open, in memory order
-    stop: int
-    shard_world_size: int
+    stop: int  # the element behind the last of this rank's
+    shard_world_size: int  # ranks that the parameter is sharded over
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
     owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
     # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
@@ -120,7 +126,7 @@ class ShardInfo:
 
     @property
     def parallel(self) -> TensorParallel | None:
-        """The tensor parallelism of a DTensor parameter, or None."""
+        """Internal: the tensor parallelism of a DTensor parameter, or None."""
         return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
     @property
@@ -156,11 +162,11 @@ class ShardInfo:
         return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
-        """``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
+        """Internal: ``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
         return part if len(part.shape) == 1 else in_memory_order(part, self.stride)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
-        """The inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
+        """Internal: the inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
         shape = self.part_shape
         with plainly():
             return part if shape == part.shape else part.as_strided(shape, self.stride)
@@ -231,6 +237,13 @@ class ShardedParameter(nn.Parameter):
     ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
 
     If the shard group has a single rank (``NO_SHARD``, world size 1), it keeps its original shape.
+
+    Example::
+
+        p = model[0].up.weight
+        assert isinstance(p, flatshard.tensors.ShardedParameter) and p.ndim == 1
+        with torch.no_grad():
+            p.mul_(0.99)  # each rank its own part
     """
 
     _flatshard_info: ShardInfo
@@ -361,7 +374,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt(cls, param: nn.Parameter, info: ShardInfo, home: Home) -> Self:
-        """Turn the user's own ``param`` into a sharded parameter, in place."""
+        """Internal: turn the user's own ``param`` into a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
@@ -423,6 +436,12 @@ def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
 def shard_info(param: torch.Tensor) -> ShardInfo | None:
     """How ``param``, a parameter or its ``.grad``, is sharded: the FQN, the whole shape, and this rank's elements and rows.
     None for a plain tensor.
+
+    Example::
+
+        for p in model.parameters():
+            info = flatshard.tensors.shard_info(p)
+            assert p.numel() == info.stop - info.start
     """
     return getattr(param, "_flatshard_info", None)
 
@@ -433,6 +452,9 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     Rules that look at the shape keep working after sharding::
 
         decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
+
+    Raises:
+        TypeError: ``param`` is not a tensor.
     """
     if not isinstance(param, torch.Tensor):
         raise TypeError(
