@@ -120,9 +120,8 @@ class ShardInfo:
     is_copy: bool = field(default=False, repr=False, compare=False)
     # Ranges of this rank's elements, from ``start``, that another rank of ``runtime`` also has and counts in norms. Sorted.
     elsewhere: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
-    never_cut: bool = field(
-        default=False, repr=False, compare=False
-    )  # by its layout: ``owner`` has the whole, others nothing
+    # Its layout cuts between parameters only: ``owner`` has all of it, and others have nothing.
+    never_cut: bool = field(default=False, repr=False, compare=False)
 
     @property
     def parallel(self) -> TensorParallel | None:
@@ -146,11 +145,11 @@ class ShardInfo:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, as its user sees it."""
+        """Internal: the shape of the whole parameter, as its user sees it."""
         return self.shape if self.wrapping is None else tuple(self.wrapping.shape)
 
     def describe(self) -> str:
-        """Which elements this rank has, for an error."""
+        """Internal: which elements this rank has, for an error."""
         return (
             f"parameter {self.fqn!r} is sharded: this rank has elements {self.start}:{self.stop} of shape "
             f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D part'}"
@@ -241,7 +240,7 @@ class ShardedParameter(nn.Parameter):
     Example::
 
         p = model[0].up.weight
-        assert isinstance(p, flatshard.tensors.ShardedParameter) and p.ndim == 1
+        assert isinstance(p, flatshard.tensors.ShardedParameter) and p.dim() == 1
         with torch.no_grad():
             p.mul_(0.99)  # each rank its own part
     """
