@@ -41,8 +41,9 @@ class CollectiveError(RuntimeError):
             raise
 
     Attributes:
-        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``.
-        unit: the unit's FQN; ``""`` is the root.
+        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``; of norms and other numbers
+            ``"all-reduce for"`` and what is computed.
+        unit: the unit's FQN; ``""`` is the root, and for numbers.
         rank: this process's rank in the unit's process group.
         world_size: the number of ranks of that group.
     """
@@ -53,10 +54,11 @@ class CollectiveError(RuntimeError):
 
     def __str__(self) -> str:
         # The cause may be a long text of gloo's about a connection, and says nothing about why: so it comes last.
+        of = "" if " for " in self.phase else f" of unit {self.unit or '<root>'!r}"
         return (
-            f"the {self.phase} of unit {self.unit or '<root>'!r} failed on rank {self.rank} of {self.world_size}: if it "
+            f"the {self.phase}{of} failed on rank {self.rank} of {self.world_size}: if it "
             "waited in vain or lost a connection, look for the first error on the other ranks: one of them died, or did not "
-            f"come to this unit. The error on this rank: {self.args[-1]}"
+            f"come to {'it' if not of else 'this unit'}. The error on this rank: {self.args[-1]}"
         )
 
 

@@ -547,9 +547,12 @@ class Runtime:
             op: how they are combined.
             question: what is computed, in words, for the error if a rank waits in vain.
         """
-        self._issue(
-            "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
-        ).wait()
+        try:
+            self._issue(
+                "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
+            ).wait()
+        except Exception as e:
+            self.fail(f"all-reduce for {question}", "", e)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""

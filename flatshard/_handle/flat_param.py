@@ -174,9 +174,11 @@ class FlatParam:
         copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
         holders = self.layout.holders(index)
         owner = None if len(holders) > 1 else holders[0] if holders else 0
+        never_cut = info.by_rows and info.block >= info.numel and wrapping is None
         shard_info = ShardInfo(
-            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied
-        )
+            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied,
+            never_cut=never_cut,
+        )  # fmt: skip
         adopted = ShardedParameter.adopt(param, shard_info, self)
         self._describe(adopted, self.unsharded.computes[index], shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter

@@ -355,7 +355,8 @@ class FlatGradients:
         if self.shard_param is None:
             return list(map(_grad, self.flat.params))
         grad = self.shard_param.grad
-        return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
+        with plainly():
+            return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
 
     def finish(self, assign: bool = True) -> bool:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
@@ -423,7 +424,8 @@ def _used_elsewhere(grad: torch.Tensor) -> bool:
     """Whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
-    return not bool(((grad == 0) & torch.signbit(grad)).all())
+    with plainly():
+        return not bool(((grad == 0) & torch.signbit(grad)).all())
 
 
 class _Parts:

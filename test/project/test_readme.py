@@ -138,7 +138,7 @@ def see_what_the_loop_sees(ctx) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     flatshard.fully_shard(model, policy={torch.nn.Linear}, process_group=ctx.group)
     assert model[0].weight is weight
-    assert weight.ndim == 1
+    assert (weight.dim(), weight.ndim) == (1, 2)
     assert flatshard.full_shape(weight) == (8, 8)
 
     data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * ctx.rank + i)) for i in range(2)]

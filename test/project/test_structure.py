@@ -471,6 +471,8 @@ _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
 _handle.tensors.sharded_gradient: torch.utils._foreach_utils
 _handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
+_handle.tensors.sharded_parameter: nn.init._calculate_fan_in_and_fan_out.__code__
+_handle.tensors.sharded_parameter: torch._C._is_torch_function_enabled
 _trace: torch.autograd._profiler_enabled
 checkpoint._container: torch._utils._rebuild_tensor_v3
 checkpoint._reader: torch.distributed.checkpoint._nested_dict.flatten_state_dict

@@ -36,6 +36,15 @@ _LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinst
 _OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _RECOMPUTE = CheckpointFunction.backward.__code__
 
+# The modules of torch that put other parameters in the place of a module's, and their functions that do: they read it first.
+_RESTRUCTURING = {
+    f"torch.nn.utils.{name}" for name in ("parametrize", "parametrizations", "prune", "weight_norm", "spectral_norm")
+}
+_RESTRUCTURE = {
+    "register_parametrization", "remove_parametrizations", "orthogonal", "spectral_norm", "apply", "remove", "<genexpr>",
+    "<listcomp>", "global_unstructured",
+}  # fmt: skip
+
 Parameters = dict[str, nn.Parameter | None]
 
 
@@ -101,9 +110,11 @@ class GuardedParameters(Parameters):
         ``model.head.weight.grad``.
         """
         if reader.f_code is not _GETATTR:
+            _refuse_restructuring(param, reader)
             return param
         if param._flatshard_info.shard_world_size > 1:
             self._check_reader(param, reader)
+        _refuse_restructuring(param, reader.f_back)
         return show_whole(param)
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
@@ -221,6 +232,19 @@ def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
                 "its FSDP off), and build the module again"
             )
         frame = None if frame is None else frame.f_back
+
+
+def _refuse_restructuring(param: ShardedParameter, reader: FrameType | None) -> None:
+    """Raise if ``reader`` puts other parameters in the place of ``param``. What it does first depends on the part: without
+    this check some ranks would go on, and the others raise errors about dimensions.
+    """
+    names = {} if reader is None else reader.f_globals
+    if reader is not None and names.get("__name__") in _RESTRUCTURING and reader.f_code.co_name in _RESTRUCTURE:
+        raise RuntimeError(
+            f"parameter {param._flatshard_info.fqn!r} is sharded, and {names['__name__']} would put other parameters in its "
+            "place: parametrize, prune or normalise weights before fully_shard. A model that is sharded already: build it "
+            "again, load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
+        )
 
 
 def _self_of(frame: FrameType) -> Any:
