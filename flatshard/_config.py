@@ -20,7 +20,12 @@ from flatshard._errors import name_list
 class ShardingStrategy(enum.Enum):
     """What each rank keeps, and when it frees what it gathered.
 
-    The names are those of FSDP1; members of ``torch.distributed.fsdp.ShardingStrategy`` are accepted wherever these are.
+    The names are those of FSDP1. Members of ``torch.distributed.fsdp.ShardingStrategy``, and strings such as
+    ``"full_shard"``, are accepted wherever these are.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, strategy=flatshard.ShardingStrategy.SHARD_GRAD_OP)
     """
 
     FULL_SHARD = "full_shard"
@@ -40,7 +45,13 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When the all-gather of the next unit in backward is issued. ``None`` in its place: never ahead of need."""
+    """When the all-gather of the next unit in backward is issued. ``None`` in its place: never ahead of need.
+
+    Example::
+
+        later = flatshard.BackwardPrefetch.BACKWARD_POST
+        flatshard.fully_shard(model, policy={Block}, backward_prefetch=later)
+    """
 
     BACKWARD_PRE = "backward_pre"
     """Before the current unit's backward computes: most overlap, one more unit unsharded."""
@@ -53,6 +64,14 @@ class MixedPrecision:
     """The dtypes of a unit's step. The master weights, ``.grad`` and the optimizer's state keep the parameters' own dtype.
 
     The fields of FSDP1's ``MixedPrecision``, and ``output_dtype`` of FSDP2's policy; both are accepted in its place.
+
+    Example::
+
+        bf16 = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        flatshard.fully_shard(model, policy={Block}, mixed_precision=bf16)
+
+    Raises:
+        ValueError: a dtype is not a floating-point ``torch.dtype``, or ``param_dtype_override_fn`` cannot be called.
     """
 
     param_dtype: torch.dtype | None = None
@@ -82,7 +101,6 @@ class MixedPrecision:
     reduce_in_param_dtype: bool = True
     """With ``reduce_dtype=None``, gradients are reduced in ``param_dtype``. False: in the parameters' own dtype.
 
-    [Note: reduce_dtype=None]
     FSDP1 reduces in ``param_dtype``, as FSDP2 did before torch 2.15. Since then FSDP2 reduces in the dtype of ``.grad``: the
     bf16 gradients 256 and 1 of two ranks give 128.5, where they gave 128.0. A policy of FSDP2's class means what it means in
     the torch that is installed. One of this class means what it always did, as does FSDP1's: for fp32 parameters that
@@ -113,7 +131,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, value: Any) -> MixedPrecision:
-        """``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``.
+        """Internal: ``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``.
 
         Raises:
             TypeError: it is none of these.
@@ -142,7 +160,7 @@ class MixedPrecision:
         )
 
     def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
-        """The dtype that ``param`` is cast to. None: its own.
+        """Internal: the dtype that ``param`` is cast to. None: its own.
 
         Raises:
             ValueError: ``param_dtype_override_fn`` returned something else than it may.
@@ -156,7 +174,7 @@ class MixedPrecision:
         return chosen or self.param_dtype
 
     def ignores(self, module: nn.Module) -> bool:
-        """Whether ``module``'s own parameters and buffers keep their dtype."""
+        """Internal: whether ``module``'s own parameters and buffers keep their dtype."""
         return isinstance(module, self.module_classes_to_ignore)
 
 
@@ -198,15 +216,20 @@ class CPUOffload:
     """Keep the shards of parameters and gradients, and so the optimizer's state, in CPU memory. Compute on the device.
 
     FSDP1's ``CPUOffload`` and FSDP2's ``CPUOffloadPolicy`` are accepted in its place. Without an accelerator nothing moves.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, cpu_offload=flatshard.CPUOffload(pin_memory=False))
     """
 
     offload_params: bool = True
+    """False: nothing is offloaded."""
     pin_memory: bool = True
     """Shards and gradients in page-locked memory, so that copies overlap with computation."""
 
     @classmethod
     def of(cls, value: Any) -> CPUOffload:
-        """``value`` as ours: None, True or False, ours, or FSDP's.
+        """Internal: ``value`` as ours: None, True or False, ours, or FSDP's.
 
         Raises:
             TypeError: it is none of these.

@@ -10,7 +10,16 @@ from collections.abc import Iterable
 
 
 class InternalError(AssertionError):
-    """A state that flatshard believed impossible: a bug in flatshard. The call that raised it has changed nothing."""
+    """A state that flatshard believed impossible: a bug in flatshard. The call that raised it has changed nothing.
+
+    Example::
+
+        try:
+            model(batch).sum().backward()
+        except flatshard.InternalError as e:
+            print(e)  # please report it, with the output of `python -m flatshard.env`
+            raise
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}. This is a bug in flatshard, not in your code: please report it with this message.")
@@ -23,9 +32,18 @@ class CollectiveError(RuntimeError):
     Nothing is left under way for the unit, whose gradients of this backward are dropped. A gloo group is of no use after
     a dead rank or a timeout: end the process, or make new groups and build the model anew.
 
+    Example::
+
+        try:
+            model(batch).sum().backward()
+        except flatshard.CollectiveError as e:
+            print(f"rank {e.rank} of {e.world_size}: the {e.phase} of unit {e.unit or '<root>'}")
+            raise
+
     Attributes:
-        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``.
-        unit: the unit's FQN; ``""`` is the root.
+        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``; of norms and other numbers
+            ``"all-reduce for"`` and what is computed.
+        unit: the unit's FQN; ``""`` is the root, and for numbers.
         rank: this process's rank in the unit's process group.
         world_size: the number of ranks of that group.
     """
@@ -36,10 +54,11 @@ class CollectiveError(RuntimeError):
 
     def __str__(self) -> str:
         # The cause may be a long text of gloo's about a connection, and says nothing about why: so it comes last.
+        of = "" if " for " in self.phase else f" of unit {self.unit or '<root>'!r}"
         return (
-            f"the {self.phase} of unit {self.unit or '<root>'!r} failed on rank {self.rank} of {self.world_size}: if it "
+            f"the {self.phase}{of} failed on rank {self.rank} of {self.world_size}: if it "
             "waited in vain or lost a connection, look for the first error on the other ranks: one of them died, or did not "
-            f"come to this unit. The error on this rank: {self.args[-1]}"
+            f"come to {'it' if not of else 'this unit'}. The error on this rank: {self.args[-1]}"
         )
 
 
@@ -48,6 +67,14 @@ class OutOfStepError(CollectiveError):
 
     All ranks raise it, and no data of different units have been mixed, unless the message says so. The process group is of
     no use any more. The attributes say which collective of this rank it was.
+
+    Example::
+
+        try:
+            model(batch).sum().backward()
+        except flatshard.OutOfStepError as e:  # a CollectiveError, too: so it comes first
+            print(e)  # what each rank did last
+            raise
     """
 
     def __str__(self) -> str:

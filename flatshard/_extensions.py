@@ -7,6 +7,7 @@ from flatshard._composable.context import Context
 from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.data_writes import DataWrites
+from flatshard._composable.features.encoded_gathers import EncodedGathers
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
@@ -50,4 +51,5 @@ def plug_in() -> None:
         Forked(),
         GradSync(),
         DataWrites(),
+        EncodedGathers(),
     )

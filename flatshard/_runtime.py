@@ -266,6 +266,14 @@ class Streams:
         with self._module.stream(stream):
             return is_capturing()
 
+    def leave(self, side: Any) -> None:
+        """Have ``join`` not wait for ``side``, until it forks again or comes back."""
+        self._forked.discard(side)
+
+    def come_back(self, side: Any) -> None:
+        """Have the next ``join`` wait for ``side``."""
+        self._forked.add(side)
+
     def join(self) -> None:
         """Make the current stream wait for all forked side streams. [Note: CUDA graphs]"""
         while self._forked:
@@ -431,6 +439,17 @@ class Runtime:
         if self.streams is not None:
             self.streams.join()
 
+    def join_reductions_later(self) -> None:
+        """Have the next ``join`` not wait for reductions that are in flight: ``join_reductions`` will."""
+        if self.streams is not None:
+            self.streams.leave(self.streams.reduce)
+
+    def join_reductions(self) -> None:
+        """``join``, also for reductions that it did not wait for."""
+        if self.streams is not None:
+            self.streams.come_back(self.streams.reduce)
+            self.streams.join()
+
     def reads_host(self) -> None:
         """Record that a read of a host shard has been enqueued on the current stream. [Note: Memory of the host]"""
         if self.streams is not None:
@@ -469,7 +488,7 @@ class Runtime:
     ) -> Pending:
         """Issue a collective by ``start(*tensors)``."""
         progress, monitor = self.progress, self.monitor
-        if self._builtin.has_changed:
+        if self._builtin.may_change and self._builtin.has_changed():
             self._refuse_changed(verb, label)
         if progress is None:
             here.label = label
@@ -528,9 +547,12 @@ class Runtime:
             op: how they are combined.
             question: what is computed, in words, for the error if a rank waits in vain.
         """
-        self._issue(
-            "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
-        ).wait()
+        try:
+            self._issue(
+                "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
+            ).wait()
+        except Exception as e:
+            self.fail(f"all-reduce for {question}", "", e)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+__all__ = ["report"]
+
 _CLIENTS = (
     "accelerate",
     "transformers",

@@ -1,6 +1,6 @@
 """The functional names of FSDP2, so that a script migrates by one import::
 
-    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard   # was: from torch.distributed.fsdp import ...
+    from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard  # was: from torch.distributed.fsdp import ...
 
 Each call makes its module one unit, inner modules first. The class stays; the methods of ``FSDPModule`` that scripts and
 clients call are attributes of the instance. Parameters are this rank's parts, no DTensors: what a script does with
@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._composable.features import full_params, grad_sync
 from flatshard._composable.features.configure import configure
-from flatshard._composable.features.find import unit_for
+from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.forward_method import register_forward_method
 from flatshard._composable.fully_shard import fully_shard as _fully_shard
 from flatshard._config import ShardingStrategy
+from flatshard._errors import name_list
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -40,25 +41,55 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The fields of FSDP2's. See :class:`flatshard.MixedPrecision`."""
+    """The fields of FSDP2's. See :class:`flatshard.MixedPrecision`.
+
+    Example::
+
+        from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard
+
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model[:4]:
+            fully_shard(block, mp_policy=bf16)
+        fully_shard(model, mp_policy=bf16)
+    """
 
     param_dtype: torch.dtype | None = None
+    """In which units compute. None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
+    """In which gradients are reduced. None: as FSDP2 of the torch that is installed has it."""
     output_dtype: torch.dtype | None = None
+    """Floating-point outputs of a unit's forward are cast to it. None: left alone."""
     cast_forward_inputs: bool = True
+    """Cast floating-point inputs of a unit's forward to ``param_dtype``."""
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    """The dtype in which a parameter computes, one by one: its own, or None for ``param_dtype``."""
 
 
 @dataclass
 class OffloadPolicy:
-    """Nothing is offloaded."""
+    """Nothing is offloaded.
+
+    Example::
+
+        from flatshard.fsdp2 import OffloadPolicy, fully_shard
+
+        fully_shard(model, offload_policy=OffloadPolicy())
+    """
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """As FSDP2's. See :class:`flatshard.CPUOffload`."""
+    """As FSDP2's. See :class:`flatshard.CPUOffload`.
+
+    Example::
+
+        from flatshard.fsdp2 import CPUOffloadPolicy, fully_shard
+
+        fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    """
 
     pin_memory: bool = True
+    """Shards and gradients in page-locked memory."""
 
 
 def fully_shard(
@@ -72,13 +103,29 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> M:
-    """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it. See the module's text.
+    """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it.
+
+    Example::
+
+        from flatshard.fsdp2 import fully_shard
+
+        for block in model[:4]:
+            fully_shard(block)
+        fully_shard(model)
+        model.set_requires_gradient_sync(True)
+
 
     Args:
         module: a module, or a list of modules that become one unit.
+        reshard_after_forward: free the parameters after forward. None: True, but False for the outermost unit. An int:
+            reshard to so many ranks. See :func:`flatshard.fully_shard`.
+        mp_policy: see :class:`MixedPrecisionPolicy`.
+        offload_policy: see :class:`CPUOffloadPolicy`.
+        ignored_params: parameters that are not sharded. The caller must reduce their gradients.
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
         dp_mesh_dims: a ``torch.distributed.fsdp.DataParallelMeshDims``: which dimensions of ``mesh`` to shard and replicate
             over, one each. Parameters that are DTensors are so over other dimensions.
+        ignored_params: left alone. Those that are not in ``module`` don't matter.
         shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
 
     Raises:
@@ -102,7 +149,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mp_policy,
         cpu_offload=offload_policy,
-        ignored_states=ignored_params,
+        ignored_states=None if ignored_params is None else _inside(modules, ignored_params),
         dp_mesh_dims=dp_mesh_dims,
     )
     for each in modules:
@@ -110,8 +157,29 @@ def fully_shard(
     return module
 
 
+def _inside(modules: Sequence[nn.Module], params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of ``params`` that are in ``modules``: scripts give each call the same set."""
+    own = {id(p) for module in modules for p in module.parameters()}
+    return [p for p in params if id(p) in own]
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As ``torch.distributed.fsdp``'s. See :func:`flatshard.register_forward_method`."""
+    """As ``torch.distributed.fsdp``'s: gather the unit's parameters for calls of this method, too.
+
+    Example::
+
+        class Encoder(nn.Linear):
+            def encode(self, x):
+                return self(x).relu()
+
+        encoder = flatshard.fsdp2.fully_shard(Encoder(64, 8))
+        flatshard.fsdp2.register_fsdp_forward_method(encoder, "encode")
+        encoder.encode(batch).sum().backward()
+
+    Args:
+        module: a unit.
+        method_name: the method's name. See :func:`flatshard.register_forward_method`, also for what it raises.
+    """
     register_forward_method(module, method_name)
 
 
@@ -120,7 +188,15 @@ def add_methods(module: nn.Module) -> None:
 
     ``set_requires_gradient_sync``, ``set_requires_all_reduce``, ``set_is_last_backward``, ``set_reshard_after_forward``,
     ``set_reshard_after_backward``, ``set_gradient_divide_factor``, ``set_modules_to_forward_prefetch``,
-    ``set_modules_to_backward_prefetch``, ``unshard``, ``reshard``. ``fully_shard`` of this module has done so already.
+    ``set_modules_to_backward_prefetch``, ``unshard``, ``reshard``, ``set_keep_unsharded_storage``,
+    ``set_manual_backward_finalization``, ``finalize_backward``, ``set_reduce_scatter_unused_params``, ``reset_iter_state``.
+    ``fully_shard`` of this module has done so already.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block})
+        flatshard.fsdp2.add_methods(model)
+        model.set_requires_gradient_sync(True)
 
     Raises:
         ValueError: ``module`` is not a unit, or its class has an attribute of such a name.
@@ -186,6 +262,42 @@ def _reshard(module: nn.Module) -> None:
     full_params.reshard(module, recurse=False)
 
 
+def _set_keep_unsharded_storage(module: nn.Module, keep: bool, *, recurse: bool = True) -> None:
+    configure(module, recurse=recurse, keep_unsharded_storage=keep)
+
+
+def _set_manual_backward_finalization(module: nn.Module, enabled: bool) -> None:
+    configure(module, manual_finalization=enabled)
+
+
+def _finalize_backward(module: nn.Module, *, async_op: bool = False) -> grad_sync.ReductionHandle | None:
+    """As FSDP2, it reduces what backwards without synchronisation hold, if synchronisation is on now."""
+    units = units_in(module, True, "finalize_backward")
+    if automatic := [unit.fqn for unit in units if not unit.defers_gradients]:
+        raise RuntimeError(
+            f"finalize_backward: backwards of units {name_list(automatic, 3)} end by themselves. Call "
+            "set_manual_backward_finalization(True) before the backward. To reduce gradients that were accumulated without "
+            "synchronisation, call flatshard.reduce_gradients(module)"
+        )
+    return grad_sync.finalize(units, [unit for unit in units if unit.requires_gradient_sync], async_op)
+
+
+def _set_reduce_scatter_unused_params(
+    module: nn.Module, reduce_scatter_unused_params: bool, *, recurse: bool = True
+) -> None:
+    """Nothing is to set: parameters that a rank did not use take part in each reduction here, as zeros."""
+
+
+def _reset_iter_state(module: nn.Module) -> None:
+    """As FSDP2, it drops all gradients: those of the iteration that failed, and those that were in ``.grad``."""
+    full_params.recover(module)
+    for unit in units_in(module, True, "reset_iter_state"):
+        for flat in unit.handle.flats:
+            for param in (*flat.params, flat.gradients.shard_param):
+                if param is not None:
+                    param.grad = None
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     method.__name__.removeprefix("_"): method
     for method in (
@@ -200,5 +312,10 @@ _METHODS: dict[str, Callable[..., Any]] = {
         _set_modules_to_backward_prefetch,
         _unshard,
         _reshard,
+        _set_keep_unsharded_storage,
+        _set_manual_backward_finalization,
+        _finalize_backward,
+        _set_reduce_scatter_unused_params,
+        _reset_iter_state,
     )
 }

@@ -28,7 +28,21 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """A unit for every ``min_num_params`` elements, counted from the leaves up."""
+    """A unit for every ``min_num_params`` elements, counted from the leaves up.
+
+    Example::
+
+        policy = functools.partial(flatshard.policies.size_based_auto_wrap_policy, min_num_params=30_000)
+        flatshard.fully_shard(model, policy=policy)
+
+    Args:
+        module: the module to decide about.
+        recurse: True asks whether to look at the submodules, False whether ``module`` becomes a unit. ``fully_shard`` asks.
+        nonwrapped_numel: elements of the parameters in ``module`` that are in no unit yet.
+        min_num_params: the elements that a unit has at least.
+        force_leaf_modules: classes of modules in which there are no units. None: ``nn.MultiheadAttention``.
+        exclude_wrap_modules: classes of modules that are no units. None: ``nn.ModuleList`` and ``nn.ModuleDict``.
+    """
     leaves = tuple(force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention})
     excluded = tuple(exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict})
     large = nonwrapped_numel >= min_num_params
@@ -40,12 +54,38 @@ def size_based_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """A unit for each module of the given classes."""
+    """A unit for each module of the given classes.
+
+    Example::
+
+        policy = functools.partial(flatshard.policies.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+        flatshard.fully_shard(model, policy=policy)
+
+    Args:
+        module: the module to decide about.
+        recurse: True asks whether to look at the submodules, False whether ``module`` becomes a unit. ``fully_shard`` asks.
+        nonwrapped_numel: elements of the parameters in ``module`` that are in no unit yet.
+        transformer_layer_cls: the classes.
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """A unit for each module for which ``lambda_fn(module)`` is true."""
+    """A unit for each module for which ``lambda_fn(module)`` is true.
+
+    Example::
+
+        policy = functools.partial(
+            flatshard.policies.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)
+        )
+        flatshard.fully_shard(model, policy=policy)
+
+    Args:
+        module: the module to decide about.
+        recurse: True asks whether to look at the submodules, False whether ``module`` becomes a unit. ``fully_shard`` asks.
+        nonwrapped_numel: elements of the parameters in ``module`` that are in no unit yet.
+        lambda_fn: called with each module; returns whether it becomes a unit.
+    """
     return recurse or lambda_fn(module)

@@ -1,6 +1,6 @@
 """The types of a sharded module's parameters and gradients between steps, and what they say about this rank's part.
 
->>> flatshard.tensors.shard_info(model.head.weight).shape
+>>> flatshard.tensors.shard_info(model[0].up.weight).shape
 """
 
 from torch import nn
@@ -15,6 +15,14 @@ def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
     """How many elements the whole parameters of ``module`` have; tied ones count once. No communication.
 
     ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's parts.
+
+    Example::
+
+        print(f"{flatshard.tensors.num_parameters(model) / 1e6:.1f} M parameters")
+
+    Args:
+        module: any module, sharded or not.
+        trainable_only: leave out parameters that require no gradient.
     """
     params = (p for p in module.parameters() if p.requires_grad or not trainable_only)
     return sum(full_shape(p).numel() for p in params)

@@ -1,4 +1,7 @@
-"""What every test gets: the pool of ranks, a time limit, the ``gpu`` and ``slow`` markers, the fuzzer's options."""
+"""What every test gets: the pool of ranks, a time limit, the ``gpu`` and ``slow`` markers, the fuzzer's options.
+
+torch is imported inside functions here: it takes seconds, and first pytest says that it collects.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,8 @@ from collections.abc import Callable, Iterator
 import lanes
 import pairs
 import pytest
-import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake_pg
-from accelerator import build, harness
 from pool import Pool
-from time_left import TimeLeft
+from time_left import TimeLeft, announce
 
 TEST_TIMEOUT = 120
 """Seconds that a test may take, unless it carries ``@pytest.mark.time_limit(seconds)``."""
@@ -35,11 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true", help="every case, where else pairs or some are run: see pairs.py"
     )
     group.addoption("--once", action="store_true", help="of each test that has several cases, one")
-    group.addoption("--fuzz", type=int, default=60, metavar="N", help="random cases that test_fuzz.py runs")
-    group.addoption(
-        "--fuzz-programs", type=int, default=60, metavar="N", help="programs that test_fuzz_programs.py runs"
-    )
-    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random case or program")
+    group.addoption("--fuzz", type=int, default=80, metavar="N", help="random programs that test_fuzz.py runs")
+    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random program")
     group.addoption(
         "--fence", action="store_true", help="fail where memory is freed that gloo still uses: see fence.py"
     )
@@ -52,6 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # once the terminal's reporter is there
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
+    if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        announce(reporter, config.option.verbose)
+        config.pluginmanager.register(TimeLeft(reporter, getattr(config, "cache", None)), "time-left")
+
+    import torch
+    from accelerator import harness
+
     config.addinivalue_line("markers", "gpu: needs CUDA, skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "time_limit(seconds): replaces the default time limit of a test")
@@ -60,9 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
     harness.every_policy = config.getoption("--every-policy")
     pairs.thorough = config.getoption("--thorough")
     torch.set_num_threads(1)
-    config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
-    if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
-        config.pluginmanager.register(TimeLeft(reporter, getattr(config, "cache", None)), "time-left")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -72,6 +73,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     if config.getoption("--once"):
         cases: dict[str, list[pytest.Item]] = {}
         for item in items:
@@ -96,6 +99,8 @@ def _is_simulated(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    from accelerator import build
+
     if any(map(_is_simulated, session.items)) and not session.config.option.collectonly:
         build.start()
     gc.collect()
@@ -162,6 +167,8 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def _simulator(pytestconfig: pytest.Config) -> None:
     """Builds the simulated accelerator, which takes half a minute once per machine, and more on a busy one."""
+    from accelerator import build
+
     if why := build.missing():
         pytest.skip(why)
     signal.alarm(BUILD_TIMEOUT)  # in place of the test's; the next phase of a test sets its own
@@ -173,6 +180,8 @@ def _simulator(pytestconfig: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def simulated_pool(_simulator: None) -> Iterator[Pool]:
     """Four ranks with a simulated accelerator each."""
+    from accelerator import harness
+
     p = Pool(backend="cpu:gloo,simdev:simccl", prepare=harness.prepare)
     yield p
     p.close()
@@ -181,6 +190,8 @@ def simulated_pool(_simulator: None) -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def simulated_process(_simulator: None) -> Iterator[Pool]:
     """One process with a simulated accelerator and without a process group."""
+    from accelerator import harness
+
     p = Pool(1, backend=None, prepare=harness.prepare)
     yield p
     p.close()
@@ -188,12 +199,16 @@ def simulated_process(_simulator: None) -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def world() -> Iterator[Callable[[int], None]]:
     """``world(n)``: be rank 0 of n, over the fake process group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg
 
     def start(size: int) -> None:
         if dist.is_initialized():

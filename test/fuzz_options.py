@@ -1,26 +1,28 @@
-"""What a fuzz case chooses besides its model and policy, and the oracle of cases that round on the way.
+"""How the fuzzer shards a model: the arguments of ``fully_shard`` as plain values, and what rounding they bring.
 
 [Note: An oracle that rounds]
 With mixed precision or compressed gradients no tolerance is both safe and sharp after a few steps. So the reference does
 what the ranks do: for one rank's slice after the other it runs a copy of the model in the compute dtype, sums up a rank's
-microbatches in the reduce dtype, rounds what is sent, and averages. What is left is the order of additions, and one
-rounding more or less: a few units in the last place of the coarsest dtype, relative to the largest gradient of any rank.
-A missing 1/N, a lost microbatch or a swapped parameter is off by tens of percent.
+microbatches in the reduce dtype, rounds what is sent, and averages. After each backward and step it goes on from what the
+sharded model has. What is left is the order of additions, and one rounding more or less: a few units in the last place of
+the coarsest dtype, relative to the largest gradient of any rank. A missing 1/N, a lost microbatch or a swapped parameter is
+off by tens of percent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from fuzz_models import CLASSES, Model, nestable
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 import flatshard
 from flatshard import MixedPrecision
@@ -30,23 +32,64 @@ HOOKS: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
     "fp16": (flatshard.comm.fp16_compress_hook, torch.float16),
 }
 LOW = (torch.bfloat16, torch.float16)
+STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES += ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+POLICIES = ("none", "class", "set", "wrap", "custom", "size", "manual", "manual", "groups", "groups", "lists")
+STARTS = ("as it is", "meta", "to_empty", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Ranks:
+    """Those that a model is sharded over."""
+
+    group: Any
+    rank: int
+    size: int
+    alone: Any
+    """A process group of this rank only."""
+    halves: DeviceMesh | None = None
+    """A mesh (2, 2) over all, where they are four."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
     """Plain values, with defaults that choose nothing."""
 
-    backwards: tuple[str, ...] = ("sync", "sync")
-    """How each backward of a step that has several treats gradients: ``"sync"`` reduces, ``"hold"`` runs under no_sync,
-    ``"flag"`` is the same by configure(gradient_sync=...), ``"partial"`` reduces within the shard group only. The last is
-    ``"sync"``."""
-    hold_body_only: bool = False
+    policy: tuple[Any, ...] = ("none",)
+    """``"manual"`` calls ``fully_shard`` for modules inside first, ``"lists"`` for lists of two, ``"groups"`` has tuples."""
+    strategy: str = "FULL_SHARD"
     mesh: tuple[int, int] | None = None
     """(replicate, shard) of a hybrid strategy."""
+    as_mesh: bool = False
+    """Whether the ranks are given as a device mesh, where they are not anyway."""
     unit_strategies: tuple[str, ...] = ()
-    """Strategies of the manually nested units, in turn; none: the case's own."""
+    """Strategies of the manually nested units, in turn; none: the model's own."""
+    start: str = "as it is"
+    """Where the values come from: one of :data:`STARTS`."""
+    device_id: bool = False
+    ignored: int | None = None
+    """Counts modules without modules inside: its parameters are frozen, and not sharded."""
+    backward_prefetch: str | None = "BACKWARD_PRE"
+    forward_prefetch: bool = True
+    prefetch_limit_bytes: int | None = None
+    reshard_after_forward: bool | int | None = None
+    layout: str | None = None
+    """See :func:`layout_named`."""
+    collectives: bool = False
+    shard_mesh_fn: bool = False
+    static_buffers: bool = False
+    cpu_offload: bool = False
+    old_names: bool = False
+    """Whether arguments have FSDP1's names."""
+    divide_factor: float | None = None
+    hook: str | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     keep_cast_shard: bool = False
     cast_forward_inputs: bool = False
@@ -54,17 +97,10 @@ class Options:
     """Of the root; where units inside are not made by the same call."""
     ignore_norms: bool = False
     full_precision_in_eval: bool = False
-    divide_factor: float | None = None
-    hook: str | None = None
-    offload: bool = False
-    reshard_after_forward: bool | int | None = None
-    prefetch_limit_bytes: int | None = None
-    layout: str | None = None
-    """See :func:`layout_named`."""
-    forward_before_step: bool = False
-    """Whether the sharded model runs a forward between its last backward and the optimizer's step, for no backward."""
-    clip: tuple[str, float] | None = None
-    """Whose ``clip_grad_norm_``, and p of the norm."""
+
+    def __str__(self) -> str:
+        fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        return ", ".join(f"{name}={value!r}" for name, value, default in fields if value != default)
 
     @property
     def mixed(self) -> bool:
@@ -80,6 +116,7 @@ class Options:
         return MixedPrecision(
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
+            buffer_dtype=self.buffer_dtype,
             keep_low_precision_grads=self.keep_low_precision_grads,
             keep_cast_shard=self.keep_cast_shard,
             cast_forward_inputs=self.cast_forward_inputs,
@@ -88,38 +125,125 @@ class Options:
             full_precision_in_eval=self.full_precision_in_eval,
         )
 
-    @contextlib.contextmanager
-    def around_backward(self, model: nn.Module, index: int) -> Iterator[None]:
-        """The ``index``-th backward of a step of the sharded model runs inside."""
-        how = self.backwards[index]
-        module = model.body if self.hold_body_only and has_units(model.body) else model
-        with contextlib.ExitStack() as stack:
-            if how == "hold":
-                stack.enter_context(flatshard.no_sync(module))
-            elif how == "flag":
-                flatshard.configure(module, gradient_sync=False)
-                stack.callback(flatshard.configure, module, gradient_sync=True)
-            elif how == "partial":
-                flatshard.configure(model, all_reduce=False)
-                stack.callback(flatshard.configure, model, all_reduce=True)
-            yield
-
-    def groups(self, ctx: Any, halves: DeviceMesh | None) -> dict[str, Any]:
-        """Where to shard, as arguments of ``fully_shard``. ``halves``: a mesh (2, 2), where all four ranks run."""
+    def _where(self, ranks: Ranks) -> dict[str, Any]:
         if self.mesh is None:
-            return {"process_group": ctx.group}
+            return {"device_mesh": ranks.mesh} if self.as_mesh else {"process_group": ranks.group}
         if self.mesh == (2, 2):
-            return {"device_mesh": halves}
-        replicate, shard = self.mesh
-        return {"process_group": (ctx.group if shard > 1 else ctx.alone, ctx.group if replicate > 1 else ctx.alone)}
+            return {"device_mesh": ranks.halves}
+        groups = [ranks.group if n > 1 else ranks.alone for n in reversed(self.mesh)]
+        return {"process_group": tuple(groups)}
 
-    def clip_gradients(self, model: nn.Module) -> Tensor:
-        """Clip, and return the norm."""
-        assert self.clip is not None
-        kind, p = self.clip
-        if kind == "flatshard" and has_units(model):
-            return flatshard.clip_grad_norm_(model, 0.05, p)
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, p)
+    def ignore(self, model: nn.Module) -> list[nn.Module]:
+        """Freeze the module that is not sharded, and return it."""
+        leaves = [m for m in nestable(model) if not [*m.children()] and [*m.parameters()]]
+        found = [] if self.ignored is None or not leaves else [leaves[self.ignored % len(leaves)]]
+        for module in found:
+            module.requires_grad_(False)
+        return found
+
+    def shard(self, model: nn.Module, ranks: Ranks, values: nn.Module) -> None:
+        """Shard ``model``, which has the values of ``values`` afterwards, wherever it is now."""
+        ignored = self.ignore(model)
+        like = dict(zip(model.modules(), values.modules(), strict=True))
+
+        def fill(module: nn.Module) -> None:
+            for mine, theirs in (
+                (module._parameters, like[module]._parameters),
+                (module._buffers, like[module]._buffers),
+            ):
+                for name, value in mine.items():
+                    if value is not None:
+                        value.data.copy_(theirs[name].data)
+
+        options = {
+            "strategy": flatshard.ShardingStrategy[self.strategy],
+            "cpu_offload": self.cpu_offload,
+            "ignored_states": ignored or None,
+            "device_id": torch.device("cpu") if self.device_id else None,
+            "param_init_fn": fill if self.start == "meta" else None,
+            "sync_module_states": self.start == "sync",
+            "backward_prefetch": self.backward_prefetch and flatshard.BackwardPrefetch[self.backward_prefetch],
+            "forward_prefetch": self.forward_prefetch,
+            "prefetch_limit_bytes": self.prefetch_limit_bytes,
+            "reshard_after_forward": self.reshard_after_forward,
+            "layout": layout_named(self.layout),
+            "collectives": flatshard.comm.builtin_collectives if self.collectives else None,
+            "static_buffers": self.static_buffers,
+            "shard_mesh_fn": (lambda fqn, param: ranks.mesh if len(fqn) % 2 else None) if self.shard_mesh_fn else None,
+        }
+
+        def shard_one(module: Any, policy: Any = None, strategy: str | None = None) -> Any:
+            given = {**options, "policy": policy, "mixed_precision": self.mixed_precision(module is model)}
+            given |= {} if strategy is None else {"strategy": flatshard.ShardingStrategy[strategy]}
+            is_whole = given["strategy"] is flatshard.ShardingStrategy.NO_SHARD
+            given |= {"process_group": ranks.group} if is_whole else self._where(ranks)
+            if module is not model and ignored:
+                modules = [m for each in (module if isinstance(module, list) else [module]) for m in each.modules()]
+                given["ignored_states"] = [m for m in ignored if m in modules] or None
+            if self.old_names:
+                given |= {"auto_wrap_policy": given.pop("policy"), "sharding_strategy": given.pop("strategy")}
+                given["limit_all_gathers"] = True
+            return flatshard.fully_shard(module, **given)
+
+        self._shard_units(model, shard_one, [m for m in nestable(model) if m not in ignored])
+        if self.start == "to_empty":
+            model.to_empty(device="cpu")
+            model.load_state_dict(values.state_dict())
+        for module in values.modules() if self.mixed and self.buffer_dtype else ():
+            module._buffers.update(
+                {n: b.to(self.buffer_dtype) for n, b in module._buffers.items() if b.is_floating_point()}
+            )
+        if self.hook is not None:
+            flatshard.comm.register_comm_hook(model, None, HOOKS[self.hook][0])
+        if self.divide_factor is not None:
+            flatshard.configure(model, divide_factor=self.divide_factor)
+        flatshard.register_forward_method(model, "encode")
+
+    def _shard_units(self, model: nn.Module, shard_one: Callable[..., Any], candidates: list[nn.Module]) -> None:
+        kind, *rest = self.policy
+        match kind:
+            case "manual":
+                chosen = {i % len(candidates) for i in rest} if candidates else set()
+                strategies = itertools.cycle(self.unit_strategies or (self.strategy,))
+                for i in sorted(chosen, reverse=True):  # named_modules() lists parents first
+                    assert shard_one(candidates[i], strategy=next(strategies)) is candidates[i]
+                assert shard_one(model) is model
+            case "groups" | "lists":  # pairs of modules that are beside each other
+                pairs: list[tuple[nn.Module, nn.Module]] = []
+                for i, j in itertools.pairwise(i % len(candidates) for i in rest if candidates):
+                    pair, taken = (candidates[i], candidates[j]), {m for others in pairs for m in others}
+                    if i != j and pair[0] not in pair[1].modules() and pair[1] not in pair[0].modules():
+                        pairs += [] if taken & {*pair} else [pair]
+                if kind == "lists":
+                    inside = [m for pair in pairs for m in pair]
+                    nested = {m for m in inside for n in inside if n is not m and m in n.modules()}
+                    for pair in pairs:
+                        if not nested & {*pair}:
+                            shard_one(list(pair))
+                shard_one(model, pairs if kind == "groups" and pairs else None)
+            case _:
+                classes = {CLASSES[name] for name in rest} if kind in ("class", "set", "wrap", "custom") else set()
+                policies: dict[str, Any] = {
+                    "none": None,
+                    "class": next(iter(classes), None),
+                    "set": classes,
+                    "wrap": ModuleWrapPolicy(classes) if classes else None,
+                    "custom": CustomPolicy(lambda module: type(module) in classes),
+                    "size": SizePolicy(rest[0] if kind == "size" else 0),
+                }
+                shard_one(model, policies[kind])
+
+
+@dataclasses.dataclass
+class SizePolicy:
+    """Wraps what has at least so many parameters that no inner unit took, except containers that are never called."""
+
+    least: int
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if recurse:
+            return True
+        return nonwrapped_numel >= self.least and not isinstance(module, nn.ParameterList)
 
 
 def layout_named(name: str | None) -> Any:
@@ -136,122 +260,105 @@ def layout_named(name: str | None) -> Any:
     return layouts[name]
 
 
-def has_units(module: nn.Module) -> bool:
-    return any("_flatshard_unit" in m.__dict__ for m in module.modules())
-
-
-def draw_options(
-    seed: int, world_size: int, strategy: str, policy: str, training: str, adaptive: bool, empty: bool
-) -> Options:
-    """A third of the cases choose nothing new. ``adaptive``: the optimizer divides by its state, so it wants one dtype.
-
-    ``empty``: there are parameters without elements, of whose maximum torch's norms know nothing.
-    """
-    rng = random.Random(f"options {seed}")
-    if rng.random() < 0.3:
-        return Options()
+def draw_rounding(rng: random.Random, optimizer: str) -> dict[str, Any]:
+    """The same for all shardings of a program. An ``"adamw"`` divides by its state, so it wants one dtype."""
     found: dict[str, Any] = {}
+    if rng.random() < 0.75:
+        found["param_dtype"] = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32, None])
+        found["reduce_dtype"] = rng.choice([torch.float32, torch.float32, torch.bfloat16, None])
+        found["keep_low_precision_grads"] = optimizer == "sgd" and rng.random() < 0.3
+        found["keep_cast_shard"] = rng.random() < 0.3
+        found["cast_forward_inputs"] = rng.random() < 0.3
+        found["buffer_dtype"] = rng.choice([None, None, torch.float32])
+        found["ignore_norms"] = rng.random() < 0.3
+        found["full_precision_in_eval"] = rng.random() < 0.3
+    if rng.random() < 0.4:
+        found["hook"] = rng.choice(list(HOOKS))
+    return found
+
+
+def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[str, Any]) -> Sharding:
+    """``size``: how many ranks."""
+    found: dict[str, Any] = dict(rounding)
+    kind = rng.choice(POLICIES)
+    names = sorted({type(m).__name__ for m in model.build().modules()} & set(CLASSES) | {"Linear"})
+    found["policy"] = (kind,)
+    if kind == "class":
+        found["policy"] += (rng.choice(names),)
+    elif kind in ("set", "wrap", "custom"):
+        found["policy"] += tuple(sorted(rng.sample(names, rng.randint(1, len(names)))))
+    elif kind == "size":
+        found["policy"] += (rng.choice([1, 5, 20, 100]),)
+    elif kind in ("manual", "groups", "lists"):
+        found["policy"] += tuple(rng.randrange(100) for _ in range(rng.randint(1, 6)))
+    found["backward_prefetch"] = rng.choice(["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None])
+    found["forward_prefetch"] = rng.random() < 0.7
+    strategy = found["strategy"] = rng.choice(STRATEGIES)
     hybrid = strategy.startswith("HYBRID")
     if hybrid:
-        found["mesh"] = rng.choice([(1, world_size), (world_size, 1)] + [(2, 2)] * 2 * (world_size == 4))
-    if policy == "manual" and rng.random() < 0.4:
+        found["mesh"] = rng.choice([(1, size), (size, 1)] + [(2, 2)] * 2 * (size == 4))
+    if kind == "manual" and rng.random() < 0.4:
         own = ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] if hybrid else ["FULL_SHARD", "SHARD_GRAD_OP"]
         found["unit_strategies"] = tuple(rng.choice([*own, "NO_SHARD"]) for _ in range(3))
     no_shard = strategy == "NO_SHARD" or "NO_SHARD" in found.get("unit_strategies", ())
-    if rng.random() < 0.4:
-        found["param_dtype"] = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32, None])
-        found["reduce_dtype"] = rng.choice([torch.float32, torch.float32, torch.bfloat16, None])
-        found["keep_low_precision_grads"] = not adaptive and rng.random() < 0.3
-        found["keep_cast_shard"] = rng.random() < 0.3
-        found["cast_forward_inputs"] = rng.random() < 0.3
-        if policy in ("manual", "none") and rng.random() < 0.4:
-            found["output_dtype"] = rng.choice([torch.float32, torch.float64])
-        found["ignore_norms"] = rng.random() < 0.3
-        found["full_precision_in_eval"] = rng.random() < 0.3
-    if world_size > 1 and not hybrid and rng.random() < 0.2:
-        found["hook"] = rng.choice(list(HOOKS))
-    rounds = "param_dtype" in found or "hook" in found
-    if training in ("accumulate", "retain_graph"):
-        kinds = ["sync", "hold", "hold", "flag"]
-        if hybrid and found["mesh"][0] > 1 and not no_shard and not rounds:
-            kinds += ["partial", "partial"]
-        found["backwards"] = (*(rng.choice(kinds) for _ in range(rng.randint(1, 3))), "sync")
-        found["hold_body_only"] = not rounds and rng.random() < 0.3
+    if "param_dtype" in found and kind in ("manual", "none") and rng.random() < 0.4:
+        found["output_dtype"] = rng.choice([torch.float32, torch.float64])
+    if size == 1 or hybrid:
+        found.pop("hook", None)
+    if rng.random() < 0.3:
+        return Sharding(**found)
+    found["as_mesh"] = not hybrid and rng.random() < 0.3
     if rng.random() < 0.2:
-        found["divide_factor"] = rng.choice([1.0, 3.0, 2.0 * world_size])
-    found["offload"] = rng.random() < 0.2
+        found["divide_factor"] = rng.choice([1.0, 3.0, 2.0 * size])
+    for name in ("cpu_offload", "old_names", "device_id"):
+        found[name] = rng.random() < 0.2
     if rng.random() < 0.4:
-        smaller = 2 if found.get("mesh", (1, world_size)) == (1, 4) else True
+        smaller = 2 if found.get("mesh", (1, size)) == (1, 4) else True
         found["reshard_after_forward"] = rng.choice([False, *[True, smaller, smaller] * (not no_shard)])
     if rng.random() < 0.2:
         found["prefetch_limit_bytes"] = rng.choice([0, 500])
-    if rng.random() < 0.3 and not found.get("keep_low_precision_grads"):
-        found["clip"] = rng.choice(["torch", "flatshard"]), rng.choice([2.0, 2.0, 1.0, *[float("inf")] * (not empty)])
-    found["forward_before_step"] = rng.random() < 0.2
+    if rng.random() < 0.15:
+        found["ignored"] = rng.randrange(20)
+    found["start"] = rng.choice(["as it is", *STARTS])
+    if found.get("ignored") is not None and found["start"] in ("meta", "to_empty"):
+        found["start"] = "as it is"  # what is not sharded is not filled either
+    found["device_id"] &= found["start"] != "to_empty"
+    if model.has("gru", "change") and found["start"] in ("meta", "to_empty"):
+        found["start"] = "as it is"  # RNNs refer weakly to parameters; a change in the first forward is refused
     found["layout"] = rng.choice([None, None, "rows", "pairs", "blocks", "whole", "mixed"])
-    return Options(**found)
+    found["collectives"] = "hook" not in found and rng.random() < 0.15
+    found["static_buffers"] = rng.random() < 0.06
+    whole_mesh = not (hybrid or no_shard or found["collectives"]) and found.get("reshard_after_forward") != 2
+    found["shard_mesh_fn"] = whole_mesh and rng.random() < 0.2
+    return Sharding(**found)
 
 
-class Rounded:
-    """See [Note: An oracle that rounds]; ``parity.RoundedOracle`` says what it is for."""
+# ---------------------------------------------------------------------------------------------------------------------
+# [Note: An oracle that rounds]
+# ---------------------------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        options: Options,
-        world_size: int,
-        backwards: Callable[[nn.Module, Tensor, Callable[[int], Any]], Tensor],
-    ) -> None:
-        """``backwards(model, inputs, around)`` runs a step's backwards, each inside ``around(index)``."""
-        self._options = options
-        self._backwards = backwards
-        self._replicate, self._shard = options.mesh or (1, world_size)
-        dtypes = {options.param_dtype, options.reduce_dtype, HOOKS[options.hook][1] if options.hook else None}
-        low = bool(dtypes & set(LOW))
-        self.rtol = 2**-6 if low else 1e-4
-        self.loss_rtol = 2**-7 if options.param_dtype in LOW else 1e-4
+
+class Rounding:
+    """What the ranks compute with, in one process."""
+
+    def __init__(self, sharding: Sharding, model: nn.Module) -> None:
+        self._sharding = sharding
+        dtypes = {sharding.param_dtype, sharding.reduce_dtype, HOOKS[sharding.hook][1] if sharding.hook else None}
+        self.rtol = 2**-6 if dtypes & set(LOW) else 1e-4
+        self.loss_rtol = 2**-7 if sharding.param_dtype in LOW else 1e-4
         self.scales: dict[str, float] = {}
+        """The largest magnitude of each gradient on any rank, which is what rounding is relative to."""
+        norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)] if sharding.ignore_norms else []
+        left_alone = {p for m in norms for p in m.parameters()}
+        self._left_alone = {name for name, p in model.named_parameters() if p in left_alone}
 
-    def train(self, model: nn.Module, parts: list[Tensor], factor: float) -> list[Tensor]:
-        """See ``parity.RoundedOracle``."""
-        losses, self.scales = [], {}
-        norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)] if self._options.ignore_norms else []
-        self._left_alone = {p for m in norms for p in m.parameters()}
-        self._names = dict(model.named_parameters())
-        sent: list[list[dict[str, Tensor]]] = []  # by rank and by reduction
-        for part in parts:
-            rank_losses, grads = self._train_rank(model, part)
-            losses.append(rank_losses)
-            sent.append(self._accumulate(grads))
-        for reductions in zip(*sent, strict=True):
-            for name in {name: None for grads in reductions for name in grads}:
-                self._add(self._names[name], self._average(name, [g.get(name) for g in reductions], factor))
-        return losses
-
-    def _train_rank(self, model: nn.Module, inputs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The loss, and the gradients of each backward."""
-        copied = self._lowered(model)
-        if self._options.param_dtype is not None and inputs.is_floating_point():
-            inputs = inputs.to(self._options.param_dtype)
-        found: list[dict[str, Tensor]] = []
-
-        @contextlib.contextmanager
-        def around(index: int) -> Iterator[None]:
-            yield
-            found.append({n: p.grad for n, p in copied.named_parameters() if p.grad is not None})
-            copied.zero_grad()
-
-        return self._backwards(copied, inputs, around).double(), found
-
-    def _lowered(self, model: nn.Module) -> nn.Module:
+    def lowered(self, model: nn.Module) -> nn.Module:
         """A copy in the compute dtype."""
-        for module in model.modules():
-            if hasattr(module, "seen"):
-                module.seen = None  # of the last step's graph
         copied = copy.deepcopy(model)
         copied.zero_grad()
-        dtype = self._options.param_dtype
+        dtype = self._sharding.param_dtype
         for module in copied.modules() if dtype is not None else ():
-            if self._options.ignore_norms and isinstance(module, nn.LayerNorm):
+            if self._sharding.ignore_norms and isinstance(module, nn.LayerNorm):
                 own = module.weight.dtype
                 module.register_forward_pre_hook(lambda m, args, own=own: (args[0].to(own),))
                 module.register_forward_hook(lambda m, args, out: out.to(dtype))
@@ -263,41 +370,24 @@ class Rounded:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
         return copied
 
-    def _accumulate(self, backwards: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """What one rank sends, by reduction: backwards that hold are added up, in the reduce dtype."""
-        options, result, held = self._options, [], {}
-        for index, grads in enumerate(backwards):
-            for name, grad in grads.items():
-                own = grad if self._names[name] in self._left_alone else grad.to(options.reduce_dtype or grad.dtype)
-                held[name] = held[name] + own if name in held else own
-            if len(backwards) == 1 or options.backwards[index] == "sync":
-                result.append(held)
-                held = {}
-        assert not held
-        return result
+    def input(self, x: Tensor) -> Tensor:
+        dtype = self._sharding.param_dtype
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
-    def _average(self, name: str, grads: list[Tensor | None], factor: float) -> Tensor:
+    def kept(self, name: str, grad: Tensor) -> Tensor:
+        """As a rank adds it up."""
+        return grad if name in self._left_alone else grad.to(self._sharding.reduce_dtype or grad.dtype)
+
+    def average(self, name: str, grads: list[Tensor | None], factor: float, param: nn.Parameter) -> Tensor:
+        """What comes of every rank's gradient."""
         given = next(g for g in grads if g is not None)
         every = [torch.zeros_like(given) if g is None else g for g in grads]
         self.scales[name] = max([self.scales.get(name, 0.0), *(g.abs().max().item() for g in every if g.numel())])
-        if self._options.hook is not None and given.itemsize > 2:
-            wire = HOOKS[self._options.hook][1]
+        if self._sharding.hook is not None and given.itemsize > 2:
+            wire = HOOKS[self._sharding.hook][1]
             every = [g.to(wire) for g in every]
         total = sum(g.double() for g in every) / len(every)
-        return (total.to(every[0].dtype).to(given.dtype).double() * (len(every) / factor)).to(given.dtype)
-
-    def _add(self, param: nn.Parameter, grad: Tensor) -> None:
-        if self._options.keep_low_precision_grads and param not in self._left_alone:
-            param.grad_dtype = grad.dtype
-        grad = grad.to(param.grad_dtype or param.dtype)
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-def make_halves(world_size: int) -> DeviceMesh | None:
-    """A mesh (2, 2) over all ranks of the pool, which must all ask for it."""
-    if world_size != 4:
-        return None
-    assert dist.get_world_size() == 4
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        result = (total.to(every[0].dtype).to(given.dtype).double() * (len(every) / factor)).to(given.dtype)
+        if self._sharding.keep_low_precision_grads and name not in self._left_alone:
+            param.grad_dtype = result.dtype
+        return result.to(param.grad_dtype or param.dtype)

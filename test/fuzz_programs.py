@@ -1,9 +1,10 @@
 """Random programs: sequences of flatshard's public verbs between and inside training steps, as plain data.
 
 A program is a function of its seed alone: :func:`draw` makes a :class:`Program`, which prints as lines of Python
-(``str(program)``). ``program_machine.py`` runs it on the ranks, and beside it the same program on a plain model in one
-process. A statement that has nothing to act on (a backward of a loss that is no more) does nothing, so any part of a
-program is a program: :func:`smaller` lists programs with something left out, for a minimiser.
+(``str(program)``), and whose ``repr`` makes it again. It has a model (``fuzz_models.py``), ways to shard it
+(``fuzz_options.py``), and statements. ``program_machine.py`` runs it on the ranks, and beside it the same program on a plain
+model in one process. A statement that has nothing to act on (a backward of a loss that is no more) does nothing, so any part
+of a program is a program: :func:`smaller` lists programs with something left out, for a minimiser.
 """
 
 from __future__ import annotations
@@ -11,12 +12,31 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-WIDTH = 3
-BLOCKS = ("mlp", "mlp", "scale", "partly", "twice", "frozen", "checkpoint", "reentrant", "nest", "stash", "change")
+from fuzz_models import Model, draw_model
+from fuzz_options import Sharding, draw_rounding, draw_sharding
+
 VERBS = 3
 """Random verbs between two lines of a training step, at most."""
+
+KINDS = ("root", "unit", "group", "owner", "inner", "between", "compiled", "tied")
+"""Of modules that a verb is given. ``"owner"``: a unit inside that owns parameters of modules in it; ``"inner"``: its
+parameters belong to a unit further out; ``"between"``: no unit, but around units; ``"compiled"``: inside torch.compile's
+wrapper; ``"tied"``: has a parameter that is also registered elsewhere."""
+
+
+class Place(NamedTuple):
+    """The ``index``-th module of a kind, round and round."""
+
+    kind: str = "root"
+    index: int = 0
+
+    def of(self, model: int) -> str:
+        return f"m{model}" if self.kind == "root" else f"{self.kind}(m{model}, {self.index})"
+
+
+ROOT = Place()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +45,29 @@ class Bomb:
 
     when: str
     """``"forward"``: raised there; ``"backward"``: in the backward of a function there; ``"hook"``: in a tensor's hook."""
-    place: str
-    """``"inside"`` a block, or ``"after"`` it, where no inner unit runs."""
-    block: int
+    where: str
+    """``"before"`` a module runs, or ``"after"`` it."""
+    module: int
     error: str
 
     def __str__(self) -> str:
-        return f"{self.error} in {self.when} {self.place} block {self.block}"
+        return f"{self.error} in {self.when} {self.where} module {self.module}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
     """One statement. ``model``: its number; none of that number: nothing to do."""
+
+    text: ClassVar[str]
+    """Of the line: ``{m}`` is the model or the module, other names are fields."""
+
+    def __str__(self) -> str:
+        model, place = getattr(self, "model", 0), getattr(self, "place", ROOT)
+        return self.text.format(m=place.of(model), s=self, note=self.note())
+
+    def note(self) -> str:
+        """A comment at the end."""
+        return ""
 
     def lines(self) -> Iterator[str]:
         yield str(self)
@@ -47,16 +78,12 @@ class Block(Statement):
     """A ``with`` statement. ``raises``: the body ends in this exception, which is caught outside."""
 
     model: int
-    path: str
+    place: Place
     body: tuple[Statement, ...]
     raises: str | None
 
-    @property
-    def head(self) -> str:
-        raise NotImplementedError
-
     def lines(self) -> Iterator[str]:
-        yield f"with {self.head}:"
+        yield f"with {self}:"
         inner = [line for statement in self.body for line in statement.lines()]
         if self.raises:
             inner.append(f"raise {self.raises}  # caught outside")
@@ -64,92 +91,108 @@ class Block(Statement):
             yield f"    {line}"
 
 
-def name(model: int, path: str) -> str:
-    return f"m{model}.{path}" if path else f"m{model}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Forward(Statement):
     loss: str
     model: int
-    path: str
+    place: Place
     inputs: int
     mode: int = 0
     left_out: tuple[tuple[int, int], ...] = ()
-    """(rank, block): where that rank calls ``skip``."""
+    """(rank, number of a ``Drop``) that this rank leaves out."""
     bomb: Bomb | None = None
+    method: bool = False
+    """Whether it is the registered method ``encode`` of the root."""
+    text = "{s.loss} = mean_square({m}{s.called}(x{s.inputs})){note}"
 
-    def __str__(self) -> str:
+    @property
+    def called(self) -> str:
+        return ".encode" if self.method else ""
+
+    def note(self) -> str:
         notes = [f"mode {self.mode}"] if self.mode else []
-        notes += [f"rank {rank} skips block {block}" for rank, block in self.left_out]
+        notes += [f"rank {rank} drops {number}" for rank, number in self.left_out]
         notes += [str(self.bomb)] if self.bomb else []
-        comment = f"  # {', '.join(notes)}" if notes else ""
-        return f"{self.loss} = {name(self.model, self.path)}(x{self.inputs}).square().mean(){comment}"
+        return f"  # {', '.join(notes)}" if notes else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(Statement):
     model: int
-    path: str
+    place: Place
     inputs: int
     guard: str
     bomb: Bomb | None = None
+    is_eval: bool = False
+    text = "with torch.{s.guard}(): {m}{s.evaluated}(x{s.inputs}){note}"
 
-    def __str__(self) -> str:
-        comment = f"  # {self.bomb}" if self.bomb else ""
-        return f"with torch.{self.guard}(): {name(self.model, self.path)}(x{self.inputs}){comment}"
+    @property
+    def evaluated(self) -> str:
+        return ".eval()" if self.is_eval else ""
+
+    def note(self) -> str:
+        return f"  # {self.bomb}" if self.bomb else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backward(Statement):
     losses: tuple[str, ...]
     retain: bool = False
-    hook: tuple[int, str, str] | None = None
+    hook: tuple[int, Place, str] | None = None
     """(model, unit, error): a hook on the unit's reduced gradients raises."""
+    text = "({s.sum}).backward(retain_graph={s.retain}){note}"
 
-    def __str__(self) -> str:
-        sum_ = self.losses[0] if len(self.losses) == 1 else f"({' + '.join(self.losses)})"
-        comment = f"  # {self.hook[2]} in a reduced hook of {name(*self.hook[:2])}" if self.hook else ""
-        return f"{sum_}.backward({'retain_graph=True' if self.retain else ''}){comment}"
+    @property
+    def sum(self) -> str:
+        return " + ".join(self.losses)
+
+    def note(self) -> str:
+        return f"  # {self.hook[2]} in a reduced hook of {self.hook[1].of(self.hook[0])}" if self.hook else ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop(Statement):
+class Forget(Statement):
     loss: str
-
-    def __str__(self) -> str:
-        return f"del {self.loss}"
+    text = "del {s.loss}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(Statement):
     model: int
+    text = "opt{s.model}.step(); scheduler{s.model} and scheduler{s.model}.step()"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Statement):
+    """A step by a GradScaler. ``inf``: on the way one element of a gradient becomes infinite."""
+
+    loss: str
+    model: int
+    inf: bool
+    text = "scale {s.loss}, backward, unscale_(opt{s.model}), step, update  # {s.inf=}"
 
     def __str__(self) -> str:
-        return f"opt{self.model}.step()"
+        return (
+            f"scaler.scale({self.loss}).backward(); {'params[0].grad[0] = inf; ' if self.inf else ''}"
+            f"scaler.unscale_(opt{self.model}); scaler.step(opt{self.model}); scaler.update()"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGrad(Statement):
     model: int
     to_none: bool = True
-
-    def __str__(self) -> str:
-        return f"opt{self.model}.zero_grad({'' if self.to_none else 'set_to_none=False'})"
+    text = "opt{s.model}.zero_grad(set_to_none={s.to_none})"
 
 
 @dataclasses.dataclass(frozen=True)
 class NoSync(Block):
-    @property
-    def head(self) -> str:
-        return f"no_sync({name(self.model, self.path)})"
+    text = "no_sync({m})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep(Block):
-    @property
-    def head(self) -> str:
-        return f"keep_unsharded({name(self.model, self.path)})"
+    text = "keep_unsharded({m})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,51 +200,46 @@ class Summon(Block):
     options: tuple[tuple[str, bool], ...]
     """What differs from the defaults."""
 
-    @property
-    def head(self) -> str:
-        text = "".join(f", {k}={v}" for k, v in self.options)
-        return f"summon_full_params({name(self.model, self.path)}{text})"
+    def __str__(self) -> str:
+        return f"summon_full_params({self.place.of(self.model)}{''.join(f', {k}={v}' for k, v in self.options)})"
 
 
 @dataclasses.dataclass(frozen=True)
-class SetSync(Statement):
-    model: int
-    path: str
-    value: bool
+class Configure(Statement):
+    """``value``: plain. In place of a list of modules: how many, which follow the module's own unit."""
 
-    def __str__(self) -> str:
-        return f"configure({name(self.model, self.path)}, gradient_sync={self.value})"
+    model: int
+    place: Place
+    option: str
+    value: Any
+    recurse: bool = True
+    text = "configure({m}, {s.option}={s.value!r}, recurse={s.recurse})"
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "gradient_sync": (True, True, False),
+    "reshard_after_forward": (None, False, True, 2),
+    "all_reduce": (True, False),
+    "divide_factor": (None, 2.0, 3.0),
+    "forward_prefetch": (True, False, (1,), (2,)),
+    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", None, (1,), (2,)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Unshard(Statement):
     model: int
-    path: str
+    place: Place
     recurse: bool
     wait: bool
-
-    def __str__(self) -> str:
-        async_op = "" if self.wait else ", async_op=True"
-        return f"unshard({name(self.model, self.path)}, recurse={self.recurse}{async_op})"
+    text = "unshard({m}, recurse={s.recurse}, async_op=not {s.wait})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshard(Statement):
     model: int
-    path: str
-
-    def __str__(self) -> str:
-        return f"reshard({name(self.model, self.path)})"
-
-
-@dataclasses.dataclass(frozen=True)
-class SetReshard(Statement):
-    model: int
-    path: str
-    value: bool | None
-
-    def __str__(self) -> str:
-        return f"configure({name(self.model, self.path)}, reshard_after_forward={self.value})"
+    place: Place
+    text = "reshard({m})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,19 +249,15 @@ class Toggle(Statement):
     model: int
     param: int
     value: bool
-
-    def __str__(self) -> str:
-        return f"params(m{self.model})[{self.param}].requires_grad_({self.value})"
+    text = "params(m{s.model})[{s.param}].requires_grad_({s.value})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Freeze(Statement):
     model: int
-    path: str
+    place: Place
     value: bool
-
-    def __str__(self) -> str:
-        return f"{name(self.model, self.path)}.requires_grad_({self.value})"
+    text = "{m}.requires_grad_({s.value})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,27 +287,49 @@ CHANGES = {
 class Convert(Statement):
     model: int
     dtype: str
-
-    def __str__(self) -> str:
-        return f"m{self.model}.to(torch.{self.dtype})"
+    text = "m{s.model}.to(torch.{s.dtype})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Statement):
     model: int
     to: int
+    text = "m{s.to} = copy.deepcopy(m{s.model}); opt{s.to} = optimizer(m{s.to})"
 
-    def __str__(self) -> str:
-        return f"m{self.to} = copy.deepcopy(m{self.model}); opt{self.to} = SGD(m{self.to}.parameters())"
+
+@dataclasses.dataclass(frozen=True)
+class Ema(Statement):
+    model: int
+    to: int
+    text = "params(m{s.to}).lerp_(params(m{s.model}), 0.1)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(Statement):
+    model: int
+    text = "scheduler{s.model} = LambdaLR(opt{s.model}, lambda step: 0.8**step)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart(Statement):
+    """Save all, build the model again, shard it in another way over other ranks, load all."""
+
+    model: int
+    how: str
+    """``"job"``: save_checkpoint; ``"dcp"``: torch.distributed.checkpoint; ``"full"``: whole state dicts."""
+    scheduled: bool
+    """Whether a scheduler is made before loading."""
+    text = "m{s.model}, opt{s.model} = restarted, by {s.how!r}, scheduler first: {s.scheduled}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Save(Statement):
     model: int
+    place: Place
     kind: str
 
     def __str__(self) -> str:
-        return f"saved = {SAVES[self.kind].format(m=f'm{self.model}', o=f'opt{self.model}')}"
+        return f"saved = {SAVES[self.kind].format(m=self.place.of(self.model), o=f'opt{self.model}')}"
 
 
 SAVES = {
@@ -281,95 +337,100 @@ SAVES = {
     "sharded": "deepcopy({m}.state_dict())",
     "local": "deepcopy(local_state_dict({m}))",
     "stream": "dict(iter_full_params({m}))",
+    "files": "export_safetensors({m}, folder)",
     "optim": "optim_state_dict({m}, {o}, full=True)",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Load(Statement):
-    """What was saved of that kind last."""
+    """What was saved of that kind and place last."""
 
     model: int
+    place: Place
     kind: str
-
-    def __str__(self) -> str:
-        return f"m{self.model}: load the last {self.kind!r}"
+    text = "{m}: load the last {s.kind!r}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Clip(Statement):
-    model: int
+    """``whose``: torch's ``clip_grad_norm_`` or flatshard's."""
 
-    def __str__(self) -> str:
-        return f"clip_grad_norm_(m{self.model}, 0.1)"
+    model: int
+    place: Place
+    whose: str
+    norm: float
+    text = "{s.whose}.clip_grad_norm_({m}, 0.1, {s.norm})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask(Statement):
+    """A verb that changes nothing: see ``ASKED``."""
+
+    model: int
+    place: Place
+    what: str
+    text = "{s.what}({m})"
+
+
+ASKED = (
+    *("describe", "full_shape", "plan", "check_replicas", "num_parameters", "shard_info", "get_total_norm"),
+    *("gradient_statistics", "segment_reduce", "check_whole_parameters", "iter_changed_params", "rekey"),
+    *("optim_state_dict", "optim_state_dict_to_load", "summed_gradients"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recover(Statement):
     model: int
-
-    def __str__(self) -> str:
-        return f"recover(m{self.model})"
+    text = "recover(m{s.model})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduce(Statement):
     model: int
-    path: str
-
-    def __str__(self) -> str:
-        return f"reduce_gradients({name(self.model, self.path)})"
+    place: Place
+    text = "reduce_gradients({m})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Collect(Statement):
-    def __str__(self) -> str:
-        return "gc.collect()"
+    text = "gc.collect()"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     seed: int
     world_size: int
-    blocks: tuple[str, ...]
-    tie: tuple[int, int] | None
-    """Two blocks that share a weight."""
-    policy: str
-    """``"blocks"``: each is a unit; ``"root"``: one unit; ``"some"``: every other block is one."""
-    strategy: str
-    reshard_after_forward: bool | int | None
-    backward_prefetch: str | None
+    model: Model
+    shardings: tuple[Sharding, Sharding]
+    """The models', and what they are restarted in; then the first again."""
+    elsewhere: str
+    """The ranks of the second: ``"same"``, ``"alone"`` (each by itself), or ``"half"`` of them."""
+    optimizer: str
+    """``"sgd"``, ``"adamw"``, ``"flat"``: SGD of ``flat_parameters``, ``"whole"``: Adafactor of whole parameters."""
     optimizer_first: bool
     models: int
     body: tuple[Statement, ...]
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Of the units, the root's first."""
-        return unit_paths(self.blocks, self.policy)
-
     def __str__(self) -> str:
-        tie = f", tied: {self.tie}" if self.tie else ""
-        options = f"policy={self.policy!r}, strategy={self.strategy}"
-        if self.reshard_after_forward is not None:
-            options += f", reshard_after_forward={self.reshard_after_forward}"
-        if self.backward_prefetch != "BACKWARD_PRE":
-            options += f", backward_prefetch={self.backward_prefetch}"
         when = "before" if self.optimizer_first else "after"
-        lines = [f"# seed {self.seed}, {self.world_size} ranks, optimizers built {when} sharding"]
-        lines += [f"m{i} = fully_shard(Net({self.blocks}{tie}), {options})" for i in range(self.models)]
-        lines += [line for statement in self.body for line in statement.lines()]
-        return "\n".join(lines)
+        lines = [f"# seed {self.seed}, {self.world_size} ranks, {self.optimizer} built {when} sharding"]
+        lines += [f"m{i} = fully_shard({self.model}, {self.shardings[0]})" for i in range(self.models)]
+        if any("restarted" in line for line in self._lines()):
+            lines.append(f"# restarted over {self.elsewhere!r} ranks: {self.shardings[1]}")
+        return "\n".join([*lines, *self._lines()])
+
+    def _lines(self) -> list[str]:
+        return [line for statement in self.body for line in statement.lines()]
 
 
-def unit_paths(blocks: tuple[str, ...], policy: str) -> tuple[str, ...]:
-    paths = [""]
-    for i, kind in enumerate(blocks):
-        if policy == "blocks" or (policy == "some" and i % 2 == 0):
-            paths.append(f"blocks.{i}")
-        if kind == "nest" and policy == "blocks":
-            paths.append(f"blocks.{i}.inner")
-    return tuple(paths)
+def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
+    """All, also those inside others."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, Block):
+            yield from statements(statement.body)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,39 +445,39 @@ def make_world_size(seed: int) -> int:
 def draw(seed: int) -> Program:
     rng = random.Random(f"program {seed}")
     world_size = make_world_size(seed)
-    blocks = tuple(rng.choice(BLOCKS) for _ in range(rng.randint(1, 3)))
-    mlps = [i for i, kind in enumerate(blocks) if kind == "mlp"]
-    strategy = rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    reshard: list[bool | int | None] = [None, None, None, False]
-    if strategy != "NO_SHARD":
-        reshard += [True, True, *([2] if world_size == 4 else [])]
-    policy = rng.choice(["blocks", "blocks", "blocks", "some", "root"])
-    drawing = _Drawing(rng, world_size, blocks, policy, strategy)
+    model = draw_model(rng)
+    optimizer = rng.choice(["sgd", "sgd", "adamw", "adamw", "flat", "whole"])
+    if optimizer == "whole" and model.has("empty"):  # of which Adafactor wants the mean
+        optimizer = "sgd"
+    can_round = optimizer in ("sgd", "adamw") and not model.has("batchnorm", "change")
+    rounding = draw_rounding(rng, optimizer) if can_round and rng.random() < 0.3 else {}
+    elsewhere = rng.choice(["same", "alone", *["half"] * 2 * (world_size == 4)])
+    sizes = world_size, {"same": world_size, "alone": 1, "half": 2}[elsewhere]
+    shardings = [draw_sharding(rng, size, model, rounding) for size in sizes]
+    if optimizer == "flat":  # an optimizer of flat parameters has those that train
+        shardings = [dataclasses.replace(sharding, ignored=None) for sharding in shardings]
+    drawing = _Drawing(rng, world_size, model, bool(rounding), 1 if rounding else rng.choice([1, 1, 1, 2]))
+    body = tuple(drawing.body(0, rng.randint(2, 4)))
     return Program(
         seed=seed,
         world_size=world_size,
-        blocks=blocks,
-        tie=(mlps[0], mlps[-1]) if len(mlps) > 1 and rng.random() < 0.5 else None,
-        policy=policy,
-        strategy=strategy,
-        reshard_after_forward=rng.choice(reshard),
-        backward_prefetch=rng.choice(["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None]),
-        optimizer_first=rng.random() < 0.5,
+        model=model,
+        shardings=(shardings[0], shardings[1]),
+        elsewhere=elsewhere,
+        optimizer=optimizer,
+        optimizer_first=rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is",
         models=drawing.models,
-        body=tuple(drawing.body(0, rng.randint(2, 4))),
+        body=body,
     )
 
 
 class _Drawing:
-    def __init__(
-        self, rng: random.Random, world_size: int, blocks: tuple[str, ...], policy: str, strategy: str
-    ) -> None:
+    def __init__(self, rng: random.Random, world_size: int, model: Model, rounds: bool, models: int) -> None:
         self.rng = rng
         self.world_size = world_size
-        self.blocks = blocks
-        self.paths = unit_paths(blocks, policy)
-        self.strategy = strategy
-        self.models = rng.choice([1, 1, 1, 2])
+        self.drops = model.drops
+        self.rounds = rounds
+        self.models = models
         self._made = self.models
         self._losses: list[str] = []
         self._inputs = 0
@@ -425,7 +486,7 @@ class _Drawing:
 
     def body(self, depth: int, steps: int) -> Iterator[Statement]:
         for _ in range(steps):
-            draw = self.rng.choice([self._train, self._train, self._accumulate, self._two_losses, self._train_blocks])
+            draw = self.rng.choice([self._train, self._train, self._accumulate, self._two_losses, self._train_places])
             for statement in draw(depth):
                 yield from self._verbs(depth)
                 yield statement
@@ -439,14 +500,18 @@ class _Drawing:
     def _train(self, depth: int) -> Iterator[Statement]:
         model, loss = self._model(), self._forward()
         yield dataclasses.replace(loss, model=model)
+        if self.rng.random() < 0.1:
+            yield Scaled(loss.loss, model, self.rng.random() < 0.3)
+            yield ZeroGrad(model)
+            return
         yield self._backward((loss.loss,))
         yield from self._end(model)
 
-    def _train_blocks(self, depth: int) -> Iterator[Statement]:
+    def _train_places(self, depth: int) -> Iterator[Statement]:
         """Of one model, with another's forward in between, or a unit alone."""
         first, second = self._forward(), self._forward()
         yield first
-        yield dataclasses.replace(second, path=self._path())
+        yield dataclasses.replace(second, place=self._place(), method=False)
         losses = [first.loss, second.loss]
         self.rng.shuffle(losses)
         for loss in losses:
@@ -454,20 +519,23 @@ class _Drawing:
         yield from self._end(first.model)
 
     def _accumulate(self, depth: int) -> Iterator[Statement]:
-        model, path = self._model(), self._path() if self.rng.random() < 0.3 else ""
+        rng, model = self.rng, self._model()
+        place = self._place() if rng.random() < 0.3 else ROOT
         inside: list[Statement] = []
-        for _ in range(self.rng.randint(1, 2)):
+        for _ in range(rng.randint(1, 3)):
             loss = dataclasses.replace(self._forward(), model=model)
             inside += [*self._verbs(depth + 1), loss, *self._verbs(depth + 1), self._backward((loss.loss,))]
-        if self.rng.random() < 0.3:
-            yield SetSync(model, path, False)
+        if rng.random() < 0.4:
+            option = "gradient_sync" if rng.random() < 0.6 else "all_reduce"
+            yield Configure(model, place, option, False)
             yield from inside
-            yield SetSync(model, path, True)
+            yield Configure(model, place, option, True)
         else:
-            yield NoSync(model, path, tuple(inside), self._error() if self.rng.random() < 0.15 else None)
-        if self.rng.random() < 0.3:
-            yield Reduce(model, "" if self.rng.random() < 0.7 else self._path())
-        else:
+            yield NoSync(model, place, tuple(inside), self._error() if rng.random() < 0.15 else None)
+        how = rng.random()
+        if how < 0.25:
+            yield Reduce(model, ROOT if rng.random() < 0.7 else self._place())
+        elif how < 0.85:  # else all of it was inside no_sync
             loss = dataclasses.replace(self._forward(), model=model)
             yield loss
             yield self._backward((loss.loss,))
@@ -487,12 +555,14 @@ class _Drawing:
         yield from self._end(first.model)
 
     def _end(self, model: int) -> Iterator[Statement]:
-        if self.rng.random() < 0.2:
-            yield Clip(model)
-        if self.rng.random() < 0.7:
+        rng = self.rng
+        if rng.random() < 0.25:
+            place = ROOT if rng.random() < 0.7 else self._place()
+            yield Clip(model, place, rng.choice(["torch", "flatshard"]), rng.choice([2.0, 2.0, 1.0, float("inf")]))
+        if rng.random() < 0.7:
             yield Step(model)
-        if self.rng.random() < 0.8:
-            yield ZeroGrad(model, self.rng.random() < 0.8)
+        if rng.random() < 0.8:
+            yield ZeroGrad(model, rng.random() < 0.8)
 
     # -- verbs
 
@@ -502,32 +572,42 @@ class _Drawing:
             (2, self._evaluate),
             (1, self._forward),
             (1, lambda: self._backward((self._loss(),))),
-            (0.5, lambda: Drop(self._loss())),
+            (0.5, lambda: Forget(self._loss())),
             (1, lambda: Toggle(model, rng.randrange(30), rng.random() < 0.5)),
-            (0.5, lambda: Freeze(model, rng.choice(self.paths), rng.random() < 0.6)),
-            (3, lambda: Change(model, rng.randrange(30), rng.choice(list(CHANGES)))),
-            (1, lambda: SetSync(model, self._path(), rng.random() < 0.7)),
-            (1, lambda: Unshard(model, self._path(), rng.random() < 0.5, rng.random() < 0.6)),
-            (0.7, lambda: Reshard(model, self._path())),
-            (0.5, lambda: SetReshard(model, self._path(), rng.choice([None, False, self.strategy != "NO_SHARD"]))),
-            (1, lambda: Save(model, rng.choice(list(SAVES)))),
-            (0.5, lambda: Load(model, rng.choice([k for k in SAVES if k != "stream"]))),
+            (0.5, lambda: Freeze(model, self._place(), rng.random() < 0.6)),
+            (2, lambda: Change(model, rng.randrange(30), rng.choice(list(CHANGES)))),
+            (1.5, lambda: self._configure(model)),
+            (1, lambda: Unshard(model, self._place(), rng.random() < 0.5, rng.random() < 0.6)),
+            (0.7, lambda: Reshard(model, self._place())),
+            (1.5, lambda: Save(model, self._place(), rng.choice(list(SAVES)))),
+            (0.7, lambda: Load(model, self._place(), rng.choice(["full", "sharded", "local", "optim"]))),
+            (2, lambda: Ask(model, self._place(), rng.choice(ASKED))),
+            (0.4, lambda: Restart(model, rng.choice(["job", "dcp", "full"]), rng.random() < 0.5)),
+            (0.3, lambda: Schedule(model)),
             (0.5, lambda: Recover(model)),
-            (0.5, lambda: Reduce(model, self._path())),
-            (0.3, lambda: Convert(model, rng.choice(["float32", "float64"]))),
-            (0.3, Collect),
-            (0.3, lambda: ZeroGrad(model, rng.random() < 0.7)),
+            (0.5, lambda: Reduce(model, self._place())),
+            (0.4, lambda: ZeroGrad(model, rng.random() < 0.7)),
             (0.3, lambda: Step(model)),
-            (0.5, self._copy),
+            (0.3, Collect),
         ]
+        if not self.rounds:
+            simple += [
+                (0.3, lambda: Convert(model, rng.choice(["float32", "float64"]))),
+                (0.5, self._copy),
+                (0.3, lambda: Ema(model, self._model())),
+            ]
         blocks: list[tuple[float, Callable[[], Statement]]] = [
             (2.5, lambda: self._summon(depth)),
-            (1, lambda: Keep(model, self._path(), self._inside(depth), self._raises())),
-            (0.7, lambda: NoSync(model, self._path(), self._inside(depth), self._raises())),
+            (1, lambda: Keep(model, self._place(), self._inside(depth), self._raises())),
+            (0.7, lambda: NoSync(model, self._place(), self._inside(depth), self._raises())),
         ]
         choices = simple + (blocks if depth < 2 else [])
         weights, makers = zip(*choices, strict=True)
         return rng.choices(makers, weights)[0]()
+
+    def _configure(self, model: int) -> Statement:
+        option = self.rng.choice(list(OPTIONS))
+        return Configure(model, self._place(), option, self.rng.choice(OPTIONS[option]), self.rng.random() < 0.8)
 
     def _inside(self, depth: int) -> tuple[Statement, ...]:
         rng = self.rng
@@ -552,16 +632,9 @@ class _Drawing:
             options["recurse"] = False
         body: list[Statement] = []
         for _ in range(rng.randint(1, 3)):
-            body.append(
-                rng.choice(
-                    [
-                        Change(model, rng.randrange(30), rng.choice(list(CHANGES))),
-                        self._evaluate(),
-                        self._verb(depth + 1),
-                    ]
-                )
-            )
-        return Summon(model, self._path(), tuple(body), self._raises(), tuple(options.items()))
+            change = Change(model, rng.randrange(30), rng.choice(list(CHANGES)))
+            body.append(rng.choice([change, self._evaluate(), self._verb(depth + 1)]))
+        return Summon(model, self._place(), tuple(body), self._raises(), tuple(options.items()))
 
     def _copy(self) -> Statement:
         if self._made >= 3:
@@ -574,7 +647,7 @@ class _Drawing:
         self._inputs += 1
         guard = "no_grad" if rng.random() < 0.75 else "inference_mode"
         bomb = self._bomb(["forward"]) if rng.random() < 0.15 else None
-        return Evaluate(self._model(), self._path(), self._inputs, guard, bomb)
+        return Evaluate(self._model(), self._place(), self._inputs, guard, bomb, rng.random() < 0.3)
 
     def _forward(self) -> Forward:
         rng = self.rng
@@ -583,16 +656,17 @@ class _Drawing:
         self._losses.append(loss)
         left_out: tuple[tuple[int, int], ...] = ()
         bomb = None
-        if self.world_size > 1 and rng.random() < 0.15:
-            every = [(rank, block) for rank in range(self.world_size) for block in range(len(self.blocks))]
+        if self.drops and rng.random() < 0.6:
+            every = [(rank, number) for rank in range(self.world_size) for number in self.drops]
             left_out = tuple(sorted(rng.sample(every, rng.randint(1, min(3, len(every))))))
         elif rng.random() < 0.2:
             bomb = self._bomb(["forward", "backward", "hook"])
-        return Forward(loss, self._model(), "", self._inputs, rng.choice([0, 0, 1]), left_out, bomb)
+        method = rng.random() < 0.15
+        return Forward(loss, self._model(), ROOT, self._inputs, rng.choice([0, 0, 1]), left_out, bomb, method)
 
     def _bomb(self, whens: list[str]) -> Bomb:
         rng = self.rng
-        return Bomb(rng.choice(whens), rng.choice(["inside", "after"]), rng.randrange(len(self.blocks)), self._error())
+        return Bomb(rng.choice(whens), rng.choice(["before", "after"]), rng.randrange(30), self._error())
 
     def _error(self) -> str:
         return self.rng.choice(["ValueError", "ValueError", "KeyboardInterrupt"])
@@ -602,7 +676,7 @@ class _Drawing:
 
     def _backward(self, losses: tuple[str, ...]) -> Backward:
         rng = self.rng
-        hook = (self._model(), self._path(), self._error()) if rng.random() < 0.05 else None
+        hook = (self._model(), self._place(), self._error()) if rng.random() < 0.05 else None
         return Backward(losses, rng.random() < 0.15, hook)
 
     def _loss(self) -> str:
@@ -611,8 +685,9 @@ class _Drawing:
     def _model(self) -> int:
         return self.rng.randrange(self._made)
 
-    def _path(self) -> str:
-        return "" if self.rng.random() < 0.5 else self.rng.choice(self.paths)
+    def _place(self) -> Place:
+        kind = "root" if self.rng.random() < 0.3 else self.rng.choice(KINDS[1:])
+        return Place(kind, 0 if kind == "root" else self.rng.randrange(10))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -626,24 +701,37 @@ def smaller(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, body=body)
     for body in _simpler(program.body):
         yield dataclasses.replace(program, body=body)
-    simplest: dict[str, Any] = {
-        "world_size": max(1, program.world_size - 1),
-        "models": 1,
-        "tie": None,
-        "policy": "root",
-        "strategy": "FULL_SHARD",
-        "reshard_after_forward": None,
-        "backward_prefetch": "BACKWARD_PRE",
-        "optimizer_first": False,
-    }
-    for field, value in simplest.items():
-        if getattr(program, field) != value:
-            yield dataclasses.replace(program, **{field: value})
-    for i in range(len(program.blocks)):
-        if len(program.blocks) > 1 and program.tie is None:
-            yield dataclasses.replace(program, blocks=program.blocks[:i] + program.blocks[i + 1 :])
-        if program.blocks[i] != "mlp":
-            yield dataclasses.replace(program, blocks=(*program.blocks[:i], "mlp", *program.blocks[i + 1 :]))
+    simplest: dict[str, Any] = {"models": 1, "elsewhere": "same", "optimizer": "sgd", "optimizer_first": False}
+    if not any(s.mesh or s.hook or s.divide_factor for s in program.shardings):
+        simplest["world_size"] = max(1, program.world_size - 1)
+    yield from _with_defaults(program, simplest)
+    for i, sharding in enumerate(program.shardings):
+        fields = {f.name: f.default for f in dataclasses.fields(Sharding)}
+        for new in _with_defaults(sharding, fields):
+            if not new.strategy.startswith("HYBRID") or new.mesh:
+                pair = [new if i == j else other for j, other in enumerate(program.shardings)]
+                yield dataclasses.replace(program, shardings=(pair[0], pair[1]))
+    model = program.model
+    for new in _with_defaults(model, {"front": "none", "output": "tensor", "ties": (), "float32": False, "width": 3}):
+        yield dataclasses.replace(program, model=new)
+    for tree in _smaller_trees(model.tree):
+        if tree[0] == "seq":
+            yield dataclasses.replace(program, model=dataclasses.replace(model, tree=tree))
+
+
+def _with_defaults(what: Any, defaults: dict[str, Any]) -> Iterator[Any]:
+    for field, value in defaults.items():
+        if getattr(what, field) != value:
+            yield dataclasses.replace(what, **{field: value})
+
+
+def _smaller_trees(tree: Any) -> Iterator[Any]:
+    for i, part in enumerate(tree):
+        if isinstance(part, tuple):
+            if tree[0] == "seq" and len(tree) > 2:
+                yield tree[:i] + tree[i + 1 :]
+            yield from (tree[:i] + (inner,) + tree[i + 1 :] for inner in part if isinstance(inner, tuple))
+            yield from (tree[:i] + (new,) + tree[i + 1 :] for new in _smaller_trees(part))
 
 
 def _without_parts(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, ...]]:
@@ -673,12 +761,13 @@ def _simpler_statements(statement: Statement) -> Iterator[tuple[Statement, ...]]
         "bomb": None,
         "left_out": (),
         "mode": 0,
-        "path": "",
+        "place": ROOT,
         "retain": False,
         "guard": "no_grad",
         "to_none": True,
+        "method": False,
+        "is_eval": False,
+        "recurse": True,
     }
     fields = {field.name for field in dataclasses.fields(statement)}
-    for field, value in plain.items():
-        if field in fields and getattr(statement, field) != value:
-            yield (dataclasses.replace(statement, **{field: value}),)
+    yield from ((new,) for new in _with_defaults(statement, {k: v for k, v in plain.items() if k in fields}))

@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 
+WHOLE_RUN = "about 12 minutes on two idle cores"
+"""How long all tests take. Change it with them."""
+
+
+def announce(reporter: Any, verbosity: int) -> None:
+    """Say at once what pytest does: until the first test ends it says nothing else. ``-q -q`` says nothing here, either."""
+    if verbosity > -2:
+        reporter.write_line(f"collecting the tests; all of them take {WHOLE_RUN}")
+        reporter.flush()
+
 
 class TimeLeft:
     """Says every minute how far a long run is, and how long the rest takes if it is as slow as what has ended.

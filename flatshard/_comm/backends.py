@@ -14,6 +14,11 @@ tag for each unit, and nothing more is needed. Over NCCL both kinds share the gr
   it names the group by a count that each process keeps, so ranks that are in different other groups disagree, and hang.
   With an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank.
 - A communicator costs GPU memory.
+
+[Note: Averages of the backend]
+NCCL's AVG multiplies by 1/N before it adds. That is exact if N is a power of two. For other N the collective computes a
+sum, and only the result is divided. Exception: in float16 AVG is used for every N, because the sum of N gradients may
+overflow where their average does not.
 """
 
 from __future__ import annotations
@@ -47,20 +52,20 @@ class BuiltinCollectives(Collectives):
     """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
     """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
+    may_change = False
+    """Whether the group may be given other ranks: see ``has_changed``."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
     """The kinds of collectives whose order ranks compare: see ``OrderCheck``. Custom collectives may set it, too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self._may_change = _may_change(group)
+        self.may_change = _may_change(group)
 
-    @property
     def has_changed(self) -> bool:
         """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
-        if not self._may_change or (group := self._group()) is None:
-            return False
-        return group.size() != self.size or group.rank() != self.rank
+        group = self._group()
+        return group is not None and (group.size() != self.size or group.rank() != self.rank)
 
     def current_place(self) -> tuple[int, int]:
         """This process's rank in the group, and the group's size, as they are now."""
@@ -134,9 +139,19 @@ class GlooCollectives(BuiltinCollectives):
     """Gloo on CPU. All-gather and reduce-scatter use point-to-point messages instead of gloo's own collectives.
 
     Gloo's own all-gather copies the whole output once more; its reduce-scatter does an all-reduce on a clone of the input.
-    Measured on 2 CPU cores at 32 MB: the all-gather below takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5.
+    Measured on 2 CPU cores at 32 MB: this all-gather takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5.
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
-    collective and each unit has a tag: [Note: Order of collectives], [Note: Data of different units never mix].
+    collective and each unit has a tag, so data of different units never mix.
+
+    Example::
+
+        def collectives(group, device):
+            return flatshard.comm.GlooCollectives(group)
+
+        flatshard.fully_shard(model, policy={Block}, collectives=collectives)
+
+    Args:
+        group: the ranks to communicate among. It is held weakly.
     """
 
     out_of_place = widens = True
@@ -271,10 +286,15 @@ class FakeCollectives(BuiltinCollectives):
 class DefaultCollectives(BuiltinCollectives):
     """The backend's own collectives, on the current stream (NCCL and other accelerator backends).
 
-    [Note: Averages of the backend]
-    NCCL's AVG multiplies by 1/N before it adds. That is exact if N is a power of two. For other N the collective computes a
-    sum, and only the result is divided. Exception: in float16 AVG is used for every N, because the sum of N gradients may
-    overflow where their average does not.
+    Averages are exact where the number of ranks N is a power of two. For other N the collective computes a sum, and only the
+    result is divided; in float16 each gradient is multiplied by 1/N first, because the sum may overflow.
+
+    Example::
+
+        def collectives(group, device):
+            return flatshard.comm.DefaultCollectives(group, widens=True)
+
+        flatshard.fully_shard(model, policy={Block}, collectives=collectives)
 
     Args:
         group: the ranks to communicate among.
@@ -283,13 +303,10 @@ class DefaultCollectives(BuiltinCollectives):
             float32 this sends half of the bytes, and the sums are those of float32 gradients. It needs memory for one
             more input.
         reduce_group: a second group of the same ranks in the same order, with a communicator of its own, for reductions.
-            With it, ranks may use different parameters of a unit over NCCL, too. Read [Note: Order of collectives] in
-            ``_comm/backends.py`` first. All ranks of the world create it by ``new_group``, and pass it like this::
-
-                second = torch.distributed.new_group()
-                fully_shard(model, collectives=lambda group, device: DefaultCollectives(group, reduce_group=second))
-
-            It is held weakly and ends with ``destroy_process_group``.
+            With it, ranks may use different parameters of a unit over NCCL, too. But NCCL's manual warns of a deadlock if
+            operations of two communicators are launched in different orders on different ranks, and each communicator costs
+            GPU memory. All ranks of the world create it by ``torch.distributed.new_group()``. It is held weakly and ends
+            with ``destroy_process_group``.
 
     Raises:
         ValueError: the two groups are the same group, or do not have the same ranks in the same order.
@@ -366,8 +383,21 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
     """The collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
 
     Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, which sends part ``k`` of ``input``
-    to rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also set ``out_of_place`` and
-    ``widens`` (see :class:`BuiltinCollectives`). A class without these is called as :class:`Collectives` says.
+    to rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also set ``out_of_place`` (its
+    ``all_gather`` takes a shard outside of ``output``, and copies it there) and ``widens`` (its ``reduce_scatter`` takes an
+    input of a narrower dtype than the output's, and adds in the output's). A class without these is called as
+    :class:`Collectives` says.
+
+    Example::
+
+        collectives = flatshard.comm.builtin_collectives(dist.group.WORLD, torch.device("cpu"))
+        output = torch.empty(3 * collectives.size)
+        shard = output.view(-1, 3)[collectives.rank].fill_(collectives.rank)
+        collectives.all_gather(output, shard).wait()  # 0, 0, 0, 1, 1, 1, ...
+
+    Args:
+        group: the ranks to communicate among. It is held weakly.
+        device: where the tensors are.
     """
     backend = dist.get_backend(group)
     if backend == "fake":

@@ -13,7 +13,24 @@ from flatshard._errors import OutOfStepError
 
 
 class Pending(Protocol):
-    """A collective that has been issued."""
+    """A collective that has been issued.
+
+    Example::
+
+        class Average:
+            def __init__(self, work, output, world_size):
+                self.work, self.output, self.world_size = work, output, world_size
+
+            def wait(self):
+                self.work.wait()
+                self.output.div_(self.world_size)
+
+        def hook(state, gradient, output):
+            work = dist.reduce_scatter_tensor(output, gradient, group=state.process_group, async_op=True)
+            return Average(work, output, state.world_size)  # backward goes on meanwhile
+
+        flatshard.comm.register_comm_hook(model, None, hook)
+    """
 
     def wait(self) -> object:
         """Make the result readable: by the host on CPU, by the current stream on an accelerator. It is called once, and

@@ -142,9 +142,11 @@ class Context:
 
         ``raised``: it may have raised. Then a running forward of ``module`` may be another thread's.
         """
-        if not self.forwards or self.forwards[-1].module is not module or (raised and self._is_elsewhere()):
+        try:
+            last = self.forwards[-1]
+        except IndexError:  # not asked first: forwards without a record may end on other threads
             return None
-        return self.forwards.pop()
+        return None if last.module is not module or (raised and self._is_elsewhere()) else self.forwards.pop()
 
     def make_step(self, forward: Forward) -> Step:
         """Create the step of a forward that has just ended, for backward to reach."""
@@ -172,12 +174,16 @@ class Context:
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
         for busy in list(filter(_forwards, self._instances.values())):
             busy._check_thread(frame)
-        if self.checks:
-            self.checks[:] = [check for check in self.checks if check(unit)]
+        self.check(unit)
         self.pass_id += 1
         self.last_step = None
         self.order = unit.order
         self.order.start()
+
+    def check(self, unit: Unit) -> None:
+        """Run the checks before the parameters of ``unit``, the outermost, are used."""
+        if self.checks:
+            self.checks[:] = [check for check in self.checks if check(unit)]
 
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
@@ -279,7 +285,8 @@ class Context:
             raise RuntimeError(
                 f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
                 "mix: run all sharded modules of a process in one thread. Other threads hand it their inputs, as by a "
-                "concurrent.futures.ThreadPoolExecutor(max_workers=1)"
+                "concurrent.futures.ThreadPoolExecutor(max_workers=1). Or, without gradients, run them inside "
+                "flatshard.keep_unsharded(module, threads=True), where nothing is communicated"
             )
 
     def _is_elsewhere(self) -> bool:

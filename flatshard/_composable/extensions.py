@@ -37,6 +37,14 @@ class ForwardFeature:
     def after(self, forward: Forward, output: Any) -> Any:
         """Called when the module has returned ``output``. Returns a new output, or None."""
 
+    def before_unrecorded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool
+    ) -> tuple[Any, Any] | None:
+        """As ``before``, in a forward without a record. Other threads may run this at the same time."""
+
+    def after_unrecorded(self, output: Any) -> Any:
+        """As ``after``."""
+
     def leaving(self, outputs: list[torch.Tensor]) -> Iterable[torch.Tensor]:
         """Called with grad mode on. Returns tensors besides ``outputs`` through which backward may reach the unit."""
         return ()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from flatshard._composable.partition import PlannedUnit
 from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._handle.adapters.encoding import encoded_dtype
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import Cut, balanced, plan_layout
@@ -28,8 +31,10 @@ def _options(
     placed = offload.offload_params, offload.pin_memory
     if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.slots):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
-    # A tensor subclass is not cast, because only the class knows how. Its gradients are reduced as the policy says.
-    compute = None if isinstance(wrapping, TensorSubclass) else policy.compute_dtype_of(owned.fqn, owned.param)
+    # A tensor subclass may not be cast, because only the class knows how. Its gradients are reduced as the policy says.
+    compute = policy.compute_dtype_of(owned.fqn, owned.param)
+    if compute is not None and wrapping is not None and not wrapping.computes_in(compute):
+        compute = None
     return FlatOptions(
         compute, policy.reduce_dtype, policy.reduce_in_param_dtype, policy.keep_low_precision_grads, *placed
     )
@@ -54,6 +59,9 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
         options = _options(owned, plain, wrapping, config.mixed_precision, config.cpu_offload)
+        ranks = _shards(unit, owned.groups, world_size)
+        if isinstance(wrapping, TensorSubclass) and ranks > 1 and (encoded := encoded_dtype(wrapping)) is not None:
+            options = replace(options, encoded_dtype=encoded)
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes
@@ -61,11 +69,18 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         found.setdefault(key, []).append((owned, plain, layout))
     flats = []
     for (groups, dtype, _, options), members in found.items():
-        ranks = world_size if groups is None else dist.get_world_size(groups[0])
-        of_ranks = loads.setdefault(groups, [0] * ranks)
-        ranks = 1 if config.strategy is ShardingStrategy.NO_SHARD else ranks
-        flats.append(_lay_out(unit, members, dtype, options, ranks, of_ranks))
+        of_ranks = loads.setdefault(groups, [0] * _ranks(groups, world_size))
+        flats.append(_lay_out(unit, members, dtype, options, _shards(unit, groups, world_size), of_ranks))
     return flats
+
+
+def _ranks(groups: Groups | None, world_size: int) -> int:
+    return world_size if groups is None else dist.get_world_size(groups[0])
+
+
+def _shards(unit: PlannedUnit, groups: Groups | None, world_size: int) -> int:
+    """In how many parts parameters of ``groups`` are cut."""
+    return 1 if unit.config.strategy is ShardingStrategy.NO_SHARD else _ranks(groups, world_size)
 
 
 def _lay_out(
@@ -78,7 +93,7 @@ def _lay_out(
 ) -> PlannedFlat:
     owned, layouts = tuple(m[0] for m in members), [m[2] for m in members]
     sizes = [(o.fqn, tuple(plain.shape), tuple(plain.stride())) for o, plain, _ in members]
-    itemsize = min((options.compute_dtype or dtype).itemsize, dtype.itemsize)
+    itemsize = min((options.encoded_dtype or options.compute_dtype or dtype).itemsize, dtype.itemsize)
     layout, warning = plan_layout(sizes, itemsize, world_size), None
     if world_size > 1 and not all(isinstance(each, Elements) for each in layouts):
         densest = layout

@@ -77,8 +77,7 @@ def fully_shard(
 
     Example::
 
-        model = GPT(...)
-        fully_shard(model, policy={Block})       # every Block a unit, the rest of the model one more
+        flatshard.fully_shard(model, policy={Block})  # every Block a unit, the rest of the model one more
         optimizer = torch.optim.AdamW(model.parameters())
 
     Args:
@@ -134,7 +133,7 @@ def fully_shard(
             all experts under one name, first make them DTensors over the other dimension of the mesh. A
             :class:`CustomPolicy` may override it per unit. Not for ``NO_SHARD``, nor for ``reshard_after_forward=k``.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
-            ``mp_policy``, ... See ``construct/renamed.py``.
+            ``mp_policy``, ... Those whose meaning differs raise an error that says what to write.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which, and what to do. Nothing has been changed.

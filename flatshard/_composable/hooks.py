@@ -19,8 +19,9 @@ at any other time. When a backward fails, the user's parameters are registered a
 When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
 the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
 the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
-inputs (``_Leave``), or at the end of backward. If backward then comes to another forward of the unit (a module called twice,
-or another module of a group), the unit is gathered again, even if all its gradients have come.
+inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
+module called twice, or another module of a group). Whether all gradients have come before depends on a rank's data. So a unit
+with trainable parameters is freed when its first forward is left. A unit without is gathered again for each, on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -52,9 +53,22 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
-from flatshard._composable.state import ModuleGroup, Step, Unit, called_modules, unit_of
+from flatshard._composable.state import BackwardRecord, ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
+
+
+class Unrecorded(Protocol):
+    """What runs in place of a unit's hooks while no forward of it needs a record, because nothing is gathered or freed."""
+
+    def check(self) -> Callable[[Any], object]:
+        """Called before a forward. Raises if it needs one; else returns anything."""
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """A forward of ``module`` begins. Returns new arguments, or None."""
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """One has ended, or has raised if ``output`` is None. Returns a new output, or None."""
 
 
 class UnitHooks:
@@ -64,11 +78,12 @@ class UnitHooks:
         self.unit = unit
         unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
-        self._instead = _overridden(features, ForwardFeature.instead)
-        self._enter = _overridden(features, ForwardFeature.enter)
-        self._before = _overridden(features, ForwardFeature.before)
-        self._after = _overridden(features, ForwardFeature.after)
-        self._leaving = _overridden(features, ForwardFeature.leaving)
+        self._instead = overridden(features, ForwardFeature.instead)
+        self._enter = overridden(features, ForwardFeature.enter)
+        self._before = overridden(features, ForwardFeature.before)
+        self._after = overridden(features, ForwardFeature.after)
+        self._leaving = overridden(features, ForwardFeature.leaving)
+        self._unrecorded: Unrecorded | None = None
         self._install_gradient_hooks()
 
     @classmethod
@@ -90,8 +105,17 @@ class UnitHooks:
             "wrapped them after fully_shard"
         )
 
+    def record(self, unless: Unrecorded | None) -> Unrecorded | None:
+        """Have ``unless`` run in place of the hooks, or the hooks again if it is None. Returns what did before."""
+        before, self._unrecorded = self._unrecorded, unless
+        if before is not None:
+            self._instead.remove(before.check)
+        if unless is not None:
+            self._instead.append(unless.check)
+        return before
+
     def _install_gradient_hooks(self) -> None:
-        reduced = _overridden(self.unit.features, ForwardFeature.reduced)
+        reduced = overridden(self.unit.features, ForwardFeature.reduced)
         self.unit.handle.gradients.on_reduced = (
             reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
         )
@@ -124,10 +148,12 @@ class UnitHooks:
         do_instead = None
         for instead in self._instead:
             do_instead = instead() or do_instead
-        forward = context.enter_forward(unit, module, in_backward, frame)
         if do_instead is not None:
-            forward.instead = do_instead
+            if (unrecorded := self._unrecorded) is not None:
+                return unrecorded.begin(module, args, kwargs)
+            context.enter_forward(unit, module, in_backward, frame).instead = do_instead
             return None
+        forward = context.enter_forward(unit, module, in_backward, frame)
         grad = torch.is_grad_enabled()
         if len(unit.claims) > 1:
             for around in unit.claims:
@@ -195,7 +221,7 @@ class UnitHooks:
         unit = self.unit
         forward = unit.context.exit_forward(module, output is None)
         if forward is None:
-            return None
+            return None if self._unrecorded is None else self._unrecorded.end(module, output)
         comes_back = leaks = False
         changed = None
         try:
@@ -369,7 +395,7 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert backward is not None
-        done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left)
+        done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left_first)
         if done and not backward.keeps_unsharded:  # before the reduction input is allocated
             unit.free_if_unused()
         backward.complete(unit)
@@ -381,15 +407,21 @@ class UnitHooks:
         unit, record = self.unit, self.unit.record
         if record is not None:
             record.leave()
-        if (record is None or record.has_left) and unit.handle.gradients.arrivals.pending == 0:
+        if self._is_left(record) and unit.handle.gradients.arrivals.pending == 0:
             backward = unit.context.backward
             if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 prefetch_after(unit)
 
+    def _is_left(self, record: BackwardRecord | None) -> bool:
+        if record is None:
+            return True
+        trains = bool(self.unit.handle.gradients.accumulators.nodes)
+        return record.has_left_first if trains else record.has_left
 
-def _overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:
+
+def overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:
     """The method of each feature that overrides it."""
     name = method.__name__
     return [getattr(each, name) for each in features if getattr(type(each), name) is not method]

@@ -34,9 +34,15 @@ Policy: TypeAlias = (
 
 
 class ModuleWrapPolicy:
-    """Every module of the given classes becomes a unit.
+    """Every module of the given classes becomes a unit. ``policy={Block}`` means the same.
 
-    >>> fully_shard(model, policy=ModuleWrapPolicy({TransformerBlock}))
+    >>> flatshard.fully_shard(model, policy=flatshard.policies.ModuleWrapPolicy({Block}))
+
+    Args:
+        module_classes: the classes; subclasses count.
+
+    Raises:
+        TypeError: something in ``module_classes`` is not a class.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -54,7 +60,14 @@ class CustomPolicy:
 
     An empty dict counts as False, as in FSDP1.
 
-    >>> CustomPolicy(lambda m: {"strategy": ShardingStrategy.SHARD_GRAD_OP} if m is model.head else isinstance(m, Block))
+    Example::
+
+        def choose(module):
+            if module is model[0]:
+                return {"strategy": flatshard.ShardingStrategy.SHARD_GRAD_OP}
+            return isinstance(module, Block)
+
+        flatshard.fully_shard(model, policy=flatshard.CustomPolicy(choose))
     """
 
     def __init__(self, function: Callable[[nn.Module], bool | Overrides]) -> None:

@@ -76,6 +76,16 @@ class Step:
         self.version = gathered.version  # of the parameters in this forward
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first one of its unit in its pass."""
+        before = self.previous
+        while before is not None:
+            if before.unit is self.unit:
+                return False
+            before = before.previous
+        return True
+
 
 class BackwardRecord:
     """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
@@ -113,6 +123,11 @@ class BackwardRecord:
         """Whether backward has reached steps, and left all of them."""
         return self.steps == 0
 
+    @property
+    def has_left_first(self) -> bool:
+        """Whether backward has left the first forward of the unit in its pass, too."""
+        return self.has_left and (self.last_step is None or self.last_step.is_first)
+
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
@@ -141,6 +156,7 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
+        self.defers_gradients = False  # what a backward has reduced becomes `.grad` when the user says so
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_prefetch: Iterable[Unit] | None = None
         self.backward_prefetch: Iterable[Unit] | None = None

@@ -20,10 +20,11 @@ them itself: ``FlatParamHandle.version``.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -64,7 +65,8 @@ class Kind:
         home = runtime.host if options.offload and runtime.host is not None else compute_device
         at = home if device == compute_device else device
         is_offloaded = options.offload and at == runtime.host
-        return cls(dtype, at, options.compute_dtype or dtype, compute_device, home, is_offloaded)
+        gathered = options.encoded_dtype or options.compute_dtype or dtype
+        return cls(dtype, at, gathered, compute_device, home, is_offloaded)
 
     def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
         """The kind after the shard was given another dtype or device."""
@@ -72,7 +74,8 @@ class Kind:
         if home == compute_device and device.type != "meta":  # without offload
             compute_device = home = device
         is_offloaded = device == home != compute_device
-        return Kind(dtype, device, options.compute_dtype or dtype, compute_device, home, is_offloaded)
+        gathered = options.encoded_dtype or options.compute_dtype or dtype
+        return Kind(dtype, device, gathered, compute_device, home, is_offloaded)
 
     @property
     def is_one(self) -> bool:
@@ -101,7 +104,7 @@ class FlatParam:
         self.slices = layout.shard_slices(placement.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
-        self.unsharded = UnshardedBuffer(self, params)
+        self.unsharded = self._make_buffer(params)
         self.is_watched = False  # see `Home`
         self.filling: Filling | None = None
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
@@ -115,13 +118,21 @@ class FlatParam:
 
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
-        result = FlatParam(self.layout, self.options, params, self.kind, placement, self.shard)
+        result = type(self)(self.layout, self.options, params, self.kind, placement, self.shard)
+        result.unsharded.use_slots_of(self.unsharded)
         result.gradients.runtime = self.gradients.runtime
         if (shard_param := self.gradients.shard_param) is not None:
             hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))
         return result
 
+    def follow_copy(self, original: FlatParam, memo: dict[int, Any]) -> None:
+        """This is the copy of ``original`` in a deep copy of its module: copy what features have attached."""
+        self.filling = copy.deepcopy(original.filling, memo)
+
     # -- construction ------------------------------------------------------------------------------------------------
+
+    def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
+        return UnshardedBuffer(self, params)
 
     def _new_shard(self) -> torch.Tensor:
         kind, pinned = self.kind, self.options.pin_memory and self.kind.is_offloaded
@@ -163,9 +174,11 @@ class FlatParam:
         copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
         holders = self.layout.holders(index)
         owner = None if len(holders) > 1 else holders[0] if holders else 0
+        never_cut = info.by_rows and info.block >= info.numel and wrapping is None
         shard_info = ShardInfo(
-            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied
-        )
+            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied,
+            never_cut=never_cut,
+        )  # fmt: skip
         adopted = ShardedParameter.adopt(param, shard_info, self)
         self._describe(adopted, self.unsharded.computes[index], shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter

@@ -102,7 +102,8 @@ class FlatGradients:
 
     def _follow_choices(self) -> None:
         """Set the dtypes of gradients on their way. [Note: The dtype of a gradient]"""
-        flat, options, own, computed = self.flat, self.flat.options, self.flat.kind.dtype, self.flat.kind.compute_dtype
+        flat, options, own = self.flat, self.flat.options, self.flat.kind.dtype
+        computed = options.compute_dtype or own  # also if it was encoded
         unset = computed if options.reduce_as_computed else own
         owners = self._owners
         if options.keep_low_precision_grads:
@@ -136,10 +137,10 @@ class FlatGradients:
         one = len(set(self.dtypes)) == 1
         self._parts = _Parts(self.flat, self.dtype) if one else _CastParts(self.flat, self.dtypes)
 
-    def follow_grad_dtypes(self) -> None:
-        """Adopt what the user chose since the last call. [Note: The dtype of a gradient]"""
-        if [param.grad_dtype for param in self._owners] != self._choices:
-            self.follow_parameters()
+    @property
+    def is_chosen_anew(self) -> bool:
+        """Whether the user has chosen another dtype since the last ``follow_parameters``. [Note: The dtype of a gradient]"""
+        return [param.grad_dtype for param in self._owners] != self._choices
 
     def follow_parameters(self) -> None:
         """Adopt a new dtype or device of the parameters, also for gradients that are held."""
@@ -158,7 +159,7 @@ class FlatGradients:
         """From now on a single 1-D parameter over the local shard, ``info``, gets the gradient; the parameters get none."""
         if self.shard_param is None:
             flat = self.flat
-            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard), info, flat)
+            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard.data), info, flat)
             choice = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
             if choice is not flat.kind.dtype:
                 self.shard_param.grad_dtype = choice
@@ -229,14 +230,14 @@ class FlatGradients:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
         filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         if self._input is None:
-            self._hand_over(self.flat.params[index], grad, self._choices[index] or grad.dtype)
+            self._hand_over(self.flat.params[index], grad, self._choices[index])
         elif filled[index]:
             self._input.slots[index].add_(grad)
         else:
             torch.add(grad, 0.0, out=self._input.slots[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
-    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype) -> None:
+    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
         factor = self.flat.placement.factor
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
@@ -297,6 +298,11 @@ class FlatGradients:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
         return self.flat.is_trainable and self.flat.placement.ranks > 1 and self.flat.layout.padded_numel > 0
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether gradients become ``.grad`` when a reduction ends. False: when autograd has computed them."""
+        return self.flat.is_trainable and self._input is not None and self.flat.layout.padded_numel > 0
+
     def complete(self, accumulates: bool) -> None:
         """Make the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
 
@@ -349,7 +355,8 @@ class FlatGradients:
         if self.shard_param is None:
             return list(map(_grad, self.flat.params))
         grad = self.shard_param.grad
-        return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
+        with plainly():
+            return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
 
     def finish(self, assign: bool = True) -> bool:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
@@ -417,7 +424,8 @@ def _used_elsewhere(grad: torch.Tensor) -> bool:
     """Whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
-    return not bool(((grad == 0) & torch.signbit(grad)).all())
+    with plainly():
+        return not bool(((grad == 0) & torch.signbit(grad)).all())
 
 
 class _Parts:

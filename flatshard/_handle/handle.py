@@ -20,6 +20,7 @@ from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
+from flatshard._handle.encoded import kind_of
 from flatshard._handle.flat_param import FlatParam, Kind
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
@@ -28,7 +29,7 @@ from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Users
 
@@ -80,7 +81,7 @@ class FlatParamHandle:
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = FlatParam(planned.layout, options, params, kind, placements[planned.groups])
+            flat = kind_of(options)(planned.layout, options, params, kind, placements[planned.groups])
             result.flats.append(flat)
             for owned, compute in zip(planned.params, flat.unsharded.computes, strict=True):
                 for module, name in owned.slots:
@@ -109,7 +110,7 @@ class FlatParamHandle:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, placements[flat.placement])
             memo[id(flat)] = new
-            new.filling = copy.deepcopy(flat.filling, memo)
+            new.follow_copy(flat, memo)
             result.flats.append(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.computes, strict=True):
                 for module, name in owned[id(old)]:
@@ -123,6 +124,8 @@ class FlatParamHandle:
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
+        flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
+        self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
         self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.placement.pool is not None and not self.is_alias
@@ -217,9 +220,9 @@ class FlatParamHandle:
 
     def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
-            if instead is None:
-                instead = (flat.gather(exactly, again) for flat in self._gathered)
-            for flat, started in zip(self._gathered, instead, strict=True):
+            others = None if instead is None else iter(instead)
+            for flat in self._gathered:
+                started = flat.gather(exactly, again) if others is None else next(others)
                 # At once: a later one may raise.
                 self._gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
@@ -348,6 +351,8 @@ class FlatParamHandle:
             self.slots.write(module, name, sharded)
         for flat in self.flats:
             if moved := flat.moved():
+                if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:
+                    self.gradients.check_not_deferred("parameters were given another dtype or device")
                 self.reshard()
                 if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
                     self.gradients.discard()
@@ -361,7 +366,13 @@ class FlatParamHandle:
     def version(self) -> int:
         """Increases with every change of the parameters' values, by the same amount on all ranks."""
         with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
-            return sum(map(_version, self._params))
+            return sum(map(_version, self._counted))
+
+    def use_flat_parameter(self, flat: FlatParam, info: ShardInfo) -> nn.Parameter:
+        """One parameter over ``flat``'s shard, which gets its gradient, and whose changes count."""
+        param = flat.gradients.use_shard_param(info)
+        self._index()
+        return param
 
     def note_written_back(self) -> None:
         """Record that the shards were changed to what is unsharded. All ranks call it alike."""
@@ -380,7 +391,9 @@ class FlatParamHandle:
 
     def _sync_requires_grad(self, thawed_only: bool) -> None:
         for flat in self.flats:
-            flat.gradients.follow_grad_dtypes()
+            if flat.gradients.is_chosen_anew:
+                self.gradients.check_not_deferred("p.grad_dtype was set")
+                flat.gradients.follow_parameters()
         if any([flat.sync_requires_grad(thawed_only) for flat in self.flats]):
             self.gradients.find_accumulators()
 

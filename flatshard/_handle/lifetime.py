@@ -12,6 +12,7 @@ Gradients between a unit's first gradient and the end of its reduction:
 - FILLING      gradients are arriving: in autograd's own tensors, or in the reduction input. See gradients.py.
 - HELD         the reduction input keeps them until the next backward: the last one was not to reduce (``no_sync``).
 - REDUCING     the collective reads the reduction input: it must not be written to.
+- DEFERRED     the same, or it has ended. The user says when the result becomes ``.grad``.
 
 State that the user can change directly (``.grad``, ``requires_grad``, ``p.data``) is not copied here, but read when it is
 needed. A transition that is not in the tables is a bug in flatshard: it raises, and changes nothing.
@@ -37,6 +38,7 @@ class GradState(enum.IntEnum):
     FILLING = enum.auto()
     HELD = enum.auto()
     REDUCING = enum.auto()
+    DEFERRED = enum.auto()
 
 
 PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
@@ -55,6 +57,8 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.FILLING, "reduce"): GradState.REDUCING,
     (GradState.NONE, "reduce"): GradState.REDUCING,  # this rank has no gradients, but other ranks may
     (GradState.REDUCING, "finish"): GradState.NONE,
+    (GradState.REDUCING, "defer"): GradState.DEFERRED,
+    (GradState.DEFERRED, "finish"): GradState.NONE,
     (GradState.FILLING, "discard"): GradState.NONE,  # after an exception in backward
     (GradState.HELD, "discard"): GradState.NONE,
 }

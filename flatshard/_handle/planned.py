@@ -22,6 +22,7 @@ class FlatOptions:
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     offload: bool = False  # the shard and its gradient are on the CPU
     pin_memory: bool = True  # they are in page-locked memory, under offload
+    encoded_dtype: torch.dtype | None = None  # in which the class of the parameters sends them; None: as they compute
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]

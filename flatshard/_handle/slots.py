@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.guard import GuardedParameters, Parameters
+from flatshard._handle.tensors.guard import GuardedParameters, Parameters, WatchedParameters
 
 _exhaust: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 
@@ -101,6 +101,8 @@ class Slots:
             self._compute.append(compute)
         else:
             # Nor can it be used if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
+            if type(parameters) is dict:  # TorchScript's is none
+                module.__dict__["_parameters"] = WatchedParameters(parameters)
             self.unguarded.append((module, name, sharded, compute))
 
     @staticmethod

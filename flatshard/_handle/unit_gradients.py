@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -52,9 +51,9 @@ def _at_home(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Con
 
     @functools.wraps(method)
     def run(self: UnitGradients, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if (streams := self._placement.runtime.streams) is None or self.home is None:
+        if self.home is None:
             return method(self, *args, **kwargs)
-        with streams.on(self.home):
+        with self._placement.runtime.on(self.home):
             return method(self, *args, **kwargs)
 
     return run
@@ -78,7 +77,7 @@ class UnitGradients:
     def receive(self, group: int, index: int, task: int) -> None:
         """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``FlatGradients.receive``."""
         if self._lifetime.grads is not GradState.FILLING:
-            if self._lifetime.grads is GradState.REDUCING:  # the unit's second reduction in one backward
+            if self._lifetime.grads >= GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
         if (streams := self._placement.runtime.streams) is None:
@@ -123,7 +122,7 @@ class UnitGradients:
 
     def _leave_home(self) -> None:
         """Called when there are no gradients any more."""
-        if self.home is not None and not any([flat.gradients.partial is not None for flat in self._flats]):
+        if not any([flat.gradients.partial is not None for flat in self._flats]):
             self.home = None
 
     def come_home(self) -> None:
@@ -131,27 +130,27 @@ class UnitGradients:
         if self.home is not None and (streams := self._placement.runtime.streams) is not None:
             streams.let_wait(self.home, streams.current)
 
-    @contextlib.contextmanager
-    def _with_all(self) -> Iterator[None]:
-        """Context in which gradients that autograd accumulated on other streams may be read, and freed."""
-        streams = self._placement.runtime.streams
-        others = self.accumulators.streams - {self.home}
-        if streams is None or not others:
-            yield
-            return
-        for other in others:
-            streams.let_wait(self.home, other)
-        yield
-        for other in others:
-            streams.let_wait(other, self.home)
+    def _wait_for_others(self) -> None:
+        """Before gradients are read that autograd may have accumulated on other streams."""
+        if (streams := self._placement.runtime.streams) is not None:
+            for other in self.accumulators.streams - {self.home}:
+                streams.let_wait(self.home, other)
+
+    def _let_others_wait(self) -> None:
+        """After these gradients, memory of the other streams, have been freed."""
+        if (streams := self._placement.runtime.streams) is not None:
+            for other in self.accumulators.streams - {self.home}:
+                streams.let_wait(other, self.home)
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
-        if (streams := self._placement.runtime.streams) is not None:
-            self._find_home(streams)
-        self._reduce()
+        if (streams := self._placement.runtime.streams) is None:
+            self._reduce()
+            return
+        self._find_home(streams)
+        with streams.on(self.home):
+            self._reduce()
 
-    @_at_home
     def _reduce(self) -> None:
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
@@ -160,12 +159,15 @@ class UnitGradients:
             )
         self.arrivals.task = -1
         try:
-            with self._with_all():
-                for flat in self._flats:
-                    if True in flat.requires_grad:
-                        flat.gradients.complete(self.accumulates)
-                    else:  # frozen since the last backward: held gradients are dropped
-                        flat.gradients.partial = None
+            if self.home is not None:
+                self._wait_for_others()
+            for flat in self._flats:
+                if True in flat.requires_grad:
+                    flat.gradients.complete(self.accumulates)
+                else:  # frozen since the last backward: held gradients are dropped
+                    flat.gradients.partial = None
+            if self.home is not None:
+                self._let_others_wait()
             if self._placement.runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
@@ -197,9 +199,12 @@ class UnitGradients:
             self._lifetime.move_grads("receive")
         if self._lifetime.grads is GradState.FILLING:
             self.arrivals.task = -1
-            with self._with_all():
-                for flat in self._flats:
-                    flat.gradients.hold()
+            if self.home is not None:
+                self._wait_for_others()
+            for flat in self._flats:
+                flat.gradients.hold()
+            if self.home is not None:
+                self._let_others_wait()
             self._lifetime.move_grads("hold")
 
     @property
@@ -210,7 +215,24 @@ class UnitGradients:
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return self.is_held and any([flat.gradients.is_reduced for flat in self._flats])
+        return (self.is_held or self.is_deferred) and any([flat.gradients.comes_late for flat in self._flats])
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a reduction has been started whose result becomes ``.grad`` when the user says so."""
+        return self._lifetime.grads is GradState.DEFERRED
+
+    def defer(self) -> None:
+        """Leave the reduction in flight to a ``finish`` when the user says so."""
+        self._lifetime.move_grads("defer")
+
+    def check_not_deferred(self, what: str) -> None:
+        """Raise if ``what`` would change what a reduction in flight, or its result, is for."""
+        if self.is_deferred:
+            raise RuntimeError(
+                f"unit {self._placement.label.unit or '<root>'!r}: {what} after a backward, before its gradients have become "
+                ".grad: first call flatshard.reduce_gradients(module), or wait() on what it returned"
+            )
 
     @property
     def wants_reduction(self) -> bool:
@@ -226,7 +248,7 @@ class UnitGradients:
         Raises:
             CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
         """
-        if self._lifetime.grads is not GradState.REDUCING:
+        if self._lifetime.grads < GradState.REDUCING:
             return
         self._wait()
         if torch.is_grad_enabled():
@@ -267,7 +289,8 @@ class UnitGradients:
         for flat in self._flats:
             given |= flat.gradients.finish(assign)
         self._lifetime.move_grads("finish")
-        self._leave_home()
+        if self.home is not None:
+            self._leave_home()
         if given:
             self.on_reduced()
 
@@ -283,7 +306,8 @@ class UnitGradients:
             flat.gradients.discard()
         if self._lifetime.grads is not GradState.NONE:
             self._lifetime.move_grads("discard")
-        self._leave_home()
+        if self.home is not None:
+            self._leave_home()
 
     def _settle(self, out_of_step: bool = False) -> None:
         ended = all([r.settle() for flat in self._flats if (r := flat.gradients.reduction) is not None])
@@ -292,4 +316,5 @@ class UnitGradients:
                 flat.gradients.leave_memory()
             flat.gradients.discard()
         self._lifetime.move_grads("finish")
-        self._leave_home()
+        if self.home is not None:
+            self._leave_home()

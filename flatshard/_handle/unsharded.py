@@ -14,14 +14,13 @@ the values are the same. The storage must be the same too: autograd may have sav
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
-from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.pool import Slot
 
 if TYPE_CHECKING:
@@ -45,13 +44,14 @@ class UnshardedBuffer:
         """``originals``: the user's parameters; the compute parameters share their attributes."""
         self._of = flat_param
         self._pool = flat_param.placement.pool  # provides the memory; None: the buffer has memory of its own
+        self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it
         self._version = 0  # of the compute parameters' values at the last ``changed``
-        device, wrappings = flat_param.kind.compute_device, flat_param.wrappings
-        self.computes = tuple([self._make_compute(p, w, device) for p, w in zip(originals, wrappings, strict=True)])
+        device = flat_param.kind.compute_device
+        self.computes = tuple([self._make_compute(index, param, device) for index, param in enumerate(originals)])
         self.place()
 
-    @staticmethod
-    def _make_compute(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device) -> nn.Parameter:
+    def _make_compute(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
+        wrapping = self._of.wrappings[index]
         empty = torch.empty(0, dtype=param.dtype, device=device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
@@ -71,18 +71,32 @@ class UnshardedBuffer:
         self._point_at(own.flat)
         own.free()
         if self._pool is None:
-            self._slot = own
+            self._slot = self._make_slot(own.flat)
+
+    def use_slots(self, make: Callable[[torch.Tensor], Slot]) -> None:
+        """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
+        self._make_slot = make
+        if self._pool is None and (before := self._slot) is not None:
+            self._slot = now = make(self.flat)
+            if before.user is None:
+                now.free()
+            else:
+                now.user = before.user
+
+    def use_slots_of(self, other: UnshardedBuffer) -> None:
+        """As ``other`` does."""
+        self.use_slots(other._make_slot)
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
         self.flat, layout, rank = flat, self._of.layout, self._of.placement.rank
         dtype, device = flat.dtype, flat.device
-        for info, compute, wrapping in zip(layout.params, self.computes, self._of.wrappings, strict=True):
+        for index, (info, compute) in enumerate(zip(layout.params, self.computes, strict=True)):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if wrapping is not None:
+            if self._of.wrappings[index] is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
                 plain.data = view  # a tensor of its own: compiled graphs save the tensors inside a subclass
-                wrapping.point(compute, plain)
+                self._point(index, compute, plain)
                 continue
             if compute.dtype is not dtype or compute.device != device:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
@@ -98,6 +112,12 @@ class UnshardedBuffer:
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
             self.flat.storage_offset() * self.flat.itemsize
         )
+
+    def _point(self, index: int, compute: nn.Parameter, plain: torch.Tensor) -> None:
+        """Make ``compute``, a tensor subclass, use ``plain``."""
+        wrapping = self._of.wrappings[index]
+        assert wrapping is not None
+        wrapping.point(compute, plain)
 
     def allocate(self, shard: torch.Tensor | None) -> None:
         """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""

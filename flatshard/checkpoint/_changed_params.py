@@ -44,7 +44,15 @@ Plan = list[list[PlacedPart]]
 
 
 class ChangedParams(NamedTuple):
-    """Elements of one flat shard of the rank that sends it."""
+    """Elements of one flat shard of the rank that sends it.
+
+    Example::
+
+        sent = flatshard.checkpoint.SentParams(model)
+        optimizer.step()
+        for changed in flatshard.checkpoint.iter_changed_params(sent):
+            print(changed.flat, changed.values.shape, changed.nbytes)
+    """
 
     flat: int  # which of the rank's, as in ``SentParams.plan``
     gaps: torch.Tensor | None  # uint8: distance to the element before, less one, from -1 on; None: all elements
@@ -61,6 +69,13 @@ class SentParams:
 
     Holds a copy of the rank's shards in that dtype. Of values that several ranks have (replicas, parameters that nobody
     shards) the first rank's are sent.
+
+    Example::
+
+        sent = flatshard.checkpoint.SentParams(model, dtype=torch.bfloat16)  # now the receiver gets all, and sent.plan
+        optimizer.step()
+        nbytes = sum(changed.nbytes for changed in flatshard.checkpoint.iter_changed_params(sent))
+        assert nbytes <= sent.nbytes
     """
 
     plan: Plan
@@ -113,6 +128,15 @@ def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
     No communication, and any rank may do without the others. One flat shard is compared at a time, and counts as sent when
     the next one is asked for. Where nothing has changed, nothing comes.
 
+    Example::
+
+        sent = flatshard.checkpoint.SentParams(model)
+        optimizer.step()
+        messages = list(flatshard.checkpoint.iter_changed_params(sent))  # from each rank to the receiver
+
+    Args:
+        since: what the receiver has. It is updated.
+
     Raises:
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
@@ -132,6 +156,14 @@ def _difference(number: int, now: torch.Tensor, sent: torch.Tensor) -> ChangedPa
 @torch.no_grad()
 def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, changed: ChangedParams) -> None:
     """Put ``changed`` into ``weights``, in place.
+
+    Example::
+
+        weights = flatshard.checkpoint.full_state_dict(model)  # the receiver's
+        sent = flatshard.checkpoint.SentParams(model)
+        optimizer.step()
+        for changed in flatshard.checkpoint.iter_changed_params(sent):
+            flatshard.checkpoint.apply_changed_params(weights, sent.plan, changed)  # this rank's elements are new
 
     Args:
         weights: whole tensors by name, as ``state_dict()`` of the plain model has them. A tied parameter may be there under
@@ -193,7 +225,9 @@ def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
     for _, buffers in flats:
         if buffers.placement.is_first_replica:
             params = [(p, at.start) for p, at in zip(buffers.params, buffers.slices, strict=True) if at.numel]
-            yield _OwnValues(buffers.shard, buffers.kind.compute_dtype, params)
+            # What is encoded depends on all values: encoded.py, [Note: Scales of encoded parameters].
+            dtype = buffers.options.compute_dtype or buffers.kind.dtype
+            yield _OwnValues(buffers.shard, dtype, params)
     if all(unit.handle.placement.is_rank0 for unit, _ in flats):
         for param in module.parameters():
             if not isinstance(param, ShardedParameter):

@@ -48,7 +48,13 @@ def save_checkpoint(
     Each rank writes its own parts to one file, with no collective on them. The directory appears when all is written, flushed
     to disk and every element accounted for; until then whatever was at ``path`` is as it was.
 
-    >>> save_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 500})
+    Example::
+
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 500}
+        flatshard.save_checkpoint("run/step-500", state)
+        saved = flatshard.save_checkpoint("run/step-501", state, wait=False)  # training goes on meanwhile
+        saved.result()
 
     Args:
         path: a directory that does not exist. Of a link: what it leads to.
@@ -114,7 +120,10 @@ def load_checkpoint(
     ``torch.distributed.checkpoint.save`` of any of these or of FSDP2. Each rank reads its own parts: once to see that they
     are as they were saved, and into their places when all ranks have seen that. Nothing in the files is executed.
 
-    >>> step = load_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "step": 0})["step"]
+    Example::
+
+        flatshard.save_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "step": 500})
+        step = flatshard.load_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "step": 0})["step"]
 
     Args:
         path: what ``save_checkpoint`` was given.

@@ -45,7 +45,15 @@ _PIECE = 2**20  # bytes under one key: stores limit them
 
 
 class MeetingError(RuntimeError):
-    """A rank did not come, or could not do its part: raised on all ranks that came."""
+    """A rank did not come, or could not do its part: raised on all ranks that came.
+
+    Example::
+
+        try:
+            flatshard.load_checkpoint("run/latest", {"model": model})
+        except flatshard.MeetingError as e:
+            print(e)  # what is missing, on which rank; nothing was changed on any
+    """
 
 
 class _SilentError(Exception):

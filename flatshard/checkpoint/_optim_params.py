@@ -216,6 +216,13 @@ def take_loaded(optimizer: Optimizer) -> None:
 def rekey(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:
     """An optimizer's state dict with its parameters named otherwise: by FQN, or by number as torch does.
 
+    Example::
+
+        plain = nn.Linear(2, 3)
+        adam = torch.optim.Adam(plain.parameters())
+        by_name = flatshard.checkpoint.rekey(adam.state_dict(), ["weight", "bias"])
+        by_number = flatshard.checkpoint.rekey(by_name, ["weight", "bias"], to="ids")
+
     Args:
         state: ``{"state": {key: ...}, "param_groups": [{"params": [key, ...], ...}]}``. Not changed; values are shared.
         names: the FQNs that the numbers 0, 1, ... stand for: those of the plain model's ``named_parameters()``, in the order

@@ -69,6 +69,14 @@ def optim_state_dict(
     By default without communication: sharded values share memory with the optimizer's, so ``torch.distributed.checkpoint``
     saves them as they are, and loads into them.
 
+    Example::
+
+        import torch.distributed.checkpoint as dcp
+
+        state = {"model": model.state_dict(), "optimizer": flatshard.checkpoint.optim_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id="run/dcp")
+        whole = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+
     Args:
         module: the sharded module that the optimizer's parameters come from.
         optim: an optimizer, or several: then their states and groups come in one dict.

@@ -27,7 +27,21 @@ from flatshard.checkpoint._state_dict import idle_flats
 def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str, Any], *, strict: bool = True) -> None:
     """Give ``optim`` the ``state`` that :func:`optim_state_dict` or an unsharded run gave. No communication.
 
-    Everything is looked at before anything is changed. Arguments and errors: :func:`optim_state_dict_to_load`.
+    Everything is looked at before anything is changed.
+
+    Example::
+
+        whole = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, whole)
+
+    Args:
+        module: the sharded module that the optimizer's parameters come from.
+        optim: the optimizer to load, or several that were saved together.
+        state: see :func:`optim_state_dict_to_load`.
+        strict: every parameter of ``optim`` is in a saved group, and everything saved belongs to ``optim``.
+
+    Raises:
+        ValueError, RuntimeError: see :func:`optim_state_dict_to_load`. Nothing is changed.
     """
     for optimizer, load in to_load(_names(module), optim, state, strict):
         optimizer.load_state_dict(load)
@@ -37,6 +51,12 @@ def optim_state_dict_to_load(
     module: nn.Module, optim: Optimizer, state: dict[str, Any], *, strict: bool = True
 ) -> dict[str, Any]:
     """``state`` as ``optim.load_state_dict`` takes it: by number, with this rank's parts. No communication.
+
+    Example::
+
+        whole = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+        state = flatshard.checkpoint.optim_state_dict_to_load(model, optimizer, whole)
+        optimizer.load_state_dict(state)
 
     Args:
         module: the sharded module that the optimizer's parameters come from.

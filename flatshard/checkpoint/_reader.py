@@ -73,10 +73,23 @@ class Reader(FileSystemReader):
 
     Everything that the load needs is looked at before anything is read into its place: files that are missing, cut off or
     outside of the directory, and the sums of what ``flatshard.checkpoint.Writer`` or ``save_checkpoint`` wrote.
+
+    Example::
+
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.Writer("run/dcp"))
+        state = model.state_dict()
+        dcp.load(state, storage_reader=flatshard.checkpoint.Reader("run/dcp"))
+        model.load_state_dict(state)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
-        """``verify``: False leaves out the sums, and with them one more reading of the files."""
+        """
+        Args:
+            path: the checkpoint's directory.
+            verify: False leaves out the sums, and with them one more reading of the files.
+        """
         super().__init__(path)
         self.progress: ByteCount | None = None
         self.digest = ""  # of the metadata: the same for all ranks that load one checkpoint
@@ -103,7 +116,7 @@ class Reader(FileSystemReader):
         """See torch.
 
         Raises:
-            ValueError: see :meth:`check`; nothing has been read.
+            ValueError: files are missing, cut off or damaged; nothing has been read.
         """
         pieces = []
         for item in plan.items:
@@ -128,7 +141,7 @@ class Reader(FileSystemReader):
         done: Callable[[Any], object],
         region: Region | None = None,
     ) -> EntryPiece:
-        """What is to be read of one entry: see :class:`EntryPiece`.
+        """Internal: what is to be read of one entry: see :class:`EntryPiece`.
 
         Raises:
             ValueError: the metadata does not say where it is.
@@ -151,7 +164,7 @@ class Reader(FileSystemReader):
         return EntryPiece(index, info, body, start, nbytes, dtype, region, target, done)
 
     def check(self, pieces: Sequence[EntryPiece]) -> None:
-        """What is to be read is there, and as it was saved.
+        """Internal: what is to be read is there, and as it was saved.
 
         Raises:
             ValueError: with the names of files that are missing, cut off, or outside of the directory, and of what is
@@ -184,7 +197,7 @@ class Reader(FileSystemReader):
             raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
 
     def check_same(self) -> None:
-        """The files are those that were looked at.
+        """Internal: the files are those that were looked at.
 
         Raises:
             ValueError: another save has replaced them.
@@ -194,7 +207,7 @@ class Reader(FileSystemReader):
                 raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
     def read(self, pieces: Sequence[EntryPiece]) -> None:
-        """Fill the targets of what has been checked.
+        """Internal: fill the targets of what has been checked.
 
         Raises:
             ValueError: another save has replaced the files.

@@ -59,6 +59,10 @@ def export_safetensors(
     that writes the file. Several files have an index, ``model.safetensors.index.json``, which is written last: a folder
     without is not complete.
 
+    Example::
+
+        flatshard.checkpoint.export_safetensors(model, "exported", dtype=torch.bfloat16)
+
     Args:
         module: a sharded module, or one that holds sharded ones.
         directory: made if it isn't there. It must have no safetensors files.

@@ -76,6 +76,13 @@ class ShardedValue(torch.Tensor):
 
     ``torch.distributed.checkpoint`` saves and loads it without communication, ``model.load_state_dict`` takes it. Operations
     on each element (arithmetic, ``.to(dtype)``, ``clone``, ``copy_``) run on the part; others raise.
+
+    Example::
+
+        value = model.state_dict()["4.weight"]
+        assert value.shape == (10, 64)
+        part = value.to_local()  # 1-D: this rank's elements
+        whole = value.full_tensor()  # on all ranks
     """
 
     _local: torch.Tensor  # 1-D, the part's elements in memory order
@@ -100,7 +107,7 @@ class ShardedValue(torch.Tensor):
 
     @property
     def ranks_around(self) -> list[int] | None:
-        """See ``ExpertRuntime``; None for what is no expert."""
+        """Internal: see ``ExpertRuntime``; None for what is no expert."""
         runtime = None if self._origin is None else self._origin.info.runtime
         return runtime.ranks_around if isinstance(runtime, ExpertRuntime) else None
 

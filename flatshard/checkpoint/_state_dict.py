@@ -47,6 +47,12 @@ def full_state_dict(
     model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own (for
     BatchNorm's statistics see ``flatshard.sync_buffers``).
 
+    Example::
+
+        whole = flatshard.checkpoint.full_state_dict(model, rank0_only=True)
+        if dist.get_rank() == 0:
+            torch.save(whole, "model.pt")
+
     Args:
         module: a sharded module, or one that holds sharded ones.
         rank0_only: only the first of all ranks gets the result; the others ``{}``, and hold at most one unit.
@@ -132,6 +138,11 @@ def iter_full_params(
     caller keeps, or the largest flat parameter. The tensors are the caller's own, where the parameters compute. Parameters
     nobody shards come last.
 
+    Example::
+
+        for name, tensor in flatshard.checkpoint.iter_full_params(model, dtype=torch.bfloat16):
+            print(name, tuple(tensor.shape))
+
     Args:
         module: a sharded module, or one that holds sharded ones.
         bucket_bytes: how much to gather at a time.
@@ -200,6 +211,10 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
     For ``torch.save`` and ``torch.load(weights_only=True)`` by each rank, where the same ranks come back in the same layout:
     restarts, snapshots in memory (``copy.deepcopy`` it). Anything else takes ``state_dict()``, which fits any layout.
 
+    Example::
+
+        torch.save(flatshard.checkpoint.local_state_dict(model), f"rank-{dist.get_rank()}.pt")
+
     Raises:
         ValueError: nothing in ``module`` is sharded.
         RuntimeError: called inside a forward or ``summon_full_params``.
@@ -215,6 +230,16 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
 
 def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     """Take back what :func:`local_state_dict` gave on this rank, for a model that is sharded in the same way.
+
+    Example::
+
+        snapshot = copy.deepcopy(flatshard.checkpoint.local_state_dict(model))
+        optimizer.step()
+        flatshard.checkpoint.load_local_state_dict(model, snapshot)
+
+    Args:
+        module: the sharded module.
+        state: what ``local_state_dict`` gave.
 
     Raises:
         ValueError: ``state`` is of another layout, rank, world size or format; the message says where. Nothing is changed.

@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -37,6 +38,18 @@ class Writer(FileSystemWriter):
     """``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``: one flushed file a rank, without copies.
 
     Any reader reads what it writes; ``flatshard.checkpoint.Reader`` verifies it.
+
+    Example::
+
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.Writer("run/dcp"))
+        state = model.state_dict()
+        dcp.load(state, storage_reader=flatshard.checkpoint.Reader("run/dcp"))
+        model.load_state_dict(state)
+
+    It is made as torch's ``FileSystemWriter`` is: the first argument is the directory. ``overwrite=False``
+    keeps one that exists.
     """
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
@@ -106,7 +119,9 @@ def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, which makes bytes of values at once, refuses what could not be loaded, and counts what it hands out."""
+    """torch's, which makes bytes of values at once, refuses what could not be loaded, takes what is not sharded from rank 0,
+    and counts what it hands out.
+    """
 
     def __init__(self, progress: ByteCount) -> None:
         super().__init__()
@@ -136,6 +151,16 @@ class SavePlanner(DefaultSavePlanner):
                 "a load would refuse these, as it executes nothing: make them tensors, numbers, strings, or lists and "
                 f"dicts of such; or name their classes to torch.serialization.add_safe_globals. {'; '.join(wrong)}"
             )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See torch, which takes what is not sharded from the ranks with the least to write: one module's from several."""
+        seen: set[Any] = set()
+        first = []
+        for plan in all_plans:
+            items = [i for i in plan.items if i.type is WriteItemType.SHARD or i.index not in seen]
+            seen.update(item.index for item in items)
+            first.append(replace(plan, items=items))
+        return super().create_global_plan(first)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """See torch."""

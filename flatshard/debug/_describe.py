@@ -16,15 +16,21 @@ from flatshard._handle.layout import ParamInfo
 
 @dataclass(frozen=True)
 class FlatDescription:
-    """One flat parameter of a unit."""
+    """One flat parameter of a unit: those of its parameters that are gathered together. Sizes are numbers of elements.
 
-    fqns: tuple[str, ...]
+    Example::
+
+        for flat in flatshard.describe(model).units[0].flats:
+            print(flat.fqns, flat.shapes, flat.dtype, flat.padded_numel - flat.numel)
+    """
+
+    fqns: tuple[str, ...]  # of its parameters
     shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
     dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
     grad_dtype: torch.dtype  # of ``.grad``; of several, the promoted one
     reduce_dtype: torch.dtype  # in which gradients are reduced
-    trainable: bool
+    trainable: bool  # whether its parameters require gradients; all do, or none
     numel: int  # elements of the whole parameters
     padded_numel: int  # elements on all ranks, with padding
     shard_numel: int  # elements on this rank, with padding
@@ -34,24 +40,36 @@ class FlatDescription:
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit."""
+    """One unit.
 
-    fqn: str
+    Example::
+
+        units = {unit.fqn: unit for unit in flatshard.describe(model).units}
+        print(units["0"].module, units["0"].strategy, units["0"].state)
+    """
+
+    fqn: str  # "" is the root
     module: str  # class name; "LayerNorm, Linear" for a unit of two modules
-    strategy: str
-    state: str
-    flats: tuple[FlatDescription, ...]
+    strategy: str  # a name of ``ShardingStrategy``
+    state: str  # "sharded" or "unsharded", for one
+    flats: tuple[FlatDescription, ...]  # one for each dtype, and for trainable and frozen parameters
     buffer_dtypes: tuple[torch.dtype, ...]  # of floating-point buffers in this unit and in no unit below it
     reshard_after_forward: bool | int | None = None  # None: the strategy's default; an int: to that many ranks
 
 
 @dataclass(frozen=True)
 class Description:
-    """All units of a module, in module order. ``str()`` is a table."""
+    """All units of a module, in module order. ``str()`` is a table.
+
+    Example::
+
+        description = flatshard.describe(model)
+        print(description.numel, "elements in all,", description.shard_nbytes, "bytes here")
+    """
 
     units: tuple[UnitDescription, ...]
-    world_size: int
-    device: torch.device
+    world_size: int  # ranks that parameters are sharded over
+    device: torch.device  # where they compute
     verbose: bool = False  # `str()` lists every parameter
 
     @property
@@ -142,11 +160,16 @@ def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
-    """The units that own ``module``'s parameters: FQNs, sizes, padding, dtypes, strategy, state.
+    """The units that own ``module``'s parameters: FQNs, sizes, padding, dtypes, strategy, state. No communication.
 
-    ``print(describe(model))`` is a table.
+    Example::
 
-    ``verbose``: the table lists every parameter with its shape, below its unit.
+        print(flatshard.describe(model))  # a table
+        numel = sum(flat.numel for unit in flatshard.describe(model).units for flat in unit.flats)
+
+    Args:
+        module: any module with sharded parameters.
+        verbose: the table lists every parameter with its shape, below its unit.
 
     Raises:
         TypeError: ``module`` is no module.

@@ -34,6 +34,11 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
     forward. It reads all values once, on the CPU. It takes one collective of 8 bytes per parameter for each process group,
     and a second small one, so that all ranks raise.
 
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, strategy=flatshard.ShardingStrategy.NO_SHARD)
+        flatshard.debug.check_replicas(model, buffers=True)
+
     Args:
         module: a sharded module, or one that contains sharded modules.
         buffers: also compare buffers. (The running statistics of BatchNorm differ, because each rank has its own data, until

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import model_summary as summaries
@@ -80,6 +80,7 @@ class FlatshardStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the model, in ``trainer.validate`` too, and build the optimizers over its parameters."""
         assert self.accelerator is not None
+        _refuse_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
         module: Any = self.lightning_module
@@ -181,6 +182,18 @@ class _Summary(summaries.ModelSummary):
     @property
     def param_nums(self) -> list[int]:
         return [flatshard.tensors.num_parameters(layer._module) for layer in self._layer_summary.values()]
+
+
+def _refuse_averages(callbacks: Iterable[Any]) -> None:
+    """Raise for callbacks that average whole parameters: they copy the model before it is sharded."""
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise TypeError(
+                f"{type(callback).__name__} copies the model before FlatshardStrategy shards it, so that its parameters "
+                "have other shapes. Average each rank's parts in a callback of your own: in on_fit_start "
+                "`averages = [p.detach().clone() for p in pl_module.parameters()]`, in on_train_batch_end "
+                "`average.lerp_(p.detach(), 1 - decay)` for each, and at the end `p.data.copy_(average)`"
+            )
 
 
 def _summary(callback: ModelSummary, trainer: Any, module: nn.Module) -> summaries.ModelSummary:

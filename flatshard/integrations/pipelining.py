@@ -2,7 +2,8 @@
 
 Interleaved, looped, zero-bubble and V schedules have actions ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``, which torch
 carries out for its own FSDP only. ``prepare`` registers flatshard's: a stage is gathered where the schedule says so, stays so
-for all microbatches until it is resharded, and its gradients are reduced once per step. ``ScheduleGPipe`` and
+for all microbatches until it is resharded, and its gradients are reduced once per step. The action starts the reductions,
+which go on while other stages compute, and the rank's last such action of a step waits for all of them. ``ScheduleGPipe`` and
 ``Schedule1F1B`` have no such actions: run their steps inside ``flatshard.no_sync(stage.submod)``, and call
 ``flatshard.reduce_gradients(stage.submod)`` afterwards.
 
@@ -32,6 +33,7 @@ def prepare(schedule: Any, stages: Sequence[Any]) -> None:
 
     Gradients are averaged over the ranks of the units, and divided by the number of microbatches if the schedule scales
     gradients (``scale_grads=True``, its default). Their backwards outside of the schedule don't reduce gradients any more.
+    If a schedule of yours leaves out ``REDUCE_GRAD`` of a stage, call ``flatshard.reduce_gradients(stage.submod)`` after it.
 
     Raises:
         TypeError: the schedule has no such actions.
@@ -49,9 +51,23 @@ def prepare(schedule: Any, stages: Sequence[Any]) -> None:
         stage.split_backward()
     schedule.register_custom_function(UNSHARD, lambda action, _: prepared[action.stage_index].unshard())
     schedule.register_custom_function(RESHARD, lambda action, _: prepared[action.stage_index].reshard())
-    schedule.register_custom_function(
-        REDUCE_GRAD, lambda action, ctx: prepared[action.stage_index].reduce(ctx.schedule_ref)
-    )
+    started: dict[int, Any] = {}  # in this step; or in one that failed, whose entries are replaced before they are used
+
+    def reduce(action: Any, context: Any) -> None:
+        schedule = context.schedule_ref
+        planned = [each for each in schedule.pipeline_order_with_comms[schedule.rank] if _reduces(each)]
+        stage = prepared[action.stage_index]
+        started[action.stage_index] = flatshard.reduce_gradients(stage.module, async_op=True)
+        if action == planned[-1]:
+            for each in planned:
+                started.pop(each.stage_index).wait()
+                prepared[each.stage_index].scale(schedule)
+
+    schedule.register_custom_function(REDUCE_GRAD, reduce)
+
+
+def _reduces(action: Any) -> bool:
+    return action is not None and action.computation_type == REDUCE_GRAD
 
 
 class _Stage:
@@ -71,8 +87,7 @@ class _Stage:
     def reshard(self) -> None:
         self._kept.close()
 
-    def reduce(self, schedule: Any) -> None:
-        flatshard.reduce_gradients(self.module)
+    def scale(self, schedule: Any) -> None:
         if schedule.scale_grads:
             self._stage.scale_grads(schedule._n_microbatches)
 

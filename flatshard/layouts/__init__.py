@@ -1,6 +1,5 @@
 """Layouts: where a parameter may be cut between ranks, for ``fully_shard(layout=...)``.
 
-[Note: Padding and its limit]
 All shards of a flat parameter have the same size, so that a collective is one call on one buffer. If parameters cannot be cut
 anywhere, there must be padding between them. It takes memory in the shards, and bytes in every collective. The limit
 ``max_padding`` is about the elements that a layout needs in addition to the ``Elements`` layout of the same parameters, as a
@@ -18,13 +17,20 @@ from torch import nn
 
 from flatshard._errors import name_list
 
+__all__ = ["Blocks", "Elements", "Rows", "Whole"]
+
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Cut between any two elements (the default), almost without padding. A rank's part of a parameter is 1-D."""
+    """Cut between any two elements (the default), almost without padding. A rank's part of a parameter is 1-D.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Elements())
+    """
 
     def block(self, shape: Sequence[int]) -> int:
-        """Parameters are cut between blocks of so many elements."""
+        """Internal: parameters are cut between blocks of so many elements."""
         return 1
 
 
@@ -47,12 +53,20 @@ class Rows(_Aligned):
 
     Use it for rules by ``p.ndim``, row-wise quantisation, and statistics of rows. For stacked experts ``(E, m, n)`` it keeps
     each expert's matrix whole. A scalar is treated as by ``Elements``.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Rows(strict=True, max_padding=0.5))
+
+    Raises:
+        ValueError: ``multiple`` is not an int of at least 1, ``max_padding`` is negative, or ``strict`` is no bool.
     """
 
     multiple: int = 1
     """Cut between groups of this many rows, counted from the first."""
     max_padding: float = 0.1
-    """With more padding the flat parameter is cut as by ``Elements``, with a warning. [Note: Padding and its limit]"""
+    """With more padding the flat parameter is cut as by ``Elements``, with a warning. It is a fraction of the elements:
+    0.1 is a tenth."""
     strict: bool = False
     """Raise an error instead of this warning."""
 
@@ -61,7 +75,7 @@ class Rows(_Aligned):
         _check_count(self, "multiple", self.multiple)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Parameters are cut between blocks of so many elements."""
+        """Internal: parameters are cut between blocks of so many elements."""
         return self.multiple * math.prod(shape[1:]) if shape else 1
 
 
@@ -70,9 +84,17 @@ class Blocks(_Aligned):
     """Cut between blocks of ``numel`` elements, counted in memory order from the parameter's start. A rank's part is 1-D.
 
     Use it for optimizers and formats that quantise in blocks: each block, with its scale, is on one rank.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Blocks(64))
+
+    Raises:
+        ValueError: ``numel`` is not an int of at least 1, ``max_padding`` is negative, or ``strict`` is no bool.
     """
 
     numel: int
+    """Elements of a block. A parameter's last block may be shorter."""
     max_padding: float = 0.1
     """As in :class:`Rows`."""
     strict: bool = False
@@ -83,7 +105,7 @@ class Blocks(_Aligned):
         _check_count(self, "numel", self.numel)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Parameters are cut between blocks of so many elements."""
+        """Internal: parameters are cut between blocks of so many elements."""
         return self.numel
 
 
@@ -95,8 +117,16 @@ class Whole(_Aligned):
     ``max_padding``, its parameters are cut as by ``Elements``, with a warning. ``max_padding=math.inf`` never cuts.
 
     Use it for optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB). Each rank steps its own parameters,
-    without communication. Ranks get about the same number of elements in each unit, and about the same work over all units.
-    It takes little padding where units have several times more matrices than there are ranks (experts), or ranks are few.
+    without communication: what is computed from ``p`` or ``p.grad`` is the owner's. Ranks get about the same number of
+    elements in each unit, and about the same work over all units. It takes little padding where units have several times more
+    matrices than there are ranks (experts), or ranks are few.
+
+    Example::
+
+        flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Whole(max_padding=math.inf))
+
+    Raises:
+        ValueError: ``max_padding`` is negative, or ``strict`` is no bool.
     """
 
     max_padding: float = 0.5
@@ -108,7 +138,7 @@ class Whole(_Aligned):
         self._check(self.max_padding, self.strict)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Parameters are cut between blocks of so many elements."""
+        """Internal: parameters are cut between blocks of so many elements."""
         return max(1, math.prod(shape))
 
 

@@ -24,15 +24,17 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
 
     Raises:
-        RuntimeError: parameters are on the meta device.
+        RuntimeError: parameters are on the meta device, or gradients are being reduced (``reduce_gradients(async_op=True)``).
         ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding; an
             optimizer cannot treat them differently; or parameters from outside of ``module``. Or nothing in ``module`` is
             sharded.
     """
     units = units_of(module, "flat_parameters")
     _check_all_inside(module, units)
-    flats = [flat for unit in units for flat in unit.handle.flats]
+    flats = {flat: unit.handle for unit in units for flat in unit.handle.flats}
     check_has_memory([unit.handle for unit in units], "flat_parameters")
+    for unit in units:
+        unit.handle.gradients.check_not_deferred("flat_parameters was called")
     for flat in flats:
         if len({p.requires_grad for p in flat.params}) > 1:
             frozen = [i.fqn for p, i in zip(flat.params, flat.layout.params, strict=True) if not p.requires_grad]
@@ -41,9 +43,9 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 "flat parameters would change them (weight decay). Freeze before fully_shard, or use module.parameters()"
             )
     result = []
-    for flat in flats:
+    for flat, handle in flats.items():
         if flat.params[0].requires_grad:
-            param = flat.gradients.use_shard_param(_info_of(flat))
+            param = handle.use_flat_parameter(flat, _info_of(flat))
             param.fqns = tuple(info.fqn for info in flat.layout.params)  # type: ignore[attr-defined]
             result.append(param)
     return result

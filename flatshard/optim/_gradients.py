@@ -32,6 +32,12 @@ def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite
     do parameters of ``NO_SHARD`` units and ignored ones. Parameters without a gradient do not count. The gradients of
     ignored parameters may differ between ranks; their norms are averaged over the ranks.
 
+    Example::
+
+        norm = flatshard.optim.get_total_norm(model)
+        if norm.isfinite():  # the same on all ranks
+            optimizer.step()
+
     Args:
         module: a sharded module, a module that contains sharded ones (on any number of process groups), or a submodule of a
             sharded one.
@@ -57,12 +63,24 @@ def clip_grad_norm_(
     """Scale all gradients of ``module`` in place, so that their norm over all ranks is at most ``max_norm``.
 
     Like ``torch.nn.utils.clip_grad_norm_``, it multiplies gradients by ``min(1, max_norm / (norm + 1e-6))``. The host does
-    not wait for an accelerator unless ``error_if_nonfinite`` is set.
+    not wait for an accelerator unless ``error_if_nonfinite`` is set. Every rank must call it.
 
-    Args, Raises: see :func:`get_total_norm`. If it raises, no gradient has changed.
+    Example::
+
+        norm = flatshard.clip_grad_norm_(model, max_norm=1.0)
+        optimizer.step()
+
+    Args:
+        module: see :func:`flatshard.optim.get_total_norm`, for the other arguments, too.
+        max_norm: what the norm is at most, afterwards.
+        norm_type: the order of the norm.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
 
     Returns:
-        The norm before clipping; see :func:`get_total_norm`.
+        The norm before clipping: a 0-dim tensor, the same on all ranks.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: see :func:`flatshard.optim.get_total_norm`. No gradient has changed.
     """
     gradients = _gradients_of(module, "clip_grad_norm_")
     total = _total_norm(gradients, norm_type, error_if_nonfinite)
@@ -75,7 +93,13 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """One parameter's gradient over all ranks."""
+    """One parameter's gradient over all ranks.
+
+    Example::
+
+        found = flatshard.optim.gradient_statistics(model)["0.up.weight"]
+        assert found.numel == 256 * 64 and found.max_abs <= found.norm
+    """
 
     norm: float
     """The 2-norm."""
@@ -96,6 +120,12 @@ def gradient_statistics(module: nn.Module) -> dict[str, GradientStatistics]:
     differ. It takes two all-reduces for each process group in ``module``, and twice as many with tensor parallelism. The
     host waits for an accelerator. A shared parameter has its first name. A parameter that has a gradient on no rank is left
     out.
+
+    Example::
+
+        for fqn, found in flatshard.optim.gradient_statistics(model).items():
+            if found.nonfinite:
+                print(f"{fqn}: {found.nonfinite} of {found.numel} elements are infinite or NaN")
 
     Raises:
         RuntimeError, NotImplementedError: see :func:`get_total_norm`.

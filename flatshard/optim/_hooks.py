@@ -81,7 +81,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_shapes(optimizer, params)
         hook_optimizer(optimizer)
         take_loaded(optimizer)
-        _warn_of_lost_rule(optimizer)
+        _check_lost_rule(optimizer)
     _looked_at.add(optimizer)
 
 
@@ -190,6 +190,15 @@ def steps_parts(optimizer: Optimizer) -> bool:
 
     False only where its first step would raise because it looks at more than single elements, and ranks have parts of its
     parameters. All ranks come to the same result, without communication. Nothing is stepped.
+
+    Example::
+
+        optimizer = torch.optim.Adafactor(model.parameters())
+        if not flatshard.optim.steps_parts(optimizer):
+            optimizer = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+
+    Args:
+        optimizer: any optimizer, before its first step.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step warns
@@ -266,8 +275,12 @@ def _block_of(param: nn.Parameter) -> int:
     return 1 if flat is None or index is None else flat.layout.params[index].block
 
 
-def _warn_of_lost_rule(optimizer: Optimizer) -> None:
-    """Warn if it looks as if a rule like ``p.ndim <= 1`` took matrices for vectors, because their parts are 1-D."""
+def _check_lost_rule(optimizer: Optimizer) -> None:
+    """Look whether a rule like ``len(p.shape) <= 1`` took matrices for vectors, because their parts are 1-D.
+
+    Raises:
+        RuntimeError: it did: a group with weight decay is empty, and one without has both. If it only looks so, this warns.
+    """
     settings = optimizer.param_groups
     filled = [each for each in settings if each["params"]]
     default = optimizer.defaults.get("weight_decay")
@@ -276,13 +289,15 @@ def _warn_of_lost_rule(optimizer: Optimizer) -> None:
     cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and p.dim() == 1 and not hasattr(p, "fqns")]
     if cut and len(cut) < len(filled[0]["params"]):
         decay, names = filled[0].get("weight_decay"), name_list((p._flatshard_info.fqn for p in cut), 3)
-        warnings.warn(
+        told = (
             f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices such "
-            f"as {names}, and vectors. If a rule on p.ndim or p.shape made the groups: it sees this rank's parts, which are "
-            "1-D. Use len(flatshard.full_shape(p)) in the rule, make the groups before fully_shard, or shard with "
-            "layout=flatshard.layouts.Rows()",
-            stacklevel=4,
+            f"as {names}, and vectors. If a rule on p.shape or p.dim() made the groups: it sees this rank's parts, which are "
+            "1-D. Use p.ndim or len(flatshard.full_shape(p)) in the rule, make the groups before fully_shard, or shard with "
+            "layout=flatshard.layouts.Rows()"
         )
+        if not decay and any(not each["params"] and each.get("weight_decay") for each in settings):
+            raise RuntimeError(f"{told}. If it is meant, leave the empty group out")
+        warnings.warn(told, stacklevel=4)
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
@@ -291,6 +306,12 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
     All ranks come to the same result, without communication. flatshard calls it before the first step of optimizers named
     Muon, Shampoo, SOAP, LAMB, LARS, Adafactor and similar, unless they have an attribute ``works_on_shards = True``.
     Optimizers of classes that it does not know it tries on a small matrix.
+
+    Example::
+
+        whole = flatshard.layouts.Whole(max_padding=math.inf)
+        flatshard.fully_shard(model, policy={Block}, layout=whole)
+        flatshard.optim.check_whole_parameters(model.parameters(), "MyShampoo")
 
     Args:
         params: sharded and plain parameters.

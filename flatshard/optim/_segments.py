@@ -21,8 +21,10 @@ def segment_reduce(
     This takes one all-reduce for each process group among ``params``, for any number of parameters. It takes none if every
     parameter is whole on every rank. Every rank must call it, for the same parameters in the same order.
 
-    Example, the trust ratios of LAMB and LARS::
+    The trust ratios of LAMB and LARS::
 
+        params = [p for p in model.parameters() if p.grad is not None]
+        updates = [0.01 * p.grad for p in params]
         norms = flatshard.optim.segment_reduce([*params, *updates], [*params, *params])
         ratios = norms[: len(params)] / norms[len(params) :]
 

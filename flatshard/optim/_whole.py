@@ -33,8 +33,8 @@ class WholeParameterOptimizer(Optimizer):
 
     Example::
 
-        matrices = [p for p in model.blocks.parameters() if len(flatshard.full_shape(p)) == 2]
-        rest = ...
+        matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) == 2]
+        rest = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
         optimizers = [
             flatshard.optim.WholeParameterOptimizer(matrices, torch.optim.Muon, lr=0.02),
             torch.optim.AdamW(rest),
@@ -135,7 +135,7 @@ class WholeParameterOptimizer(Optimizer):
         _copy_options(self._inner.param_groups, self.param_groups)
 
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
-        """The state that a first step would create for ``param``, and the options that ``group`` would have.
+        """Internal: the state that a first step would create for ``param``, and the options that ``group`` would have.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """

@@ -1,7 +1,8 @@
 """``plan``: the units, collectives and memory of a step, without a process group or a GPU.
 
-``_plan.py`` is the entry. ``_program.py`` shards a copy of the module on the meta device, and runs steps. ``_recording.py``
-records their collectives, operations and memory. ``_report.py`` shows the result.
+It shards a copy of the module on the meta device, and runs steps. It records their collectives, operations and memory.
+
+>>> print(flatshard.plan(model, policy={Block}, world_size=64))
 """
 
 from flatshard.planning._plan import plan

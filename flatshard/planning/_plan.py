@@ -1,4 +1,8 @@
-"""``plan``: what ``fully_shard`` would build, and what a step takes and sends."""
+"""``plan``: what ``fully_shard`` would build, and what a step takes and sends.
+
+``_program.py`` shards a copy of the module on the meta device, and runs steps. ``_recording.py`` records their collectives,
+operations and memory. ``_report.py`` shows the result.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +64,8 @@ def plan(
 
     Example::
 
-        with torch.device("meta"):
-            model = GPT(...)
-        plan = flatshard.plan(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW)
-        print(plan)
-        plan.plot("step.svg")  # the memory over a step; needs matplotlib
+        plan = flatshard.plan(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW, example_inputs=(batch,))
+        print(plan)  # plan.plot("step.svg") draws the memory over a step; needs matplotlib
 
     The result is about the second step and later ones. Gradients are dropped (``zero_grad()``) before forward. Without
     ``example_inputs`` it assumes that modules run one after the other, each once, in the order in which they are registered,
@@ -73,8 +74,8 @@ def plan(
 
     Args:
         module: the whole module on any device; on meta it takes no memory. It is deep-copied, and not changed.
-        policy, mixed_precision, cpu_offload, ignored_states, backward_prefetch, forward_prefetch, prefetch_limit_bytes,
-            reshard_after_forward, layout, static_buffers: as for :func:`fully_shard`. With collectives that have an
+        policy, mixed_precision, cpu_offload, ignored_states, backward_prefetch, forward_prefetch: as for :func:`fully_shard`.
+        prefetch_limit_bytes, reshard_after_forward, layout, static_buffers: the same. With collectives that have an
             ``allocate``, pass ``static_buffers=True``.
         world_size: the number of ranks. For hybrid strategies it may be (replicas, ranks to shard over), like the shape of a
             2-D mesh. With a single number they shard within a node of ``ranks_per_node``.

@@ -24,13 +24,19 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a step."""
+    """One collective of a step.
+
+    Example::
+
+        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        gathered = sum(c.nbytes for c in plan.collectives if c.kind == "all-gather")
+    """
 
     kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
     unit: str  # FQN
     phase: str  # "forward" or "backward"
     nbytes: int  # of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
-    ranks: int
+    ranks: int  # of its group
     group: str  # "shards", "inner" (the smaller group that a unit reshards to) or "replicas"
 
     @property
@@ -42,7 +48,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank, by category."""
+    """Bytes on one rank, by category.
+
+    Example::
+
+        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        memory = plan.total_peak.memory
+        print(memory.shards, memory.gradients, memory.unsharded, memory.total)
+    """
 
     shards: int = 0  # this rank's part of the parameters, with padding
     gradients: int = 0  # `.grad`: this rank's part, with padding, from the reduction to `zero_grad`
@@ -67,19 +80,32 @@ CATEGORIES = tuple(f.name for f in fields(Memory))
 
 
 class Sample(NamedTuple):
-    """What is in memory at one time of a step."""
+    """What is in memory at one time of a step.
+
+    Example::
+
+        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        for sample in plan.samples:
+            print(sample.phase, sample.unit, sample.device.total)
+    """
 
     phase: str  # "forward", "backward" or "optimizer"
     unit: str  # that runs then
-    device: Memory
-    host: Memory
+    device: Memory  # on the device
+    host: Memory  # in host memory, with ``cpu_offload``
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that are in memory at the same time, and their categories."""
+    """The most bytes that are in memory at the same time, and their categories.
 
-    nbytes: int
-    memory: Memory
-    phase: str
-    unit: str
+    Example::
+
+        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        print(plan.peak.nbytes, plan.peak.phase, plan.peak.unit)
+    """
+
+    nbytes: int  # at the peak
+    memory: Memory  # by category
+    phase: str  # "forward", "backward" or "optimizer"
+    unit: str  # the FQN of the unit that runs then; "" is the root

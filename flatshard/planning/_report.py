@@ -15,12 +15,19 @@ from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ra
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan(UnitDescription):
-    """One unit, as ``describe`` would show it, and its bytes on one rank."""
+    """One unit, as ``describe`` would show it, and its bytes on one rank.
 
-    shard_nbytes: int
+    Example::
+
+        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        largest = max(plan.units, key=lambda unit: unit.unsharded_nbytes)
+        print(largest.fqn, largest.shard_nbytes, largest.sent_nbytes)
+    """
+
+    shard_nbytes: int  # of its parameters between steps
     gradient_nbytes: int  # of `.grad`
-    optimizer_nbytes: int
-    unsharded_nbytes: int
+    optimizer_nbytes: int  # of the optimizer's state
+    unsharded_nbytes: int  # of the gathered parameters
     reduction_nbytes: int  # the input and the output of its reduction
     collectives: int  # in a step
     sent_nbytes: int  # in a step: see ``Collective.sent_nbytes``
@@ -37,12 +44,19 @@ class UnitPlan(UnitDescription):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of :func:`plan`. ``print`` shows it as tables. Sizes are bytes on the rank that has most elements."""
+    """The result of :func:`plan`. ``print`` shows it as tables. Sizes are bytes on the rank that has most elements.
+
+    Example::
+
+        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        print(plan)
+        print(plan.total_peak.nbytes, [other.strategy for other in plan.others])
+    """
 
     module: str  # class name
-    strategy: str
+    strategy: str  # a name of ``ShardingStrategy``
     world_size: Ranks  # (replicas, ranks to shard over)
-    device: str
+    device: str  # its type
     units: tuple[UnitPlan, ...]  # in module order
     samples: tuple[Sample, ...]
     """What is in memory from the beginning of a step to its end: one for each change of memory or place."""
@@ -52,8 +66,8 @@ class Plan:
     """Floating-point operations of a step on a rank, as torch's flop counter counts them. None: without example inputs."""
     others: tuple[Plan, ...]
     """The same with the other strategies, with ``compare``."""
-    warnings: tuple[str, ...]
-    assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]  # what is probably not meant
+    assumptions: tuple[str, ...]  # what the numbers rest on
 
     @property
     def title(self) -> str:

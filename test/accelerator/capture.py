@@ -22,13 +22,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulates": {"micro": 2},
     "holds": {"micro": 2, "holds": True},
     "clips": {"clips": True},
+    "finalized": {"finalized": True},
+    "finalized_held": {"finalized": True, "micro": 2, "holds": True},
+    "kept_storage": {"keeps": True},
 }
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
 
 
-def step(env: Env, micro: int = 1, holds: bool = False, clips: bool = False, **options: Any) -> Any:
+def step(
+    env: Env,
+    micro: int = 1,
+    holds: bool = False,
+    clips: bool = False,
+    finalized: bool = False,
+    keeps: bool = False,
+    **options: Any,
+) -> Any:
     """As the documentation of ``torch.cuda.graph`` says: warm-up on a side stream, then the capture on another one."""
     model = env.shard(env.make(), **options)
+    flatshard.configure(model, manual_finalization=finalized, keep_unsharded_storage=keeps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     batch = env.batch(0)
 
@@ -39,6 +51,8 @@ def step(env: Env, micro: int = 1, holds: bool = False, clips: bool = False, **o
                 flatshard.configure(model, gradient_sync=i == micro - 1)
             loss = mean_square(model(batch))
             loss.backward()
+        if finalized:
+            flatshard.reduce_gradients(model, async_op=True).wait()
         if clips:
             flatshard.clip_grad_norm_(model, 0.1)
         optimizer.step()

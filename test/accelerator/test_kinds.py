@@ -75,6 +75,20 @@ def odd(env: Env, **options: Any) -> Any:
     return numbers(model)
 
 
+@cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}, "offload": {"cpu_offload": CPUOffload(True)}})
+def wide_gradients(env: Env, **options: Any) -> Any:
+    """Gradients of two dtypes in a flat parameter."""
+    model = env.shard(env.make(), **options)
+    for name, param in model.named_parameters():
+        if "bias" not in name:
+            param.grad_dtype = torch.float64
+    for step in range(3):
+        with env.steady(step == 2 and "cpu_offload" not in options):
+            mean_square(model(env.batch(step))).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32, torch.float64}
+    return numbers(model)
+
+
 @cases.add({"odd": {"make": Odds}, "hybrid": {"make": Odds}}, ranks=4)
 def replicated_odd(env: Env, make: Any) -> Any:
     mesh = env.mesh((2, env.size // 2), "replicate", "shard")

@@ -175,6 +175,66 @@ def reduced_at_the_end(env: Env) -> Any:
     return numbers(model)
 
 
+@cases.add(
+    {
+        "full": {},
+        "held": {"holds": True},
+        "grad_op": {"strategy": S.SHARD_GRAD_OP},
+        "not_sharded": {"strategy": S.NO_SHARD},
+        "bf16_held": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "static_buffers": {"static_buffers": True},
+        "offload": {"cpu_offload": CPUOffload(True)},
+        "offload_held": {"cpu_offload": CPUOffload(True), "holds": True},
+        "kept_storage": {"keeps": True},
+        "on_streams": {"on_streams": True},
+    },
+    **BF16,
+)
+def finalized_later(
+    env: Env, holds: bool = False, keeps: bool = False, on_streams: bool = False, micro: int = 2, **options: Any
+) -> Any:
+    """The user ends backwards, while another model computes on the same group, perhaps on another stream."""
+    model, other = env.shard(env.make(), **options), env.shard(env.make(seed=1))
+    flatshard.configure(model, manual_finalization=True, keep_unsharded_storage=keeps)
+    optimizers = [sgd(m.parameters()) for m in (model, other)]
+    for step in range(3):
+        batches = [env.batch(10 * step + i) for i in range(micro)]
+        with env.steady(step == 2 and "cpu_offload" not in options):
+            for i, batch in enumerate(batches):
+                flatshard.configure(model, gradient_sync=not holds)
+                with env.side_stream() if on_streams and i else contextlib.nullcontext():
+                    mean_square(model(batch)).backward()
+            handle = flatshard.reduce_gradients(model, async_op=True)
+            with env.side_stream() if on_streams else contextlib.nullcontext():
+                mean_square(other(batches[0])).backward()
+            optimizers[1].step()
+            handle.wait()
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return numbers(model), numbers(other)
+
+
+@cases.add({"hybrid": {}, "all_reduced_later": {"all_reduce": False}}, ranks=4)
+def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
+    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
+    model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
+    flatshard.configure(model, manual_finalization=True)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        batches = [env.batch(10 * step + i) for i in range(2)]
+        with env.steady(step == 2):
+            optimizer.zero_grad()
+            for i, batch in enumerate(batches):
+                flatshard.configure(model, all_reduce=all_reduce or i == 1)
+                mean_square(model(batch)).backward()
+                handle = flatshard.reduce_gradients(model, async_op=True)
+                if i:
+                    handle.wait()
+            optimizer.step()
+    return numbers(model)
+
+
 # -- offload ---------------------------------------------------------------------------------------------------------
 
 

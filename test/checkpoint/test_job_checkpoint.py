@@ -248,6 +248,28 @@ def keep_anything(ctx, path: str) -> None:
         assert_same(flatshard.checkpoint.full_state_dict(model), expected)
 
 
+def ranks_own_values(ctx: Any, directory: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
+    fully_shard(model, process_group=ctx.group)
+    buffers = dict(model.named_buffers())
+    for buffer in buffers.values():
+        buffer.fill_(ctx.rank)
+    state = {"model": model, "numbers": [torch.full((n,), ctx.rank) for n in range(1, 6)], "own": ctx.rank}
+    save_checkpoint(f"{directory}/own", state, process_group=ctx.group)
+    for buffer in buffers.values():
+        buffer.fill_(9)
+    loaded = load_checkpoint(f"{directory}/own", state, process_group=ctx.group)
+    found = {name: buffer.unique().tolist() for name, buffer in buffers.items()}
+    found |= {f"number {n}": number.unique().tolist() for n, number in enumerate(loaded["numbers"])}
+    assert found == {name: [0] for name in found}, found
+    assert loaded["own"] == 0
+
+
+def test_of_what_is_not_sharded_rank_0s_is_saved(pool, tmp_path):
+    """Not one tensor of one rank, the next of another."""
+    pool.run(ranks_own_values, str(tmp_path), world_size=3)
+
+
 def test_stateful_objects_and_plain_values(pool, tmp_path):
     pool.run(keep_anything, str(tmp_path), world_size=2)
 

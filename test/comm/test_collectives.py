@@ -395,10 +395,11 @@ def test_reductions_may_have_a_group_of_their_own(pool):
 def reconfigured(ctx) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(2, 2)), policy={nn.Linear}, process_group=ctx.group)
     model(torch.ones(1, 2)).sum().backward()
-    builtin = type(unit_of(model[0]).context.runtime._builtin)
+    builtin = unit_of(model[0]).context.runtime._builtin
     message = r"the all-gather of unit '0' was not issued: its process group was reconfigured.*destroy_process_group"
     with (
-        mock.patch.object(builtin, "has_changed", new=True),
+        mock.patch.object(builtin, "may_change", new=True),
+        mock.patch.object(builtin, "has_changed", return_value=True),
         pytest.raises(flatshard.CollectiveError, match=message),
     ):
         model(torch.ones(1, 2))

@@ -113,6 +113,30 @@ def test_when_a_rank_is_lost_the_others_say_where(pool, monkeypatch, how, where,
         assert lead in failure.message  # before gloo's text
 
 
+def lose_a_rank_in_a_norm(ctx) -> None:
+    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=4))
+    model = Net(blocks=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_config, "WATCH_SECONDS", 0)
+        patch.setattr(_config, "ORDER_CHECK", "off")
+        fully_shard(model, policy={Block}, process_group=group)
+    model(make_input(0, 2)).sum().backward()
+    if ctx.rank == ctx.world_size - 1:
+        go("dies")
+    model.head.weight.grad.norm()
+
+
+def test_a_norm_with_a_dead_rank(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "GRACE", 30.0)
+    with pytest.raises(RankFailure) as e:
+        pool.run(lose_a_rank_in_a_norm, world_size=3, timeout=40)
+    others = [f for f in e.value.failures if f.rank != 2]
+    assert [(f.rank, f.kind, f.type_name) for f in others] == [(r, "raised", "CollectiveError") for r in (0, 1)]
+    for failure in others:
+        what = "the all-reduce for the norm of order 2.0 of the gradient of 'head.weight' failed"
+        assert failure.message.startswith(f"{what} on rank {failure.rank} of 3"), failure.message
+
+
 class FailsInWait(Recording):
     """One collective, the n-th of its kind, fails when it is waited for, after it has really ended."""
 

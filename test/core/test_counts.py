@@ -589,3 +589,48 @@ frozen            1,502,976    483,548  2,228,592  157  9GRGRG2R
 shared            1,726,464    630,876  3,434,864  199  7GRGRG3R
 resharded to 2    1,802,496    631,644  4,336,752  233  8GRGRG3R""",
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls in an optimizer's step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def calls_of_a_step(make: Callable[..., torch.optim.Optimizer], is_sharded: bool) -> int:
+    """The calls of Python and C functions in a step of 20 parameters."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    if is_sharded:
+        fully_shard(model, policy={nn.Linear})
+    optimizer = make(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # makes its state
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    # A function of a gradient costs four calls, and one whose result is another part costs ten.
+    {
+        "SGD": 6, "AdamW": 10, "Adam": 10, "Adagrad": 10, "RMSprop": 10, "RAdam": 10, "NAdam": 14, "Adadelta": 10, "ASGD": 6,
+        "Adamax": 35, "Rprop": 90,
+    }.items(),
+)  # fmt: skip
+def test_a_step_of_parts_costs_few_calls(world, name, most):
+    """``most``: for each parameter, if an optimizer steps one after the other. In a step of all together: hardly any."""
+    world(2)
+    for options, allowed in ({"foreach": False}, 20 * most + 30), ({"foreach": True}, 40):
+        make = functools.partial(getattr(torch.optim, name), lr=0.1, **options)
+        assert calls_of_a_step(make, True) - calls_of_a_step(make, False) <= allowed, options

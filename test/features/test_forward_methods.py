@@ -509,6 +509,12 @@ class Careless(Model):
     def through(self, x: Tensor) -> Tensor:
         return self.project(x)
 
+    def prepare(self, x: Tensor) -> Tensor:
+        return self._prepare(x)
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        return self.narrow(x)
+
 
 def forgotten(ctx) -> None:
     model = Careless()
@@ -519,6 +525,7 @@ def forgotten(ctx) -> None:
         (lambda: model.generate(torch.arange(4), 1), "embed.weight", "Embedding", "Careless.generate"),
         (lambda: model.encode(torch.arange(4)), "embed.weight", "Embedding", "Careless.encode"),
         (lambda: model.through(x), "narrow.weight", "Linear", "Careless.project"),
+        (lambda: model.prepare(x), "narrow.weight", "Linear", "Careless.prepare"),
         (lambda: model.blocks[0].mix(x), "blocks.0.linear.weight", "Linear", "Block.mix"),
     ):
         with pytest.raises(RuntimeError) as caught:

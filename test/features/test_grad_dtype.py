@@ -111,6 +111,7 @@ def test_accumulates_as_in_one_process(pool, strategy):
 def reduce(ctx) -> None:
     """Ranks have 256 and 1."""
     mine = STEPS[ctx.rank]
+    own = MixedPrecision(BF16, reduce_in_param_dtype=False)  # as FSDP2's policy since torch 2.15
     for options, names, a, b in (
         ({}, "", (BF16, 128.0), (BF16, 128.0)),
         ({}, "ab", (FP32, 128.5), (FP32, 128.5)),
@@ -125,6 +126,8 @@ def reduce(ctx) -> None:
             (FP32, 128.5),
         ),
         ({"dtype": FP32, "mixed_precision": MixedPrecision(BF16)}, "", (FP32, 128.0), (FP32, 128.0)),
+        ({"dtype": FP32, "mixed_precision": own}, "", (FP32, 128.5), (FP32, 128.5)),
+        ({"dtype": FP64, "mixed_precision": own}, "a", (FP32, 128.5), (FP64, 128.5)),
         ({"dtype": FP64, "mixed_precision": MixedPrecision(BF16)}, "ab", (FP32, 128.5), (FP32, 128.5)),
     ):
         ctx.note(f"{options} {names}")

@@ -342,6 +342,37 @@ def test_summon_full_params(pool, strategy: ShardingStrategy):
         pool.run(summoning, strategy, world_size=world_size)
 
 
+def summoning_some(ctx, output_dtype: torch.dtype | None) -> None:
+    """A unit in full precision inside one that is not, or around one. Tensors are cast on the way from one to the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    x, dtype = torch.randn(2, 3), output_dtype or BF16
+    full = model(x).detach()
+    first, inner, last = (copy.deepcopy(m) for m in model)
+    for module, dtypes in ((model[1], {}), (model, {"output_dtype": output_dtype})):
+        fully_shard(module, process_group=ctx.group, mixed_precision=MixedPrecision(BF16, **dtypes))
+    with torch.no_grad():
+        low = [m.bfloat16() for m in (copy.deepcopy(first), copy.deepcopy(inner), copy.deepcopy(last))]
+        inner_in_full = low[2](inner(low[0](x.bfloat16()).float()).bfloat16()).to(dtype)
+        around_in_full = last(low[1](first(x).bfloat16()).float()).to(output_dtype or FP32)
+        for summoned, options, expected in (
+            (model[1], {}, inner_in_full),
+            (model, {"recurse": False}, around_in_full),
+            (model, {}, full),
+        ):
+            before = model(x)
+            with flatshard.summon_full_params(summoned, **options):
+                found = model(x)
+            assert found.dtype is expected.dtype
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("output_dtype", [None, FP32])
+def test_summon_full_params_of_some_units(pool, output_dtype):
+    pool.run(summoning_some, output_dtype)
+
+
 class Clamped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -484,6 +515,14 @@ def test_a_dtype_for_each_parameter(pool, world_size):
     pool.run(parameters_of_two_dtypes, world_size=world_size)
 
 
+# [Note: One gather for several dtypes]
+# FSDP2 sends the bytes of all dtypes in one all-gather, and copies each parameter out of it, as it always does. Here the
+# output of a gather is the memory of the parameters, which lie across the boundaries between ranks. One gather would put
+# each rank's pieces of all dtypes one after another, so that no dtype is in one piece, and all would have to be copied. For
+# a GPT block of width 4096 whose two norms stay in fp32, one more gather sends 64 KiB beside 384 MiB of bf16; one for both
+# would send as much, and read and write 768 MiB more each time.
+
+
 def test_each_dtype_of_a_unit_is_gathered_by_itself():
     """One more collective for each dtype, and the bytes of each dtype."""
 
@@ -492,8 +531,11 @@ def test_each_dtype_of_a_unit_is_gathered_by_itself():
         plan = flatshard.plan(NormedBlock(), world_size=2, mixed_precision=policy)
         return [c.nbytes for c in plan.collectives if c.kind == "all-gather" and c.phase == "forward"]
 
+    norm, linear, padding = 2 * 6, 6 * 9 + 9 + 9 * 6, 64
     assert len(gathers(None)) == 1
-    assert len(gathers(norms_in_their_own)) == 2
+    of_norm, of_linear = sorted(gathers(norms_in_their_own))
+    assert 4 * norm <= of_norm <= 4 * norm + padding
+    assert 2 * linear <= of_linear <= 2 * linear + padding
 
 
 @pytest.mark.parametrize(("wrong", "shown"), [(FP16, "torch.float16"), ("bf16", "'bf16'"), (FP64, "torch.float64")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -186,6 +187,44 @@ def values_after_gradients(ctx) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_are_there_after_all_gradients_have_come(pool, world_size):
     pool.run(values_after_gradients, world_size=world_size)
+
+
+class Routed(nn.Module):
+    """Two members, in each of which the data choose the half that trains or the frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.middle, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.one, self.other = Halves(), Halves()
+
+    def forward(self, x: Tensor, route: tuple[str, str]) -> Tensor:
+        x = self.one(self.front(x), route[0])
+        return self.head(self.other(torch.tanh(self.middle(x)), route[1]))
+
+
+def trains_routed(ctx) -> None:
+    torch.manual_seed(0)
+    plain = Routed().double()
+    model = copy.deepcopy(plain)
+    fully_shard([model.one, model.other], process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    ways = list(itertools.product(("trained", "frozen"), repeat=2))
+    for routes in [*itertools.product(ways, repeat=2), (ways[1], ways[2])]:
+        ctx.note(f"{routes}")
+        xs = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+        sum(plain(x, route).square().mean() / 2 for x, route in zip(xs, routes, strict=True)).backward()
+        model(xs[ctx.rank], routes[ctx.rank]).square().mean().backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+        model.zero_grad()
+        plain.zero_grad()
+        check_clean(model)
+
+
+def test_ranks_use_different_parameters_of_the_members(pool):
+    """Where all gradients come at the first member on one rank, and at the second on another, both gather as often."""
+    pool.run(trains_routed, world_size=2)
 
 
 def frozen_and_skipped(ctx) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import Block, Net
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import fully_shard, summon_full_params
@@ -90,11 +91,31 @@ def test_layers_beside_units_train_as_in_one_process(pool, shard):
 def run_nothing_left(ctx) -> None:
     model = fully_shard(Net(2), policy={Block}, process_group=ctx.group)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for around in (model, nn.Sequential(model)):
-        with pytest.raises(RuntimeError, match=r"all trainable parameters of this .* are sharded.*'.*front.weight'"):
+    theirs = "DistributedDataParallel is not needed"  # torch's, as the module names what it is to ignore
+    ours = r"all trainable parameters of this .* are sharded.*'.*front.weight'"
+    for around, message in ((model, theirs), (nn.Sequential(model), ours)):
+        with pytest.raises(RuntimeError, match=message):
             DistributedDataParallel(around, process_group=ctx.group)
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 def test_around_nothing_but_units_it_raises(pool):
     pool.run(run_nothing_left, world_size=2)
+
+
+def run_broadcast(ctx) -> None:
+    """As Lightning's "ddp" before it validates: parts stay, and what is not sharded gets rank 0's values."""
+    model = plain_around()
+    shard_but_some(model, process_group=ctx.group)
+    before = whole(model)
+    with torch.no_grad():
+        model.net.head.weight.add_(ctx.rank)
+    model.shift.add_(ctx.rank)
+    ignored = set(model._ddp_params_and_buffers_to_ignore)
+    _sync_module_states(model, ctx.group, 2**20, src=0, params_and_buffers_to_ignore=ignored)
+    assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+    assert not model.shift.any()
+
+
+def test_a_broadcast_of_states_leaves_the_parts(pool):
+    pool.run(run_broadcast, world_size=2)

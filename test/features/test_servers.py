@@ -1,18 +1,20 @@
-"""Servers: requests come on many threads or coroutines, and one thread has the model, which stays unsharded."""
+"""Servers: requests come on many threads or coroutines; one thread has the model, which stays unsharded, or all have."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from clean import check_clean
 from models import Block, Net
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import fully_shard
+from flatshard import MixedPrecision, fully_shard
 from flatshard._trace import record_events
 
 REQUESTS = [torch.full((1, 4), float(i)) for i in range(6)]
@@ -67,7 +69,9 @@ def together(ctx) -> None:
             first = one.submit(answer, model, REQUESTS[0])
             entered.wait()
             try:
-                with pytest.raises(RuntimeError, match=r"on another thread.*ThreadPoolExecutor\(max_workers=1\)"):
+                with pytest.raises(
+                    RuntimeError, match=r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
+                ):
                     answer(model, REQUESTS[1])
             finally:
                 leave.set()
@@ -78,3 +82,138 @@ def together(ctx) -> None:
 
 def test_two_threads_at_a_time(pool):
     pool.run(together, world_size=2)
+
+
+class Tied(nn.Module):
+    """Nested units, one of which needs the parameter of another. ``meet`` lets threads be in forwards at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.net.blocks[0].linear.weight
+        self.meet: threading.Barrier | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.meet is not None:
+            self.meet.wait(30)
+        return self.net(self.tied(x))
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(x) * 2
+
+
+PRECISIONS = {
+    "full": {},
+    "mixed": {"mixed_precision": MixedPrecision(torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=True)},
+}
+
+
+def serve_all(ctx, precision: str) -> None:
+    """Eight threads at a time, on each rank other requests; then training goes on."""
+    torch.manual_seed(0)
+    model, alone = Tied(), Tied()
+    alone.load_state_dict(model.state_dict())
+    options = {"policy": {Block, nn.Linear}} | PRECISIONS[precision]
+    fully_shard(model, process_group=ctx.group, **options)
+    fully_shard(alone, process_group=ctx.group, **options)
+    flatshard.register_forward_method(model, "twice")
+    requests = [torch.full((1, 4), float(i + 10 * ctx.rank)) for i in range(16 + 8 * ctx.rank)]
+    everyones = [torch.full((1, 4), float(i)) for i in range(50)]
+    expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
+    trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in (model, alone)]
+    for _ in range(2):
+        with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=8) as eight:
+            model.meet = threading.Barrier(8)
+            with record_events() as events:
+                found = list(eight.map(functools.partial(answer, model), requests))
+                with flatshard.keep_unsharded(model, threads=True):
+                    found += [y / 2 for y in eight.map(torch.no_grad()(model.twice), requests)]
+            assert not [e for e in events if "gather" in e or "reshard" in e]
+            for x, y in zip(requests * 2, found, strict=True):
+                assert torch.equal(y, expected[float(x[0, 0])]), x
+            with pytest.raises(RuntimeError, match=r"unit '<root>' runs forward inside keep.*with gradients.*no_grad"):
+                model(requests[0])
+            model.meet = None
+            trainings[0].backward()  # of a forward before
+        trainings[1].backward()
+        check_clean(model)
+        for m in (model, alone):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+            m.zero_grad()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+        expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
+        trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in (model, alone)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_many_threads(pool, precision):
+    pool.run(serve_all, precision, world_size=2)
+
+
+def refuses(ctx) -> None:
+    """What would give wrong values raises, and the next try works."""
+    model, x = Net(), REQUESTS[1]
+    fully_shard(model, policy={Block}, process_group=ctx.group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flatshard.keep_unsharded(model, threads=True):
+        before = answer(model, x)
+        model.state_dict()  # registers the sharded parameters
+        assert torch.equal(answer(model, x), before)
+        optimizer.zero_grad()
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"its parameters have changed since.*enter it again"):
+            answer(model, x)
+    with flatshard.keep_unsharded(model, threads=True):
+        after = answer(model, x)
+        assert not torch.equal(after, before)
+    assert torch.equal(answer(model, x), after)
+    with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="is in a forward or in summon_full"):
+        flatshard.keep_unsharded(model, threads=True).__enter__()
+    for options, cure in (
+        ({"mixed_precision": MixedPrecision(torch.bfloat16, full_precision_in_eval=True)}, {}),
+        ({"static_buffers": True}, {"static_buffers": False}),
+    ):
+        cure = cure or {"mixed_precision": MixedPrecision(torch.bfloat16, full_precision_in_eval=False)}
+        refused = fully_shard(Net(), policy={Block}, process_group=ctx.group, **options)
+        with pytest.raises(ValueError, match=f"Shard with .*{next(reversed(cure))}|full_precision_in_eval=False"):
+            flatshard.keep_unsharded(refused, threads=True).__enter__()
+        answer(refused.eval(), x)
+        cured = fully_shard(Net(), policy={Block}, process_group=ctx.group, **cure)
+        with flatshard.keep_unsharded(cured, threads=True):
+            answer(cured, x)
+
+
+def trains_elsewhere(ctx) -> None:
+    """While another thread is in a forward that trains, threads are refused, and the one that trains goes on."""
+    model, entered, leave = Net(), threading.Event(), threading.Event()
+    fully_shard(model, policy={Block}, process_group=ctx.group)
+
+    def stay(*_: object) -> None:
+        entered.set()
+        leave.wait(30)
+
+    handle = model.head.register_forward_pre_hook(stay)
+    with ThreadPoolExecutor(max_workers=1) as one:
+        trained = one.submit(lambda: model(REQUESTS[1]).sum().backward())
+        entered.wait(30)
+        try:
+            with pytest.raises(RuntimeError, match="in a forward on another thread"):
+                flatshard.keep_unsharded(model, threads=True).__enter__()
+        finally:
+            leave.set()
+        trained.result()
+    handle.remove()
+    assert all(p.grad is not None for p in model.parameters())
+    with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=2) as two:
+        list(two.map(functools.partial(answer, model), REQUESTS))
+
+
+def test_what_needs_a_record_is_refused(pool):
+    pool.run(refuses, world_size=2)
+
+
+def test_not_while_another_thread_trains(pool):
+    pool.run(trains_elsewhere, world_size=2)

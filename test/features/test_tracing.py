@@ -36,9 +36,10 @@ def traced(ctx) -> None:
             r"If torch\.export did it: export a new model that has the values of flatshard\.c",
         ),
         (trace, r"torch\.jit\.trace cannot trace a sharded module: unit .* Trace a new model that is not sharded"),
+        (torch.fx.symbolic_trace, r"torch\.fx cannot trace a sharded module: parameter 'front\.weight' .* Trace a new"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            tracer(model)
+            tracer(model)(X)
         assert torch.equal(model(X), plain(X))  # nothing is left of it
         model(X).sum().backward()
         new = Net()

@@ -90,6 +90,51 @@ def test_momentum_encoders(pool, world_size: int):
     pool.run(train_momentum, world_size=world_size)
 
 
+class Own(nn.Module):
+    """Updates both of its layers, the trained one too, before they run."""
+
+    def __init__(self, update: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(5, 5), nn.Linear(5, 5).requires_grad_(False)
+        self.update = update
+
+    def forward(self, x: Tensor) -> Tensor:
+        for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self.update(teacher, student)
+            self.update(student, teacher)
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+def train_own(ctx: Any) -> None:
+    cases = itertools.product((by_data, by_lerp), (FULL, NO_SHARD), (False, True), (False, True))
+    for update, strategy, late, flat in cases:
+        ctx.note(f"{update.__name__}, {strategy}{', from meta' * late}{', flat parameters' * flat}")
+        torch.manual_seed(0)
+        plain = Own(update).double()
+        model = copy.deepcopy(plain).to("meta" if late else "cpu")
+        fully_shard(model, policy=None, process_group=ctx.group, strategy=strategy)
+        if late:
+            model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+        params = flatshard.flat_parameters(model) if flat else model.student.parameters()
+        optimizers = [torch.optim.SGD(p, lr=0.5) for p in (plain.student.parameters(), params)]
+        for step in range(3):
+            torch.manual_seed(step)
+            batch = torch.randn(ctx.world_size, 3, 5, dtype=torch.double)
+            for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
+                m(x).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in flatshard.checkpoint.full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_changes_its_own_unit_and_its_backward(pool, world_size: int):
+    """What its own forward wrote back is no change after it: the shard's memory counts no version of its parameters."""
+    pool.run(train_own, world_size=world_size)
+
+
 class Twins(nn.Module):
     """A network, and a target that is updated between steps; both may be trained."""
 

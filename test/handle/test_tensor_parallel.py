@@ -464,7 +464,7 @@ def _scale_gradients(ctx, model: nn.Module, mine: int, params: list[nn.Parameter
         before = [p.detach().clone() for p in model.parameters()]
         scaler.scale(model(batch(0)[mine]).square().mean()).backward()
         if overflow and ctx.rank == 3:
-            next(p for p in params if p.grad is not None and p.numel()).grad[0] = torch.inf
+            next(p for p in params if p.grad is not None and p.numel()).grad.as_subclass(Tensor)[0] = torch.inf
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -524,7 +524,7 @@ def other_shapes(ctx) -> None:
         assert_same_statistics(model, plain)
         if ctx.rank == 2:
             part = next(p.grad for n, p in model.named_parameters() if ".up." in n and p.grad is not None and p.numel())
-            part.view(-1)[0] = torch.nan
+            part.as_subclass(Tensor).view(-1)[0] = torch.nan
         stats = flatshard.optim.gradient_statistics(model)
         assert sorted(s.nonfinite for s in stats.values()) == [0] * (len(stats) - 1) + [1]
         flats = flatshard.flat_parameters(model)

@@ -328,6 +328,89 @@ def test_mixed_precision(pool):
     pool.run(low_precision, world_size=2)
 
 
+class Rounding(Wrapped):
+    """Its products are of rounded weights, with one scale for all of a weight. FSDP2 asks it what to gather."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Rounding:
+        return Rounding(inner["inner"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x, weight, bias = args
+        return Product.apply(x, weight) + bias
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        raise AssertionError
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Rounding) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ Product.rounded(weight).t()
+
+    @staticmethod
+    def rounded(weight: Rounding) -> Tensor:
+        scale = weight.inner.abs().max() / 7
+        return (weight.inner / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ Product.rounded(weight), grad.t() @ x
+
+
+def rounding() -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    for linear in (model[0], model[2]):
+        linear.weight = nn.Parameter(Rounding(linear.weight.detach()))
+    return model
+
+
+def asked_what_to_gather(ctx) -> None:
+    torch.manual_seed(0)
+    plain = rounding()
+    for policy, kinds in (
+        (MixedPrecision(torch.bfloat16), {(torch.float32, torch.bfloat16)}),
+        (MixedPrecision(), {(torch.float32, torch.float32)}),
+    ):
+        model = made(ctx, copy.deepcopy(plain), policy={nn.Linear}, mixed_precision=policy)
+        assert {(b.kind.dtype, b.kind.compute_dtype) for u in units_below(model) for b in u.handle.flats} == kinds
+        dtype = policy.param_dtype or torch.float32
+        x = vectors(0, 2).to(dtype)
+        low = copy.deepcopy(plain)
+        for linear in (low[0], low[2]):
+            linear.weight = nn.Parameter(Rounding(linear.weight.inner.to(dtype)))
+            linear.bias.data = linear.bias.data.to(dtype)
+        assert low[0].weight.dtype is dtype
+        assert torch.equal(model(x), low(x))
+        model(x).sum().backward()
+        low(x).sum().backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for mine, expected in zip(model.parameters(), low.parameters(), strict=True):
+                assert type(mine) is type(expected)
+                assert mine.dtype is mine.grad.dtype is torch.float32
+                # All ranks have the same data.
+                torch.testing.assert_close(mine.grad, expected.grad.float(), rtol=2e-2 * (ctx.world_size > 2), atol=0)
+    torch.set_default_dtype(torch.float64)
+
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={nn.Linear}, process_group=group)
+
+    check_parity(ctx, rounding, vectors, steps=3, dtype=None, shard=shard, replicated=ctx.world_size == 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_class_that_is_asked_what_to_gather(pool, world_size):
+    pool.run(asked_what_to_gather, world_size=world_size)
+
+
 def held_by_an_optimizer(ctx) -> None:
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters())
@@ -378,20 +461,6 @@ class Opaque(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Float8Gathered(Wrapped):
-    """As torchao's ``WeightWithDynamicFloat8CastTensor``: FSDP2 gathers what the first method returns."""
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Float8Gathered:
-        return Float8Gathered(inner["inner"])
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise AssertionError
-
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        raise AssertionError
-
-
 class Packed(Quantised):
     """As torchao's NF4Tensor: what FSDP2 gathers of it are the tensors inside, as they are."""
 
@@ -422,8 +491,6 @@ def refuse(ctx) -> None:
         ),
         r"is a Wrapped, which has a DTensor inside": linear(Wrapped(distributed)),
         r"is a Wrapped on the meta device": linear(Wrapped(weight.to("meta"))),
-        r"is a Float8Gathered, which converts its values before FSDP2's all-gathers.*would gather torch.float32.*"
-        r"enable_fsdp_float8_all_gather=False": linear(Float8Gathered(weight), True),
     }
     for error, module in cases.items():
         before = dict(module.named_parameters())

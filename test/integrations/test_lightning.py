@@ -105,6 +105,62 @@ def test_the_summary_counts_whole_parameters(pair):
     pair.run(counted, world_size=2)
 
 
+def validate_by_ddp(ctx: Any) -> None:
+    """Lightning's "ddp" broadcasts rank 0's parameters before it validates: not the parts of other ranks."""
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    module = task()
+    quiet = {"limit_val_batches": 0}
+    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, **quiet).fit(module, loader(4, ctx.rank))
+    before = [p.detach().clone() for p in module.parameters()]
+    trainer(ctx, FlatshardStrategy(policy={Block})).validate(module, loader(4, ctx.rank), verbose=False)
+    trainer(ctx, "ddp").validate(module, loader(4, ctx.rank), verbose=False)
+    assert module.validated[0] == pytest.approx(module.validated[1], rel=1e-12)
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_validating_by_another_strategy(pair):
+    pair.run(validate_by_ddp, world_size=2)
+
+
+def average(ctx: Any) -> None:
+    """Callbacks that copy the whole model are refused by name; the message's own way gives the averages of the whole."""
+    import lightning
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    import flatshard
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    whole_of = flatshard.checkpoint.full_state_dict
+
+    class Averages(lightning.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.averages = [p.detach().clone() for p in pl_module.parameters()]
+            self.whole = whole_of(pl_module)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            for average, p in zip(self.averages, pl_module.parameters(), strict=True):
+                average.lerp_(p.detach(), 0.1)
+            now = whole_of(pl_module)
+            self.whole = {name: value.lerp(now[name], 0.1) for name, value in self.whole.items()}
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            for average, p in zip(self.averages, pl_module.parameters(), strict=True):
+                p.data.copy_(average)
+
+    for callback in StochasticWeightAveraging(swa_lrs=1e-2), EMAWeightAveraging(decay=0.9):
+        with pytest.raises(TypeError, match=f"{type(callback).__name__} copies the model .*in a callback of your own"):
+            trainer(ctx, FlatshardStrategy(policy={Block}), callbacks=[callback]).fit(task(), loader(4, ctx.rank))
+    module, callback = task(), Averages()
+    quiet = {"limit_val_batches": 0, "callbacks": [callback]}
+    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, **quiet).fit(module, loader(4, ctx.rank))
+    torch.testing.assert_close(whole_of(module), callback.whole, rtol=1e-12, atol=1e-12)
+
+
+def test_averages_of_weights(pair):
+    pair.run(average, world_size=2)
+
+
 def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
     """``rank``: its part of two, in order. Lightning's own sampler for training would shuffle."""
     parts = torch.utils.data.DistributedSampler

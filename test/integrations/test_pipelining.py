@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import FULL_BACKWARD, REDUCE_GRAD
 
 import flatshard
 from flatshard import fully_shard
@@ -93,6 +94,47 @@ def run(ctx, name: str) -> None:
         with flatshard.summon_full_params(part, writeback=False):
             for (n, p), q in zip(part.named_parameters(), plain[index].parameters(), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def run_placed(ctx) -> list[str]:
+    """The first reduction is placed before the last backward of the other stage."""
+    mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH)]).double()
+    indices = [pp, pp + 2]
+    parts = [fully_shard(copy.deepcopy(plain[i]), policy={Block}, device_mesh=mesh["dp"]) for i in indices]
+    stages = make_stages(parts, indices, mesh.get_group("pp"))
+    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss)
+    prepare(schedule, stages)
+    for actions in schedule.pipeline_order_with_comms.values():
+        reductions = [a for a in actions if a.computation_type == REDUCE_GRAD]
+        actions.remove(reductions[0])
+        backwards = [i for i, a in enumerate(actions) if a.computation_type == FULL_BACKWARD]
+        actions.insert(backwards[-1], reductions[0])
+    for step in range(2):
+        x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain.zero_grad()
+        loss(plain(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+        for part in parts:
+            part.zero_grad()
+        with record_events() as events:
+            hooks = [part.register_full_backward_hook(lambda *_, to=events: to.append("backward")) for part in parts]
+            schedule.step(*((x[dp],) if pp == 0 else ()), **({"target": y[dp]} if pp == 1 else {}))
+        for part, index, hook in zip(parts, indices, hooks, strict=True):
+            hook.remove()
+            with flatshard.summon_full_params(part, writeback=False, with_grads=True):
+                for p, q in zip(part.parameters(), plain[index].parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+    return [e for e in events if e.startswith(("backward", "reduce-scatter"))]
+
+
+def test_reductions_that_a_schedule_places(pool):
+    for events in pool.run(run_placed, world_size=4):
+        kinds = "".join("B" if e == "backward" else "r" for e in events)
+        # A backward's hook runs in it, before its end; two units a stage.
+        assert kinds.endswith("BrrBrr"), events
+        assert kinds.count("B") == 2 * MICROBATCHES, events
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

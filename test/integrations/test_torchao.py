@@ -1,8 +1,9 @@
-"""torchao's float8 training: products in float8 are those of one process; gathering in float8 is refused."""
+"""torchao's classes for training in low precision, sharded: products, losses and weights are those of one process."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,20 +15,15 @@ pytestmark = [pytest.mark.clients("torchao"), pytest.mark.slow]
 WIDTH = 32
 
 
-def made(**config: Any) -> nn.Module:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True, **config))
+def data(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same on every rank: what is scaled is a whole batch."""
+    return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
 def train(model: nn.Module) -> list[float]:
-    """On the same data on every rank: what is scaled is a whole batch."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(3):
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = (model(x) - x).square().mean()
+        loss = (model(data(step)) - data(step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -35,26 +31,145 @@ def train(model: nn.Module) -> list[float]:
     return losses
 
 
-def fit(ctx: Any) -> None:
+def trained_alike(sharded: nn.Module, plain: nn.Module) -> None:
     import flatshard
 
-    plain = made()
-    kind = type(plain[0])
-    assert kind.__name__ == "Float8Linear"
-    sharded = flatshard.fully_shard(copy.deepcopy(plain), policy={kind})
     assert train(sharded) == pytest.approx(train(plain), rel=1e-6)
     whole = flatshard.checkpoint.full_state_dict(sharded)
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(whole[name], value)
+        assert type(whole[name]) is type(value)
+        torch.testing.assert_close(inside(whole[name]), inside(value))
 
-    model = made(enable_fsdp_float8_all_gather=True)
+
+def inside(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor in a weight, if there is one."""
+    return getattr(tensor, "_data", getattr(tensor, "_tensor", tensor)).detach()
+
+
+def float8(gathered: bool) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathered)
+    return convert_to_float8_training(model, config=config)
+
+
+def fit(ctx: Any, gathered: bool) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    import flatshard
+
+    plain = float8(gathered)
+    kind = type(plain[0])
+    assert kind.__name__ == "Float8Linear"
+    assert (type(plain[0].weight).__name__ == "WeightWithDynamicFloat8CastTensor") is gathered
+    sharded = flatshard.fully_shard(copy.deepcopy(plain), policy={kind}, process_group=ctx.group)
+    flats = [flat for unit in flatshard.describe(sharded).units for flat in unit.flats]
+    assert {flat.compute_dtype for flat in flats} == {torch.float32, *([torch.float8_e4m3fn] if gathered else [])}
+    precompute_float8_dynamic_scale_for_fsdp(sharded)  # does nothing: flatshard shares the scales
+    trained_alike(sharded, plain)
+    bytes_sent = flatshard.comm.QuantizedCollectives(reduce=False)
+    sharded = flatshard.fully_shard(float8(gathered), policy={kind}, process_group=ctx.group, collectives=bytes_sent)
+    assert train(sharded) == pytest.approx(train(float8(gathered)), rel=0.02)
+    if not gathered:
+        return
+    # Encoded from float32, not from bfloat16: of the same weights, computed in bfloat16.
+    sharded = flatshard.fully_shard(
+        copy.deepcopy(plain),
+        policy={kind},
+        process_group=ctx.group,
+        mixed_precision=flatshard.MixedPrecision(torch.bfloat16),
+    )
+    made = sharded(data(0, torch.bfloat16))
+    assert made.dtype is torch.bfloat16
+    torch.testing.assert_close(made.float(), plain(data(0)), rtol=0.05, atol=0.05)
+    made.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in sharded.parameters())
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_float8(pair, gathered):
+    pair.run(fit, gathered, world_size=2)
+
+
+def weights(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes a weight of the class ``name`` from a plain one."""
+    from torchao.prototype.moe_training import config
+    from torchao.prototype.moe_training import tensor as experts
+    from torchao.prototype.quantized_training import bitnet, int8_mixed_precision
+
+    if name == "BitNetTrainingLinearWeight":
+        return bitnet.BitNetTrainingLinearWeight
+    if name == "Int8MixedPrecisionTrainingLinearWeight":
+        chosen: Any = int8_mixed_precision.Int8MixedPrecisionTrainingConfig()
+        return lambda weight: int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight(weight, chosen)
+    emulated = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    chosen = emulated if "MX" in name else config.Float8TrainingOpConfig()
+    return lambda weight: getattr(experts, name)(weight, chosen)
+
+
+def quantised(ctx: Any) -> None:
+    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
+
+    import flatshard
+
+    plain = nn.Linear(WIDTH, WIDTH, bias=False)
+    plain.weight = nn.Parameter(Int8QuantizedTrainingLinearWeight.from_float(plain.weight.detach()))
+    sharded = copy.deepcopy(plain)
     with pytest.raises(
-        ValueError,
-        match=r"parameter '0.weight' is a WeightWithDynamicFloat8CastTensor, which converts its values before FSDP2's.*"
-        r"Float8LinearConfig\(enable_fsdp_float8_all_gather=False\)",
+        ValueError, match=r"'weight' is a Int8Quan.* has 2 tensors inside, so it has no gradient.*freeze it"
     ):
-        flatshard.fully_shard(model, policy={kind})
+        flatshard.fully_shard(sharded, process_group=ctx.group)
+    flatshard.fully_shard(sharded.requires_grad_(False), process_group=ctx.group)
+    assert torch.equal(sharded(data(0)), plain(data(0)))
 
 
-def test_float8(pair):
-    pair.run(fit, world_size=2)
+def test_a_quantised_weight_is_frozen(pair):
+    pair.run(quantised, world_size=2)
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    make = weights(name)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False))
+    for linear in (model[0], model[2]):
+        linear.weight = nn.Parameter(make(linear.weight.detach().to(dtype)))
+    return model
+
+
+def fit_weights(ctx: Any, name: str) -> None:
+    import flatshard
+
+    plain, sharded = model_of(name), model_of(name)
+    assert type(plain[0].weight).__name__ == name
+    flatshard.fully_shard(sharded, policy={nn.Linear}, process_group=ctx.group)
+    trained_alike(sharded, plain)
+    # In bfloat16, of which half as many bytes travel: as a model in bfloat16.
+    plain, sharded = model_of(name, torch.bfloat16), model_of(name)
+    policy = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    flatshard.fully_shard(sharded, policy={nn.Linear}, process_group=ctx.group, mixed_precision=policy)
+    flats = [flat for unit in flatshard.describe(sharded).units for flat in unit.flats]
+    assert {(flat.dtype, flat.compute_dtype) for flat in flats} == {(torch.float32, torch.bfloat16)}
+    x = data(0, torch.bfloat16)
+    mine, expected = sharded(x), plain(x)
+    assert torch.equal(mine, expected)
+    mine.square().mean().backward()
+    expected.square().mean().backward()
+    with flatshard.summon_full_params(sharded, with_grads=True):
+        for param, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert param.grad.dtype is torch.float32
+            assert torch.equal(param.grad, other.grad.float())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BitNetTrainingLinearWeight",
+        "Int8MixedPrecisionTrainingLinearWeight",
+        "MXFP8TrainingWeightWrapperTensor",
+        "Float8TrainingWeightWrapperTensor",
+    ],
+)
+def test_weights_of_other_classes(pair, name):
+    pair.run(fit_weights, name, world_size=2)

@@ -22,6 +22,7 @@ from torch.nn.utils import get_total_norm as stock_norm
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._handle.tensors.aggregate import checked_all_reduce
+from flatshard._handle.tensors.part import PartTensor
 from flatshard._runtime import Runtime
 from flatshard.tensors import ShardedGradient
 
@@ -249,7 +250,7 @@ def several_groups(ctx) -> None:
     with counted() as found:
         scaler = scaler_of(sharded, lambda p: adamw(p))
         if ctx.rank == 3 and sharded.blocks[0].down.bias.grad.numel():
-            sharded.blocks[0].down.bias.grad[-1] = math.inf
+            sharded.blocks[0].down.bias.grad.as_subclass(Tensor)[-1] = math.inf
         before = [p.detach().clone() for p in sharded.parameters()]
         scaler()
     assert len(found) == 2
@@ -402,7 +403,7 @@ def infinite(ctx) -> None:
         param = sharded.blocks[1].down.bias
         here = range(param._flatshard_info.start, param._flatshard_info.stop)
         if 2 in here:
-            param.grad[here.index(2)] = value
+            param.grad.as_subclass(Tensor)[here.index(2)] = value
         for order in (2, 3, math.inf):
             expected = plain_norm(plain, order).float()
             for norm in (
@@ -538,9 +539,9 @@ def put(param: nn.Parameter, index: int, value: float) -> None:
     """Set one element of a gradient, on the rank that has it."""
     info = flatshard._handle.tensors.sharded_parameter.shard_info(param)
     if info is None:
-        param.grad.view(-1)[index] = value
+        param.grad.as_subclass(Tensor).view(-1)[index] = value
     elif info.start <= index < info.stop:
-        param.grad.view(-1)[index - info.start] = value
+        param.grad.as_subclass(Tensor).view(-1)[index - info.start] = value
 
 
 def foreach_adamw(params: Any) -> torch.optim.Optimizer:
@@ -671,7 +672,7 @@ def handle_gradients(ctx) -> None:
             param.grad = param.grad.to(torch.float64) / 2
     check()
     replaced = [g * 3 for g in grads(sharded)]
-    assert all(type(g) is Tensor for g in replaced)
+    assert all(type(g) is PartTensor for g in replaced)
     for param, new in zip([p for p in sharded.parameters() if p.grad is not None], replaced, strict=True):
         param.grad = new
         assert param.grad is new
@@ -782,8 +783,10 @@ def test_a_sharded_gradient_is_a_plain_tensor_otherwise():
         assert type(grad) is ShardedGradient
         assert isinstance(grad, Tensor)
         assert not hasattr(grad, "_local_tensor")
-        for made in grad + 1, grad.clone(), grad[:1], grad.abs(), torch.zeros_like(grad), grad.view(-1), grad.sum():
+        for made in grad.clone(), torch.zeros_like(grad), grad.sum(), *torch._foreach_mul([grad], 2):
             assert type(made) is Tensor
+        for made in grad + 1, grad.abs(), grad.view(-1), grad[:], grad.isnan(), torch.where(grad > 0, grad, 0):
+            assert type(made) is PartTensor
         for made in grad.detach(), grad.data, grad.float(), grad.double(), grad.to(torch.float64), grad.cpu():
             assert type(made) is ShardedGradient
         for copied in (

@@ -226,3 +226,18 @@ def run_wrapper(ctx) -> None:
 
 def test_wrapper_without_the_init_of_torch(pool):
     pool.run(run_wrapper, world_size=2)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat_parameters"])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_between_a_forward_and_its_backward(world, flat, strategy, size):
+    """torch refuses this backward, whose gradients would be those of other weights."""
+    world(size)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), strategy=strategy)
+    optimizer = torch.optim.SGD(flatshard.flat_parameters(model) if flat else model.parameters(), lr=0.1)
+    earlier, loss = (model(torch.ones(2, 4)).sum() for _ in range(2))
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        earlier.backward()

@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
-from flatshard._composable.features import kept_shards
 from flatshard._composable.features.inner_shards import FromInnerShards
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
@@ -68,7 +67,6 @@ class Counted(TorchDispatchMode):
         gradients = storages(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
         unsharded = storages(b.unsharded.flat for b, _, _ in self.flats if not b.unsharded.is_alias)
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
-        unsharded |= storages(t for h in self.handles for gather in h._gathers for t in getattr(gather, "_what", ()))
         reductions = storages(
             t
             for _, g, _ in self.flats
@@ -113,14 +111,6 @@ def _caller() -> str:
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in packages:
         frame = frame.f_back
     return Path(frame.f_code.co_filename).name
-
-
-class Holding:
-    """``_runtime.holding`` on an accelerator: ``what`` lives until ``pending`` is waited for."""
-
-    def __init__(self, pending: Any, what: Tensor | None) -> None:
-        self.wait = pending.wait
-        self._what = [] if what is None else [what]
 
 
 def put_on_wire(model: nn.Module, accelerator: bool = False) -> Wire:
@@ -208,8 +198,6 @@ def check(
             (UnitHooks, "complete"),
         ):
             look_first(owner, name)
-        if accelerator:
-            patch.setattr(kept_shards, "holding", Holding)
         step()
         counted.look()
     planned = [(c.kind, c.nbytes) for c in predicted.collectives]

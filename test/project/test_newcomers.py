@@ -429,15 +429,15 @@ CollectiveError: the all-gather of unit '<root>' failed on rank 0 of 4: if it wa
 def test_ddp_around_it(world):
     world(4)
     model = fully_shard(Net(), policy={Block})
-    shown = message(lambda: nn.parallel.DistributedDataParallel(model))
+    shown = message(lambda: nn.parallel.DistributedDataParallel(nn.Sequential(model)))
     assert_expected_inline(
         shown,
         """\
-RuntimeError: DistributedDataParallel: all trainable parameters of this Net are sharded,
-    such as 'blocks.0.linear.weight', 'blocks.0.linear.bias', 'blocks.1.linear.weight',
-    ... (3 more), and flatshard averages their gradients itself. Do not use
-    DistributedDataParallel. If a tool adds it, choose its single-device strategy, or do
-    not pass the model to it""",
+RuntimeError: DistributedDataParallel: all trainable parameters of this Sequential are
+    sharded, such as '0.blocks.0.linear.weight', '0.blocks.0.linear.bias',
+    '0.blocks.1.linear.weight', ... (3 more), and flatshard averages their gradients
+    itself. Do not use DistributedDataParallel. If a tool adds it, choose its single-
+    device strategy, or do not pass the model to it""",
     )
 
 
@@ -450,8 +450,9 @@ def test_computing_with_a_part(world):
         """\
 RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
     (2, 4) as a 1-D part, and 'T' needs the whole. It is whole inside `with
-    flatshard.summon_full_params(module):` and in the forward of its module. If a method
-    of yours computes with it, register the method by flatshard.register_forward_method""",
+    flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the
+    forward of its module. If a method of yours computes with it, register the method by
+    flatshard.register_forward_method""",
     )
 
 
@@ -463,9 +464,10 @@ def test_initialising_a_part(world):
         shown,
         """\
 RuntimeError: parameter 'head.weight' is sharded: this rank has elements 0:4 of shape
-    (2, 4), and torch.nn.init computes from the shape of the whole. Initialise before
-    fully_shard, or inside `with flatshard.summon_full_params(module):`, with the same
-    random numbers on all ranks""",
+    (2, 4) as a 1-D part, and 'dim' needs the whole. It is whole inside `with
+    flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the
+    forward of its module. If a method of yours computes with it, register the method by
+    flatshard.register_forward_method""",
     )
 
 
@@ -505,20 +507,21 @@ RuntimeError: SGD steps 'extra.weight', 'extra.bias', registered in a sharded mo
     )
 
 
-def test_weight_decay_by_ndim(world):
+def test_weight_decay_by_shape(world):
     world(4)
     model = fully_shard(Net(), policy={Block})
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
+    decayed = [p for p in model.parameters() if len(p.shape) > 1]
+    others = [p for p in model.parameters() if len(p.shape) <= 1]
     shown = message(lambda: torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}]).step())
     assert_expected_inline(
         shown,
         """\
-UserWarning: all parameters of this AdamW are in one group, with weight_decay=0.0:
+RuntimeError: all parameters of this AdamW are in one group, with weight_decay=0.0:
     matrices such as 'blocks.0.linear.weight', 'blocks.1.linear.weight', 'head.weight',
-    and vectors. If a rule on p.ndim or p.shape made the groups: it sees this rank's
-    parts, which are 1-D. Use len(flatshard.full_shape(p)) in the rule, make the groups
-    before fully_shard, or shard with layout=flatshard.layouts.Rows()""",
+    and vectors. If a rule on p.shape or p.dim() made the groups: it sees this rank's
+    parts, which are 1-D. Use p.ndim or len(flatshard.full_shape(p)) in the rule, make
+    the groups before fully_shard, or shard with layout=flatshard.layouts.Rows(). If it
+    is meant, leave the empty group out""",
     )
 
 

@@ -452,13 +452,13 @@ _composable.backward: Variable._execution_engine.queue_callback
 _composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
 _composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node
+_composable.construct.materialize: torch._C._swap_tensor_impl
 _composable.construct.validate: dist.distributed_c10d._get_default_group
 _composable.construct.validate: torch._C._disabled_torch_function_impl
 _composable.features.compile: torch._C._dynamo.eval_frame._FrameAction
 _composable.features.compile: torch._C._dynamo.eval_frame._FrameExecStrategy
 _composable.features.compile: torch._C._dynamo.eval_frame.set_code_exec_strategy
 _composable.features.compile: torch._dynamo.trace_rules
-_composable.features.filled_later: torch._C._swap_tensor_impl
 _composable.features.precision: torch.utils._pytree.tree_map
 _composable.features.transforms: forward_ad._current_level
 _composable.features.transforms: torch._C._functorch.get_unwrapped
@@ -471,6 +471,8 @@ _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
 _handle.tensors.sharded_gradient: torch.utils._foreach_utils
 _handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
+_handle.tensors.sharded_parameter: nn.init._calculate_fan_in_and_fan_out.__code__
+_handle.tensors.sharded_parameter: torch._C._is_torch_function_enabled
 _trace: torch.autograd._profiler_enabled
 checkpoint._container: torch._utils._rebuild_tensor_v3
 checkpoint._reader: torch.distributed.checkpoint._nested_dict.flatten_state_dict

@@ -133,7 +133,7 @@ def test_signatures():
     ours = inspect.signature(flatshard.fsdp2.fully_shard).parameters
     assert set(ours) == set(theirs)
     for name, method in flatshard.fsdp2._METHODS.items():
-        if name != "no_sync":
+        if hasattr(FSDPModule, name):  # not no_sync; and the oldest torch of the range has fewer
             given, own = (inspect.signature(f).parameters for f in (getattr(FSDPModule, name), method))
             assert list(own)[1:] == list(given)[1:], name
 

@@ -228,8 +228,19 @@ def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, tensor.requires_grad)
         hand_on(tensor, empty)
+    if parallel is None:
+        swap_memory(tensor, empty)
+    else:
         empty.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+
+
+def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two tensors of one class are, but not their attributes: another device, even another dtype.
+
+    Unlike torch.utils.swap_tensors this does not refuse weak references, which an RNN has to its parameters.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
 
 
 def _untouched(tensor: torch.Tensor) -> bool:

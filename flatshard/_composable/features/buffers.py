@@ -27,6 +27,11 @@ def sync_buffers(module: nn.Module, *, average: bool = True) -> None:
     rank. So BatchNorm's running mean becomes what it is in one process with the whole batch. Its running variance is the mean
     of those within the ranks' slices; ``torch.nn.SyncBatchNorm`` also counts how their means differ.
 
+    Example::
+
+        flatshard.sync_buffers(model)  # does nothing here, as the model has no buffers
+        model.eval()
+
     Args:
         module: a sharded module, one that contains sharded modules, or a part of one.
         average: False: all buffers become those of the first rank, as DDP has it.

@@ -26,6 +26,14 @@ class CommHookState:
     """The ``state`` that a communication hook gets if it was registered with ``state=None``.
 
     It has the process group, and the reductions that would run without the hook.
+
+    Example::
+
+        def hook(state, gradient, output):
+            gradient.clamp_(-1, 1)
+            return state.reduce_scatter(output, gradient)
+
+        flatshard.comm.register_comm_hook(model, None, hook)
     """
 
     __slots__ = ("_runtime",)
@@ -110,7 +118,14 @@ def _take(tensor: torch.Tensor, result: torch.Tensor) -> None:
 
 
 class CommHookHandle:
-    """Returned by :func:`register_comm_hook`, to remove the hook."""
+    """Returned by :func:`register_comm_hook`, to remove the hook.
+
+    Example::
+
+        handle = flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
+        model(batch).sum().backward()
+        handle.remove()
+    """
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = [weakref.ref(unit) for unit in units]
@@ -241,7 +256,12 @@ def bf16_compress_hook(
     >>> flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
 
     ``MixedPrecision(reduce_dtype=torch.bfloat16)`` does the same without a hook. Gradients of 16 bits are reduced as they
-    are. Over gloo the sum is in float32, over NCCL in bfloat16. See :func:`register_comm_hook` for the arguments.
+    are. Over gloo the sum is in float32, over NCCL in bfloat16.
+
+    Args:
+        state: the unit's process group and reductions.
+        gradient: 1-D: this rank's gradients, in the parameters' dtype.
+        output: 1-D: gets this rank's part of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
     """
     return _compress(torch.bfloat16, state, gradient, output)
 
@@ -253,6 +273,15 @@ def fp16_compress_hook(
 
     It is more exact, but magnitudes of 65,520 and more become infinite, and those below 3e-8 become zero. For ``NO_SHARD``
     units over gloo this holds for sums over the ranks, too. Scale the loss.
+
+    Example::
+
+        flatshard.comm.register_comm_hook(model, None, flatshard.comm.fp16_compress_hook)
+
+    Args:
+        state: the unit's process group and reductions.
+        gradient: 1-D: this rank's gradients, in the parameters' dtype.
+        output: 1-D: gets this rank's part of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
     """
     return _compress(torch.float16, state, gradient, output)
 

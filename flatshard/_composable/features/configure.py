@@ -14,6 +14,7 @@ from flatshard._composable.construct.renamed import did_you_mean
 from flatshard._composable.features import inner_shards
 from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.grad_sync import set_gradient_sync
+from flatshard._composable.features.kept_storage import check_may_keep, set_kept
 from flatshard._composable.state import Unit, copies_in, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._runtime import Runtime
@@ -36,6 +37,8 @@ def configure(
     reshard_after_forward: bool | int | _Unchanged | None = UNCHANGED,
     gradient_sync: bool | _Unchanged = UNCHANGED,
     all_reduce: bool | _Unchanged = UNCHANGED,
+    manual_finalization: bool | _Unchanged = UNCHANGED,
+    keep_unsharded_storage: bool | _Unchanged = UNCHANGED,
     divide_factor: float | _Unchanged | None = UNCHANGED,
     forward_prefetch: bool | Iterable[nn.Module] | _Unchanged = UNCHANGED,
     backward_prefetch: BackwardPrefetch | str | Iterable[nn.Module] | _Unchanged | None = UNCHANGED,
@@ -45,9 +48,10 @@ def configure(
 
     Example::
 
-        flatshard.configure(model, gradient_sync=False)          # as FSDP2's set_requires_gradient_sync(False)
-        flatshard.configure(model.head, reshard_after_forward=False)
-        flatshard.configure(model.blocks[0], forward_prefetch=[model.blocks[1], model.blocks[2]])
+        flatshard.configure(model, gradient_sync=False)  # as FSDP2's set_requires_gradient_sync(False)
+        flatshard.configure(model, gradient_sync=True)
+        flatshard.configure(model[3], reshard_after_forward=False)
+        flatshard.configure(model[0], forward_prefetch=[model[1], model[2]])
 
     Args:
         module: a unit, or with ``recurse`` a module that contains units.
@@ -60,6 +64,14 @@ def configure(
         all_reduce: for hybrid strategies: whether backwards also average over the replicas. False only reduce-scatters,
             within the shard group, and accumulates this rank's part until a backward that all-reduces. This takes the memory
             of one more shard, not of whole gradients.
+        manual_finalization: True: backwards start their reductions, but ``.grad`` changes when :func:`reduce_gradients` is
+            called after them, which waits for the reductions. So the end of a backward is a call of yours, which a schedule
+            can place, and a CUDA graph that has captured the backward. Until then norms, clipping and an optimizer's step
+            raise, and ``zero_grad()`` does not drop these gradients. Further backwards before it accumulate.
+        keep_unsharded_storage: True: the memory of unsharded parameters stays allocated when they are resharded, so that each
+            has the same address whenever it is gathered: for CUDA graphs. It is that of the whole parameters, in the compute
+            dtype. It begins with the next gather, and ends with False, which frees the memory of units that are sharded.
+            ``module.to(...)`` and other changes of dtype or device change addresses.
         divide_factor: the number by which the sum of the gradients over all ranks is divided. None: the number of ranks.
         forward_prefetch: what to gather while a unit computes forward. True: the unit that followed it in the last pass.
             False: nothing. A list of modules, each a unit: these, in this order. A list applies to ``module``'s own unit
@@ -71,6 +83,8 @@ def configure(
 
     Raises:
         TypeError, ValueError: an argument is wrong, or not possible for a unit, which the message names. Nothing has been
+            changed.
+        RuntimeError: ``manual_finalization`` inside a backward, or between it and ``reduce_gradients``. Nothing has been
             changed.
     """
     for name in unknown:
@@ -84,9 +98,15 @@ def configure(
         _check_all_reduce(units)
     if divide_factor is not UNCHANGED and divide_factor is not None and not divide_factor > 0:
         raise ValueError(f"configure: divide_factor must be positive or None, got {divide_factor}")
-    for name, value in (("gradient_sync", gradient_sync), ("all_reduce", all_reduce)):
+    switches = {"gradient_sync": gradient_sync, "all_reduce": all_reduce, "manual_finalization": manual_finalization}
+    switches["keep_unsharded_storage"] = keep_unsharded_storage
+    for name, value in switches.items():
         if value is not UNCHANGED and not isinstance(value, bool):
             raise TypeError(f"configure: {name} must be True or False, got {value!r}")
+    if keep_unsharded_storage is True:
+        check_may_keep(units)
+    if manual_finalization is not UNCHANGED:
+        _check_between_backwards([unit for unit in units if unit.defers_gradients is not manual_finalization])
     if forward_prefetch is not UNCHANGED:
         if isinstance(forward_prefetch, bool):
             changes += [(unit, {"forward_prefetch": forward_prefetch, "ahead_in_forward": None}) for unit in units]
@@ -112,6 +132,10 @@ def configure(
             inner_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
             set_gradient_sync(unit, gradient_sync)
+        if manual_finalization is not UNCHANGED:
+            unit.defers_gradients = manual_finalization
+        if keep_unsharded_storage is not UNCHANGED:
+            set_kept(unit, keep_unsharded_storage)
         if all_reduce is not UNCHANGED:
             unit.handle.placement.averaging.reduces_replicas = all_reduce
         if divide_factor is not UNCHANGED:
@@ -146,6 +170,14 @@ def _check_all_reduce(units: list[Unit]) -> None:
                 f"configure(all_reduce=...): unit {unit.fqn or '<root>'!r} has strategy {unit.config.strategy.name} and no "
                 "replicas to reduce over: use gradient_sync=..., or a hybrid strategy over more than one group"
             )
+
+
+def _check_between_backwards(units: list[Unit]) -> None:
+    """Raise if the gradients of some of ``units`` are on their way to ``.grad``."""
+    if any(unit.context.is_running and unit.context.backward is not None for unit in units):
+        raise RuntimeError("configure(manual_finalization=...): called inside a backward. Call it before or after")
+    for unit in units:
+        unit.handle.gradients.check_not_deferred("configure(manual_finalization=...) was called")
 
 
 def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple[Unit, ChosenUnits]:

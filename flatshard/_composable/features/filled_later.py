@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern
+from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern, swap_memory
 from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit, units_of_parameters
@@ -81,9 +81,9 @@ class FillFlat:
         flat.convert(flat.kind.dtype, device)
         fill_with_pattern(flat.shard)
         for index, param in enumerate(flat.params):
-            real = nn.Parameter(flat.part_view(index), param.requires_grad)
+            real = nn.Parameter(_data.__get__(flat.part_view(index)), param.requires_grad)  # with its own version
             hand_on(param, real)
-            torch._C._swap_tensor_impl(param, real)  # `param.data = ...` cannot leave the meta device
+            swap_memory(param, real)  # `param.data = ...` cannot leave the meta device
         changes.count += 1
 
     def show(self, param: nn.Parameter) -> nn.Parameter:

@@ -135,6 +135,23 @@ def register_forward_method(module: nn.Module, method_name: str | Iterable[str])
     hooks do not run. A generator function is a forward each time it is resumed; between two items the parameters are sharded.
     FSDP2 calls this ``register_fsdp_forward_method``.
 
+    Example::
+
+        class Encoder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(64, 8)
+
+            def encode(self, x):
+                return self.layer(x)
+
+            def forward(self, x):
+                return self.encode(x).softmax(-1)
+
+        encoder = flatshard.fully_shard(Encoder())
+        flatshard.register_forward_method(encoder, "encode")
+        encoder.encode(batch).sum().backward()
+
     Args:
         module: a unit.
         method_name: the name of the method, or several names. A method that is registered already stays registered.

@@ -43,6 +43,11 @@ def summon_full_params(
     The context can be nested. The inner one shows the same values as the outer one, with the changes made so far. What the
     inner one writes back is kept, even if the outer one raises or has ``writeback=False``.
 
+    Example::
+
+        with torch.no_grad(), flatshard.summon_full_params(model):
+            model[-1].weight[0] = 0  # the first row of the whole matrix; the same on all ranks
+
     Args:
         module: any module with sharded parameters. A unit around it that owns some of them is gathered as a whole.
         recurse: also the units below ``module``; False: only the units of parameters that no unit below ``module`` has.
@@ -363,6 +368,13 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
     have changed since (by an optimizer's step), they are gathered again. ``state_dict()`` and ``load_state_dict()`` register
     the sharded parameters again, without freeing the unsharded ones.
 
+    Example::
+
+        handle = flatshard.unshard(model[0], async_op=True)
+        x = batch.relu()  # while the unit is gathered
+        handle.wait()
+        y = model[0](x)
+
     Args:
         module: a unit, or another module with sharded parameters: the units that own them are gathered.
         recurse: also the units below ``module``.
@@ -393,6 +405,16 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
 
     The next forward or backward gathers them.
 
+    Example::
+
+        flatshard.unshard(model)
+        bias = model[-1].bias.detach().clone()  # whole: of shape (10,)
+        flatshard.reshard(model)
+
+    Args:
+        module: a unit, or another module with sharded parameters.
+        recurse: also the units below ``module``.
+
     Raises:
         RuntimeError: a unit is in its forward or in ``summon_full_params``.
     """
@@ -412,6 +434,17 @@ def recover(module: nn.Module) -> None:
     The next forward does this by itself. Call it to free the memory at once, for example after an out-of-memory error. It
     starts no communication. ``.grad`` keeps the gradients that were reduced before: call ``zero_grad()`` as usual.
     Gradients accumulated under ``no_sync`` are dropped.
+
+    Example::
+
+        try:
+            model(batch).sum().backward()
+        except torch.OutOfMemoryError:
+            flatshard.recover(model)
+            optimizer.zero_grad()
+
+    Args:
+        module: a module with sharded parameters.
 
     Raises:
         RuntimeError: called inside a forward or a backward, where nothing can be freed.

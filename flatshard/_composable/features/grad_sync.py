@@ -1,4 +1,4 @@
-"""When gradients are reduced: ``no_sync`` and ``reduce_gradients``.
+"""When gradients are reduced, and when they become ``.grad``: ``no_sync`` and ``reduce_gradients``.
 
 By default every backward reduces its gradients and adds them to ``.grad``. So gradient accumulation works without anything
 from here, with the memory of one microbatch. ``no_sync`` saves communication, but keeps the unsharded gradients in memory, in
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -36,10 +36,15 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 
     Example::
 
+        *first, last = batch.chunk(4)  # microbatches
         with flatshard.no_sync(model):
-            for x in microbatches[:-1]:
+            for x in first:
                 model(x).sum().backward()
-        model(microbatches[-1]).sum().backward()
+        model(last).sum().backward()
+
+    Args:
+        module: a unit, or another module with sharded parameters.
+        recurse: also the units below ``module``.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
@@ -62,9 +67,10 @@ def set_gradient_sync(unit: Unit, value: bool) -> None:
 
 
 def held_units() -> list[Unit]:
-    """All units with gradients of earlier backwards that are not in ``.grad``: not reduced, or not over the replicas."""
-    held = [unit for queue in ReductionQueue.holding for unit in queue.units() if unit.handle.gradients.withholds]
-    return sorted(held, key=lambda unit: unit.fqn)
+    """All units with gradients of earlier backwards that are not in ``.grad``: not reduced, or not over the replicas, or
+    deferred.
+    """
+    return sorted((u for queue in ReductionQueue.holding for u in queue.withholding()), key=lambda unit: unit.fqn)
 
 
 def check_reduced(units: Iterable[Unit], verb: str) -> None:
@@ -72,6 +78,12 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
     held = [unit for unit in units if unit.handle.gradients.withholds]
     if not held:
         return
+    if deferred := [unit.fqn for unit in held if unit.handle.gradients.is_deferred]:
+        raise RuntimeError(
+            f"{verb}: gradients of units {name_list(deferred, 3)} are being reduced, and are not in .grad yet. Call "
+            "flatshard.reduce_gradients(module), or wait() on what reduce_gradients(module, async_op=True) returned; then "
+            f"{verb.rpartition('.')[2]}"
+        )
     where = "" if all(unit.requires_gradient_sync for unit in held) else " inside no_sync"
     cure = "flatshard.reduce_gradients(module) after it"
     if not all(unit.handle.gradients.wants_reduction for unit in held):
@@ -111,14 +123,70 @@ def _held_back(unit: Unit) -> list[bool]:
     return held.outside
 
 
-def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
+class ReductionHandle:
+    """Reductions in progress, as returned by :func:`reduce_gradients` with ``async_op=True``."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        """``units``: those whose gradients are deferred, in the order of their reductions."""
+        self._units = units
+        self._drops = {unit.context: unit.context.reductions.drops for unit in units}
+
+    def wait(self) -> None:
+        """Wait for the reductions, and add their results to ``.grad``. Idempotent.
+
+        On an accelerator the current stream waits, and not the host (but under CPU offload). Call it on the thread of the
+        training. A backward that reaches one of the units, and ``reduce_gradients``, do so before it.
+
+        Raises:
+            RuntimeError: the gradients were dropped, by :func:`recover` or an exception in a backward; or called inside a
+                forward or a backward.
+            CollectiveError: a reduction failed. The gradients are dropped.
+        """
+        if not self._units:
+            return
+        if any(context.is_running for context in self._drops):
+            raise RuntimeError("wait() of reduce_gradients: called inside a forward or a backward. Call it after them")
+        units, self._units = self._units, ()
+        if any(context.reductions.drops != before for context, before in self._drops.items()):
+            raise RuntimeError(
+                f"wait() of reduce_gradients: the gradients of units {name_list((u.fqn for u in units), 3)} were dropped, by "
+                "flatshard.recover or an exception in a backward. Call zero_grad(), and run the step again"
+            )
+        for context in self._drops:
+            context.reductions.give(units)
+
+
+@overload
+def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: Literal[False] = False) -> None: ...
+
+
+@overload
+def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: Literal[True]) -> ReductionHandle: ...
+
+
+@overload
+def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool) -> ReductionHandle | None: ...
+
+
+def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool = False) -> ReductionHandle | None:
     """Reduce the gradients that backwards under :func:`no_sync` accumulated, and add them to ``.grad``.
 
     Every rank must call it. Use it if the last microbatch cannot run outside of ``no_sync``, as in a pipeline schedule::
 
-        with flatshard.no_sync(stage):
-            schedule.step(x)
-        flatshard.reduce_gradients(stage)  # one reduction, whatever the number of microbatches
+        with flatshard.no_sync(model):
+            for x in batch.chunk(4):
+                model(x).sum().backward()
+        flatshard.reduce_gradients(model)  # one reduction, whatever the number of microbatches
+
+    It also ends backwards that wait for it: ``configure(module, manual_finalization=True)``.
+
+    Args:
+        module: a module with sharded parameters: the units that own them are reduced.
+        recurse: also the units below ``module``.
+        async_op: start all reductions, and return at once. ``.grad`` changes in ``wait()`` of the handle that is returned, or
+            before in a backward of the same units. Until then norms, clipping and an optimizer's step raise, and
+            ``zero_grad()`` does not drop these gradients. Forwards and backwards of other units may run meanwhile. The memory
+            of all held gradients is freed in ``wait()``; else one unit's after the other.
 
     Raises:
         ValueError: nothing in ``module`` is sharded.
@@ -126,6 +194,11 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
         CollectiveError: a reduction failed. The accumulated gradients are dropped.
     """
     units = units_of(module, "reduce_gradients", recurse)
+    return finalize(units, units, async_op)
+
+
+def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> ReductionHandle | None:
+    """End the backwards of ``units``: see ``reduce_gradients``. ``held``: those that also reduce what they hold."""
     contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
     if any(context.is_running for context in contexts):
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
@@ -134,9 +207,15 @@ def reduce_gradients(module: nn.Module, recurse: bool = True) -> None:
             f"reduce_gradients: called inside summon_full_params(with_grads=True) of {name_list(shown)}, which on exit would "
             "overwrite the reduced gradients by those it shows. Call it outside"
         )
+    for context in contexts:
+        context.settle()
     for unit in units:
         if not unit.claims.use:
             unit.handle.check_parameters()
     for context in contexts:
-        context.settle()
-        context.reductions.reduce_held({unit for unit in units if unit.context is context})
+        context.reductions.reduce_held({unit for unit in held if unit.context is context}, one_by_one=not async_op)
+    handle = ReductionHandle([unit for context in contexts for unit in context.reductions.deferred(units)])
+    if async_op:
+        return handle
+    handle.wait()
+    return None

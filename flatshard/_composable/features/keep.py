@@ -9,12 +9,13 @@ from torch import nn
 
 from flatshard._composable.claims import Claim
 from flatshard._composable.features.find import settle, units_of
+from flatshard._composable.features.unrecorded import Threads
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 
 
 @contextlib.contextmanager
-def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
+def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = False) -> Iterator[None]:
     """Inside, each unit is gathered at its first use and stays unsharded: for generation and evaluation.
 
     Further forwards inside do not communicate. If parameters change (by an optimizer's step or ``p.data = ...``), the next
@@ -22,24 +23,49 @@ def keep_unsharded(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     whole parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
     All ranks must enter together. The context can be nested.
 
-    A server with many threads, or with ``asyncio``, gives the model to one thread, ``ThreadPoolExecutor(max_workers=1)``: a
-    forward raises while one runs on another thread. All ranks answer the same requests in the same order.
+    A forward raises while one runs on another thread, unless ``threads`` is True. A server with many threads, or with
+    ``asyncio``, either passes it, or gives the model to one thread, ``ThreadPoolExecutor(max_workers=1)``.
+
+    With ``threads=True`` nothing is communicated between entry and exit, so ranks may answer different requests, in any
+    order. The units are gathered at entry, and ``module.parameters()`` are whole, in the compute dtype. All forwards run
+    without gradients: each thread enters ``torch.no_grad()`` for itself. If parameters change, the next forward raises: leave
+    the context, and enter it again. On exit, forwards on other threads are waited for.
 
     Example::
 
         with torch.no_grad(), flatshard.keep_unsharded(model):
-            for _ in range(100):
-                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+            for x in batch:  # from here on ranks may differ in how often they call the model
+                y = model(x)
+
+    Example::
+
+        from concurrent.futures import ThreadPoolExecutor
+
+        @torch.no_grad()
+        def answer(request):
+            return model(request)
+
+        with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(answer, batch))
 
     Args:
         module: a unit, or another module with sharded parameters: the units that own them are kept.
         recurse: also the units below ``module``.
+        threads: any number of threads may run forwards at the same time.
 
     Raises:
-        ValueError: nothing in ``module`` is sharded.
+        ValueError: nothing in ``module`` is sharded; or ``threads`` with an option of ``fully_shard`` that rules it out.
+        RuntimeError: ``threads`` inside a forward or ``summon_full_params``.
     """
     units = units_of(module, "keep_unsharded", recurse)
     settle(units)
+    if threads:
+        together = Threads(units)
+        try:
+            yield
+        finally:
+            together.leave()
+        return
     kept = [(unit, Keep(unit)) for unit in units]
     try:
         yield

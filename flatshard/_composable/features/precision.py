@@ -6,8 +6,10 @@ Parameters and gradients are cast by the handle (``FlatParam``, ``FlatGradients`
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch.utils._pytree import tree_map
 
 from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.features.full_params import summoned_units
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.features.whole_parameters import WholeParameters
+from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
@@ -75,6 +79,8 @@ class MixedForward(ForwardFeature):
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        # Forwards that `summon_full_params` has in another dtype than the one around them, with that one's dtype.
+        self._around: list[tuple[Forward, torch.dtype]] = []
 
     def enter(self, forward: Forward) -> None:
         """If this forward is to run in full precision, show the parameters in their own dtype."""
@@ -96,13 +102,42 @@ class MixedForward(ForwardFeature):
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        policy, outermost = self.unit.config.mixed_precision, self.unit.context.is_outermost(self.unit)
+        outermost = self.unit.context.is_outermost(self.unit)
+        if summoned_units and not outermost and (dtype := self._differs(forward, args, kwargs)) is not None:
+            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        if forward.claim.shows is not UNSHARDED:
+            return None
+        return self.before_unrecorded(args, kwargs, outermost)
+
+    def _differs(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        """The dtype of this forward, if one of it and the forward around it is in full precision, and the other is not."""
+        low = self.unit.config.mixed_precision.param_dtype
+        full = next((f.kind.dtype for f in self.unit.handle.flats if f.kind.dtype.is_floating_point), None)
+        given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        own, other = (low, full) if forward.claim.shows is UNSHARDED else (full, low)
+        if own is None or given is None or own is other or given is not other:
+            return None
+        self._around.append((forward, given))
+        return own
+
+    def after(self, forward: Forward, output: Any) -> Any:
+        if self._around and self._around[-1][0] is forward:
+            _, dtype = self._around.pop()
+            return cast_floats(output, dtype)
+        return self.after_unrecorded(output)
+
+    def before_unrecorded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool
+    ) -> tuple[Any, Any] | None:
+        """Cast the inputs to the compute dtype."""
+        policy = self.unit.config.mixed_precision
         casts = policy.cast_root_forward_inputs if outermost else policy.cast_forward_inputs
-        if policy.param_dtype is None or not casts or forward.claim.shows is not UNSHARDED:
+        if policy.param_dtype is None or not casts:
             return None
         return cast_floats(args, policy.param_dtype), cast_floats(kwargs, policy.param_dtype)
 
-    def after(self, forward: Forward, output: Any) -> Any:
+    def after_unrecorded(self, output: Any) -> Any:
+        """Cast the output."""
         dtype = self.unit.config.mixed_precision.output_dtype
         return None if output is None or dtype is None else cast_floats(output, dtype)
 
@@ -123,18 +158,20 @@ class FullPrecisionModule:
     """Forward hooks of one module in ``module_classes_to_ignore``: cast inputs to its parameters' dtype, and outputs back."""
 
     def __init__(self) -> None:
-        self._outer: list[torch.dtype | None] = []  # the dtype of the inputs, for each forward under way
+        # The dtype of the inputs, for each forward under way, by thread.
+        self._outer: defaultdict[int, list[torch.dtype | None]] = defaultdict(list)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), torch.float32)
         floats = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        self._outer.append(floats[0].dtype if floats else None)
+        self._outer[threading.get_ident()].append(floats[0].dtype if floats else None)
         return cast_floats((args, kwargs), own)  # type: ignore[no-any-return]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not self._outer:
+        thread = threading.get_ident()
+        if not self._outer[thread]:
             return output  # another pre-hook raised before `before` ran
-        outer = self._outer.pop()
+        outer = self._outer[thread].pop()
         return output if output is None or outer is None else cast_floats(output, outer)
 
 

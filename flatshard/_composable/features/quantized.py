@@ -36,7 +36,7 @@ class QuantizedCollectives:
 
     >>> flatshard.fully_shard(model, policy={Block}, collectives=flatshard.comm.QuantizedCollectives())
 
-    The algorithm is that of ZeRO++ (arXiv:2306.10209), see ``features/quantized.py``. Each collective changes normally
+    The algorithm is that of ZeRO++ (arXiv:2306.10209). Each collective changes normally
     distributed values by 0.7% (relative root mean square; ``block=256``). Rounding is to nearest, so runs are reproducible,
     and all ranks get the same parameters. The optimizer's parameters stay exact, as do ``summon_full_params`` and the
     initial broadcast. ``unshard`` gives the approximated values that forward uses. If a module changes its own parameters

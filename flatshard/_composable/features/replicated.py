@@ -6,6 +6,8 @@ error. Tools wrap a model in DDP without being asked: accelerate's ``prepare``, 
 and "auto"; and the module they wrap may contain the one that was given to ``fully_shard``. So flatshard acts when DDP
 registers its module. At that point DDP has a set of parameter names to ignore, and has not communicated yet. The names of
 sharded parameters are added to this set. DDP replicates the plain layers beside the units as usual.
+Tools that broadcast without DDP (Lightning's "ddp" does, to validate) call C++ functions, which no tensor class can refuse.
+They ask the module for the names to ignore, as DDP does: so each module given to ``fully_shard`` has this list.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import leave_to_others
-from flatshard._composable.state import UnitConfig, all_units
+from flatshard._composable.state import Unit, UnitConfig, all_units
 from flatshard._errors import name_list
 from flatshard._runtime import Runtime
 
@@ -34,6 +36,16 @@ class Replicated(Extension):
         if not self._watching:
             self._watching.append(register_module_module_registration_hook(_registered))
 
+    def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
+        named = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *sorted(_every_name(_divide(module)[0]))]
+        anything: Any = module
+        anything._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(named))
+
+
+def _every_name(fqns: Collection[str]) -> set[str]:
+    """DDP writes the names of the root's own parameters in two ways: with and without a leading dot."""
+    return {*fqns, *(f".{fqn}" for fqn in fqns if "." not in fqn)}
+
 
 def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
@@ -47,8 +59,7 @@ def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
             f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Do not use DistributedDataParallel. If "
             "a tool adds it, choose its single-device strategy, or do not pass the model to it"
         )
-    # DDP writes the names of the root's own parameters in two ways: with and without a leading dot.
-    wrapper.parameters_to_ignore |= {*sharded, *(f".{fqn}" for fqn in sharded if "." not in fqn)}
+    wrapper.parameters_to_ignore |= _every_name(sharded)
     leave_to_others(module)
 
 

@@ -23,12 +23,14 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
 
     Example::
 
-        for i, expert in enumerate(self.experts):        # each a unit
+        x, route = batch, torch.randint(4, (len(batch),))
+        for i, expert in enumerate(model[:4]):  # each a unit
             chosen = (route == i).nonzero().squeeze(1)
             if len(chosen):
                 x = x.index_add(0, chosen, expert(x[chosen]))
             else:
                 x = flatshard.skip(expert, x)
+        x.sum().backward()
 
     Backward reaches the unit through the returned tensors, so the loss must depend on them. Under ``torch.no_grad()`` the
     unit is only gathered and freed. A rank that has run out of data skips the whole model: ``flatshard.skip(model,

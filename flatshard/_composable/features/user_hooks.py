@@ -88,9 +88,11 @@ def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module
         for unit in flatshard.describe(model).units:
             own = [params[fqn] for flat in unit.flats for fqn in flat.fqns]
             optimizer = torch.optim.AdamW(own)
+
             def step(_, optimizer=optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
+
             flatshard.optim.register_gradients_reduced_hook(model.get_submodule(unit.fqn), step)
 
     Returns:

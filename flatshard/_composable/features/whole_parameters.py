@@ -13,6 +13,7 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.sharded_parameter import in_memory_order
 
 
@@ -135,11 +136,13 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
     seen: list[int] = present.amax(0).tolist()
     if not any(seen):
         return [None] * len(seen)
-    pieces = [
-        grad if grad is None or grad.dim() == 1 else in_memory_order(grad, info.stride)
-        for grad, info in zip(local, flat.layout.params, strict=True)
-    ]
-    whole = Gathering(flat, joined(flat, pieces, flat.gradients.dtype)).wait()
+    with plainly():
+        pieces = [
+            grad if grad is None or len(grad.shape) == 1 else in_memory_order(grad, info.stride)
+            for grad, info in zip(local, flat.layout.params, strict=True)
+        ]
+        mine = joined(flat, pieces, flat.gradients.dtype)
+    whole = Gathering(flat, mine).wait()
     of_each = zip(whole, seen, itertools.cycle(flat.gradients.dtypes))
     return [grad.to(dtype) if somewhere else None for grad, somewhere, dtype in of_each]
 

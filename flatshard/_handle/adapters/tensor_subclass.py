@@ -8,6 +8,15 @@ If there is one tensor inside, it is sharded in its own dtype. If there are seve
 quantised weight), their bytes are sharded as one frozen ``uint8`` parameter: end to end, each tensor aligned to 16 bytes. So
 all of them are gathered in the unit's one all-gather, and are never cast. Bytes have no gradient, so such a parameter must
 be frozen.
+
+[Note: Classes that FSDP2 asks what to gather]
+FSDP2 asks a class with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to send of a part, and to build the whole
+from what has come. Classes that send float8 numbers of a scale that they are given are asked here, too: ``encoding.py``.
+Of other classes neither is called: the tensor inside is gathered, and the class is built over it, as in one process.
+A class that quantises does that in its products, from all values. So a scale is that of the whole tensor, and needs no
+communication. But FSDP2 tells the second the policy's dtype, so such a class can compute in it: the tensor inside is cast,
+and gathered in the compute dtype, if the class has this dtype when it is built over such a tensor. Other classes keep their
+dtype, because only they know what a cast means.
 """
 
 from __future__ import annotations
@@ -100,27 +109,23 @@ class TensorSubclass(Wrapping):
 
     def point(self, param: nn.Parameter, plain: torch.Tensor) -> None:
         """See ``Wrapping``. Swaps ``param`` with a new object: there is no other way to change the tensors inside."""
-        fresh = nn.Parameter(self.wrap(plain), param.requires_grad)
-        for name, value in param.__dict__.items():
-            fresh.__dict__.setdefault(name, value)
-        hand_on(param, fresh)
-        torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
+        swap_inside(param, self.wrap(plain))
 
     def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Wrapping``."""
         return self.unwrap(grad)
 
+    def computes_in(self, dtype: torch.dtype) -> bool:
+        """See ``Wrapping``. [Note: Classes that FSDP2 asks what to gather]"""
+        if len(self.leaves) != 1 or not hasattr(self.kind, "fsdp_post_all_gather"):
+            return False
+        (leaf,) = self.leaves
+        return self.wrap(torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device="meta")).dtype is dtype
+
     def check(self, tensor: torch.Tensor) -> str | None:
         """The reason why ``tensor``, of which this is the wrapping, cannot be sharded. None if it can."""
         if any(is_dtensor(t) for t in _inside(tensor, through_dtensors=False)):
             return "has a DTensor inside, which cannot be sharded: use the subclass without tensor parallelism"
-        if hasattr(self.kind, "fsdp_pre_all_gather") and len(self.leaves) == 1:  # several are gathered as they are
-            return (
-                "converts its values before FSDP2's all-gathers (fsdp_pre_all_gather). flatshard does not call that, and "
-                f"would gather {self.leaves[0].dtype}: take a parameter without it. In torchao that is Float8LinearConfig("
-                "enable_fsdp_float8_all_gather=False), with the same matrix products in float8. To send less, "
-                "pass mixed_precision=... or collectives=flatshard.comm.QuantizedCollectives"
-            )
         if tensor.requires_grad:
             if len(self.leaves) > 1:
                 return f"requires grad, but has {len(self.leaves)} tensors inside, so it has no gradient to shard: freeze it"
@@ -136,6 +141,15 @@ class TensorSubclass(Wrapping):
         if any(t.numel() and t.untyped_storage().data_ptr() != memory.data_ptr() for t in inside):
             return "copies the tensors that its __tensor_unflatten__ is given, so it cannot lie in a flat parameter"
         return None
+
+
+def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
+    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay."""
+    fresh = nn.Parameter(made, param.requires_grad)
+    for name, value in param.__dict__.items():
+        fresh.__dict__.setdefault(name, value)
+    hand_on(param, fresh)
+    torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
 
 
 def is_wrapper(tensor: object) -> bool:

@@ -54,6 +54,10 @@ class Wrapping(ABC):
         ``dtype``: in which parts from several ranks are added up, if it is wider than that of ``grad``.
         """
 
+    def computes_in(self, dtype: torch.dtype) -> bool:
+        """Whether the subclass can be built over a plain tensor that was cast to ``dtype``."""
+        return True
+
     def wrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The inverse of ``local_gradient``."""
         return grad

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
+from flatshard._errors import cannot_trace
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
@@ -34,6 +35,15 @@ _SWAP = swap_tensor.__code__
 _LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
 _OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _RECOMPUTE = CheckpointFunction.backward.__code__
+
+# The modules of torch that put other parameters in the place of a module's, and their functions that do: they read it first.
+_RESTRUCTURING = {
+    f"torch.nn.utils.{name}" for name in ("parametrize", "parametrizations", "prune", "weight_norm", "spectral_norm")
+}
+_RESTRUCTURE = {
+    "register_parametrization", "remove_parametrizations", "orthogonal", "spectral_norm", "apply", "remove", "<genexpr>",
+    "<listcomp>", "global_unstructured",
+}  # fmt: skip
 
 Parameters = dict[str, nn.Parameter | None]
 
@@ -100,9 +110,11 @@ class GuardedParameters(Parameters):
         ``model.head.weight.grad``.
         """
         if reader.f_code is not _GETATTR:
+            _refuse_restructuring(param, reader)
             return param
         if param._flatshard_info.shard_world_size > 1:
             self._check_reader(param, reader)
+        _refuse_restructuring(param, reader.f_back)
         return show_whole(param)
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
@@ -180,6 +192,29 @@ class GuardedParameters(Parameters):
         return dict, (dict(self),)
 
 
+class WatchedParameters(Parameters):
+    """A module's ``_parameters`` where compute parameters are registered by ``setattr``. It recognises ``to_empty``."""
+
+    __slots__ = ()
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        held = super().get(name)
+        if isinstance(held, ShardedParameter) and isinstance(param, nn.Parameter) and param is not held:
+            if not handle_to_empty(held, sys._getframe(1), param):
+                super().__setitem__(name, param)
+        else:
+            super().__setitem__(name, param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedParameters:
+        result = memo[id(self)] = WatchedParameters()
+        for name, param in self.items():
+            result[name] = copy.deepcopy(param, memo)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 def _lists_own(reader: FrameType) -> bool:
     """Whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
     caller = reader.f_back
@@ -199,6 +234,19 @@ def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
         frame = None if frame is None else frame.f_back
 
 
+def _refuse_restructuring(param: ShardedParameter, reader: FrameType | None) -> None:
+    """Raise if ``reader`` puts other parameters in the place of ``param``. What it does first depends on the part: without
+    this check some ranks would go on, and the others raise errors about dimensions.
+    """
+    names = {} if reader is None else reader.f_globals
+    if reader is not None and names.get("__name__") in _RESTRUCTURING and reader.f_code.co_name in _RESTRUCTURE:
+        raise RuntimeError(
+            f"parameter {param._flatshard_info.fqn!r} is sharded, and {names['__name__']} would put other parameters in its "
+            "place: parametrize, prune or normalise weights before fully_shard. A model that is sharded already: build it "
+            "again, load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
+        )
+
+
 def _self_of(frame: FrameType) -> Any:
     """The first argument of the function that runs in ``frame``."""
     code = frame.f_code
@@ -207,6 +255,8 @@ def _self_of(frame: FrameType) -> Any:
 
 def _explain(param: ShardedParameter, forward: FrameType) -> str:
     info, kind = param._flatshard_info, type(_self_of(forward)).__name__
+    if _is_of_fx(forward):
+        return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
     if _is_recomputed(forward):
         return (
             f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
@@ -214,15 +264,18 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
             "cannot know that a recomputation is still to come. Use use_reentrant=False, or run a backward for each forward. "
             "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
         )
-    method, frame = None, forward.f_back
-    while frame is not None and method is None:
+    # The innermost public method: `generate`, and not the helper that it calls.
+    method, owner, frame = None, "", forward.f_back
+    while frame is not None and (method is None or method.startswith("_")):
         caller = _self_of(frame)
         from_torch = frame.f_code.co_filename == _GETATTR.co_filename
         if isinstance(caller, nn.Module) and not from_torch and _gathers(caller, param):
-            method = _method_name(type(caller), frame.f_code)
+            found = _method_name(type(caller), frame.f_code)
+            if found is not None and (method is None or not found.startswith("_")):
+                method, owner = found, type(caller).__name__
         frame = frame.f_back
     if method is not None:
-        what = f"{type(caller).__name__}.{method}"
+        what = f"{owner}.{method}"
         cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
     else:
         cure = (
@@ -240,6 +293,14 @@ def _gathers(module: nn.Module, param: ShardedParameter) -> bool:
     unit: Any = vars(module).get(UNIT_KEY)
     flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
     return any(flat.index_of(param) is not None for flat in flats)
+
+
+def _is_of_fx(forward: FrameType) -> bool:
+    """Whether ``forward`` is traced by ``torch.fx``, or called by what it has traced."""
+    frame: FrameType | None = forward
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.fx."):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_recomputed(forward: FrameType) -> bool:

@@ -38,26 +38,27 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _torch_optimizer
+from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
+from flatshard._handle.tensors.operations import OperationKind, kind_of
+from flatshard._handle.tensors.part import handler_of, refuse
+from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _TO_EMPTY = nn.Module.to_empty.__code__
-_FROM_VECTOR, _TO_VECTOR = nn.utils.vector_to_parameters.__code__, nn.utils.parameters_to_vector.__code__
-# Of `torch.nn.init`: they call `dim()` or `ndimension()` of what they fill, before anything else. The first is called by
-# `kaiming_*` and `xavier_*`.
-_SHAPED_INITIALISERS = {
-    getattr(nn.init, name).__code__
-    for name in ("_calculate_fan_in_and_fan_out", "orthogonal_", "eye_", "dirac_", "sparse_")
-}
+_FROM_VECTOR = nn.utils.vector_to_parameters.__code__
+# Called by `kaiming_*` and `xavier_*`. They ask for the fans of the whole.
+_FAN = nn.init._calculate_fan_in_and_fan_out.__code__
 
 
 class Filling(Protocol):
@@ -94,14 +95,20 @@ _unswappable: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValue
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``."""
+    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
 
-    fqn: str
+    Example::
+
+        info = flatshard.tensors.shard_info(model[0].up.weight)
+        print(f"{info.fqn} of shape {info.shape}: elements {info.start} to {info.stop} are here")
+    """
+
+    fqn: str  # the parameter's
     shape: tuple[int, ...]  # of the whole parameter
     stride: tuple[int, ...]  # of the whole parameter, dense: defines the memory order for ``start`` and ``stop``
     start: int  # this rank's elements, half-open, in memory order
-    stop: int
-    shard_world_size: int
+    stop: int  # the element behind the last of this rank's
+    shard_world_size: int  # ranks that the parameter is sharded over
     by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
     owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
     # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
@@ -113,10 +120,12 @@ class ShardInfo:
     is_copy: bool = field(default=False, repr=False, compare=False)
     # Ranges of this rank's elements, from ``start``, that another rank of ``runtime`` also has and counts in norms. Sorted.
     elsewhere: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    # Its layout cuts between parameters only: ``owner`` has all of it, and others have nothing.
+    never_cut: bool = field(default=False, repr=False, compare=False)
 
     @property
     def parallel(self) -> TensorParallel | None:
-        """The tensor parallelism of a DTensor parameter, or None."""
+        """Internal: the tensor parallelism of a DTensor parameter, or None."""
         return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
     @property
@@ -135,18 +144,31 @@ class ShardInfo:
         return self.start // row, self.stop // row
 
     @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Internal: the shape of the whole parameter, as its user sees it."""
+        return self.shape if self.wrapping is None else tuple(self.wrapping.shape)
+
+    def describe(self) -> str:
+        """Internal: which elements this rank has, for an error."""
+        return (
+            f"parameter {self.fqn!r} is sharded: this rank has elements {self.start}:{self.stop} of shape "
+            f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D part'}"
+        )
+
+    @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
-        """``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
-        return part if part.dim() == 1 else in_memory_order(part, self.stride)
+        """Internal: ``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
+        return part if len(part.shape) == 1 else in_memory_order(part, self.stride)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
-        """The inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
+        """Internal: the inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
         shape = self.part_shape
-        return part if shape == part.shape else part.as_strided(shape, self.stride)
+        with plainly():
+            return part if shape == part.shape else part.as_strided(shape, self.stride)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardInfo, (
@@ -158,18 +180,6 @@ class ShardInfo:
             self.shard_world_size,
             self.by_rows,
         )
-
-
-def _not_of_a_part(name: str, of_vectors: bool = False) -> Callable[..., Any]:
-    """The method ``name``, where this rank's part has the dimensions of the whole. [Note: Parts are not matrices]"""
-    method = getattr(torch.Tensor, name)
-
-    @functools.wraps(method)
-    def checked(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        _refuse_as_whole(self, name, of_vectors)
-        return method(self, *args, **kwargs)
-
-    return checked
 
 
 def _drawn_whole(name: str) -> Any:
@@ -193,14 +203,41 @@ def _drawn_whole(name: str) -> Any:
     return draw
 
 
-def _property_not_of_a_part(name: str) -> property:
-    attribute = getattr(torch.Tensor, name)
+def _is_part(param: ShardedParameter) -> bool:
+    """Whether ``param`` is a part of something whose other parts are elsewhere."""
+    info = param._flatshard_info
+    if info.runtime is None or info.shard_world_size == 1 or info.never_cut:
+        return False
+    home = _homes.get(id(param))
+    return home is None or home.filling is None or param.shape != info.shape  # [Note: Filled later]
 
-    def get(self: ShardedParameter) -> Any:
-        _refuse_as_whole(self, name)
-        return attribute.__get__(self)
 
-    return property(get)
+def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, with what the table says where ``param`` is a part."""
+
+    @functools.wraps(method)
+    def of_a_part(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
+            if has_torch_function((*args, *kwargs.values())):
+                make_whole(args, kwargs)
+            return handler(method, (self, *args), kwargs)
+        return method(self, *args, **kwargs)
+
+    return of_a_part
+
+
+def _methods_of_the_table() -> dict[str, Any]:
+    """The methods and properties of tensors that are not as plain as they are."""
+    found: dict[str, Any] = {}
+    for name in dir(torch.Tensor):
+        kind, attribute, handler = kind_of(name), getattr(torch.Tensor, name), handler_of(name)
+        if handler is None or kind is OperationKind.ALIAS or (kind is None and name.startswith("__")):
+            continue
+        if callable(attribute):
+            found[name] = _by_the_table(name, attribute, handler)
+        else:
+            found[name] = property(_by_the_table(name, attribute.__get__, handler))
+    return found
 
 
 class ShardedParameter(nn.Parameter):
@@ -208,9 +245,19 @@ class ShardedParameter(nn.Parameter):
     ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
 
     If the shard group has a single rank (``NO_SHARD``, world size 1), it keeps its original shape.
+
+    Example::
+
+        p = model[0].up.weight
+        assert isinstance(p, flatshard.tensors.ShardedParameter) and p.dim() == 1
+        with torch.no_grad():
+            p.mul_(0.99)  # each rank its own part
     """
 
     _flatshard_info: ShardInfo
+
+    locals().update(_methods_of_the_table())
+    __hash__ = torch.Tensor.__hash__  # a class that defines `__eq__` has none
 
     def _set_grad(self, grad: torch.Tensor | None) -> None:
         plain_grad.__set__(self, grad)
@@ -227,8 +274,8 @@ class ShardedParameter(nn.Parameter):
             writer = sys._getframe(1)
             if handle_to_empty(self, writer, data):
                 return
-            if writer.f_code is _FROM_VECTOR:
-                _refuse_as_whole(self, "vector_to_parameters", of_vectors=True, of_rows=True)
+            if writer.f_code is _FROM_VECTOR and _is_part(self):
+                refuse(self._flatshard_info, "vector_to_parameters")
             _plain_data.__set__(self, data)
             increment_version(self)
             changes.count += 1
@@ -259,16 +306,6 @@ class ShardedParameter(nn.Parameter):
         changes.count += 1
         return self
 
-    # [Note: Parts are not matrices]
-
-    __getitem__ = _not_of_a_part("__getitem__", of_vectors=True)
-    __setitem__ = _not_of_a_part("__setitem__", of_vectors=True)
-    __matmul__ = _not_of_a_part("__matmul__")
-    __rmatmul__ = _not_of_a_part("__rmatmul__")
-    matmul, mm, mv = map(_not_of_a_part, ("matmul", "mm", "mv"))
-    t, transpose, permute = map(_not_of_a_part, ("t", "transpose", "permute"))
-    T, mT, H, mH = map(_property_not_of_a_part, ("T", "mT", "H", "mH"))
-
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
         """As in torch: into this rank's part."""
         if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
@@ -281,12 +318,6 @@ class ShardedParameter(nn.Parameter):
         super().copy_(src, non_blocking)
         return self
 
-    def view(self, *args: Any) -> torch.Tensor:
-        """As in torch: of this rank's part."""
-        if sys._getframe(1).f_code is _TO_VECTOR:
-            _refuse_as_whole(self, "parameters_to_vector", of_vectors=True, of_rows=True)
-        return super().view(*args)
-
     # [Note: Filled later]
 
     normal_, uniform_, exponential_, log_normal_, cauchy_ = map(
@@ -296,13 +327,9 @@ class ShardedParameter(nn.Parameter):
 
     def dim(self) -> int:
         """As in torch: of this rank's part."""
-        _refuse_initialiser(self, sys._getframe(1))
+        if sys._getframe(1).f_code is _FAN and _is_part(self) and self.shape != full_shape(self):
+            refuse(self._flatshard_info, "dim")
         return super().dim()
-
-    def ndimension(self) -> int:
-        """As in torch: of this rank's part."""
-        _refuse_initialiser(self, sys._getframe(1))
-        return super().ndimension()
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
@@ -355,7 +382,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt(cls, param: nn.Parameter, info: ShardInfo, home: Home) -> Self:
-        """Turn the user's own ``param`` into a sharded parameter, in place."""
+        """Internal: turn the user's own ``param`` into a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
@@ -368,46 +395,6 @@ class ShardedParameter(nn.Parameter):
 # torch.optim selects foreach and fused implementations by exact type, from this list. DTensor registers itself there, too.
 # The list is private, but there is no public way. Without it every optimizer on CUDA would run one kernel per parameter.
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
-
-
-_SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__": "@", "__rmatmul__": "@"}
-
-
-def _refuse_as_whole(param: ShardedParameter, use: str, of_vectors: bool = False, of_rows: bool = False) -> None:
-    """Raise if ``param`` is a 1-D part of a matrix. [Note: Parts are not matrices]
-
-    ``of_vectors``: also of a vector. ``of_rows``: also if the part is whole rows.
-    """
-    info = param._flatshard_info
-    shape = tuple(full_shape(param))
-    if info.shard_world_size == 1 or not (of_vectors or len(shape) > 1) or hasattr(param, "fqns"):
-        return
-    if info.by_rows and not of_rows:
-        return
-    home = _homes.get(id(param))
-    if home is not None and home.filling is not None and tuple(param.shape) == shape:  # [Note: Filled later]
-        return
-    raise RuntimeError(
-        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape} as a 1-D part, "
-        f"and {_SYMBOLS.get(use, use)!r} needs the whole. It is whole inside "
-        "`with flatshard.summon_full_params(module):` and in the forward of its module. If a method of yours computes with "
-        "it, register the method by flatshard.register_forward_method"
-    )
-
-
-def _refuse_initialiser(param: ShardedParameter, caller: FrameType) -> None:
-    """Raise if ``caller`` is an initialiser that computes from the shape. [Note: Parts are not matrices]"""
-    if caller.f_code not in _SHAPED_INITIALISERS:
-        return
-    info = param._flatshard_info
-    shape = tuple(full_shape(param))
-    if info.shard_world_size == 1 or tuple(param.shape) == shape:  # [Note: Filled later]
-        return
-    raise RuntimeError(
-        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {shape}, and "
-        "torch.nn.init computes from the shape of the whole. Initialise before fully_shard, or inside "
-        "`with flatshard.summon_full_params(module):`, with the same random numbers on all ranks"
-    )
 
 
 def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tensor) -> bool:
@@ -457,6 +444,12 @@ def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
 def shard_info(param: torch.Tensor) -> ShardInfo | None:
     """How ``param``, a parameter or its ``.grad``, is sharded: the FQN, the whole shape, and this rank's elements and rows.
     None for a plain tensor.
+
+    Example::
+
+        for p in model.parameters():
+            info = flatshard.tensors.shard_info(p)
+            assert p.numel() == info.stop - info.start
     """
     return getattr(param, "_flatshard_info", None)
 
@@ -467,6 +460,9 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     Rules that look at the shape keep working after sharding::
 
         decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
+
+    Raises:
+        TypeError: ``param`` is not a tensor.
     """
     if not isinstance(param, torch.Tensor):
         raise TypeError(
@@ -480,7 +476,8 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """``tensor``'s elements as 1-D, in the order of a dense ``stride``. A view if ``tensor`` has that stride."""
-    if any(a != b and n > 1 for a, b, n in zip(tensor.stride(), stride, tensor.shape, strict=True)):
-        dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = dense.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    with plainly():
+        if any(a != b and n > 1 for a, b, n in zip(tensor.stride(), stride, tensor.shape, strict=True)):
+            dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = dense.copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))

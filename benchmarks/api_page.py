@@ -1,0 +1,448 @@
+"""Writes flatshard/api.md: every public name, its signature and its docstring.
+
+    python benchmarks/api_page.py > flatshard/api.md
+
+A test compares the two, and runs every example. A docstring is in Google's style: a summary, sections (``Args:``,
+``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. Fields of a class are
+documented by the string below them, or by the comment beside them.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import contextlib
+import dataclasses
+import datetime
+import enum
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import flatshard
+import flatshard.env
+import flatshard.fsdp2
+
+BEGIN = """\
+# flatshard's public names
+
+Written by `python benchmarks/api_page.py > flatshard/api.md` from the docstrings. [README.md](../README.md) is the way in.
+
+A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
+calls `fully_shard` or `plan`, `model` is not sharded yet. In all others it is, and has been trained for a step. `batch` is
+this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are imported, too.
+"""
+ITEMS = ("Args", "Raises", "Attributes")
+"""Sections that are lists of names."""
+PROSE = ("Returns", "Yields")
+"""Sections that are text."""
+INTERNAL = "Internal:"
+"""A member whose docstring begins so is none of a user's."""
+
+
+# -- what is public ----------------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """The public modules, by name."""
+    inner = {name: getattr(flatshard, name) for name in flatshard.__all__}
+    found = {f"flatshard.{n}": m for n, m in inner.items() if isinstance(m, types.ModuleType)}
+    return {"flatshard": flatshard, **found, "flatshard.fsdp2": flatshard.fsdp2, "flatshard.env": flatshard.env}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """(dotted name, object) of every public name, the top level first. A name that is exported twice comes once."""
+    seen: set[int] = set()
+    for prefix, module in modules().items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not isinstance(value, types.ModuleType) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{prefix}.{name}", value
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """The methods and properties that a class has itself, with docstrings of their own."""
+    for name, member in vars(kind).items():
+        if name.startswith("_"):
+            continue
+        member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        doc = getattr(member, "__doc__", None)
+        function = member.fget if isinstance(member, property) else member
+        if not isinstance(function, types.FunctionType) or not doc or doc.startswith(INTERNAL):
+            continue
+        if any(getattr(getattr(base, name, None), "__doc__", None) == doc for base in kind.__mro__[1:]):
+            continue  # what it overrides has the same docstring
+        yield name, member
+
+
+@dataclasses.dataclass
+class Field:
+    """A field of a dataclass, a named tuple or a protocol, or a member of an enum."""
+
+    name: str
+    annotation: str
+    doc: str
+
+
+def fields(kind: type) -> list[Field]:
+    """Those of ``kind``, with the string below each, or else the comment beside it."""
+    is_record = dataclasses.is_dataclass(kind) or issubclass(kind, tuple | enum.Enum)
+    found: list[Field] = []
+    for each in reversed(_own(kind)) if is_record else [kind]:
+        found += [f for f in _fields_in_source(each) if f.name not in _hidden(kind) and not f.name.startswith("_")]
+    return [f for f in found if is_record or f.doc]
+
+
+def _hidden(kind: Any) -> set[str]:
+    """Fields of a dataclass that its ``repr`` leaves out: only the code needs them."""
+    return {f.name for f in dataclasses.fields(kind) if not f.repr} if dataclasses.is_dataclass(kind) else set()
+
+
+def _own(kind: type) -> list[type]:
+    return [each for each in kind.__mro__ if each.__module__.startswith("flatshard")]
+
+
+def _fields_in_source(kind: type) -> Iterator[Field]:
+    is_record = dataclasses.is_dataclass(kind) or issubclass(kind, tuple)
+    lines = inspect.getsource(kind).splitlines()
+    (node,) = ast.parse(textwrap.dedent("\n".join(lines))).body
+    assert isinstance(node, ast.ClassDef)
+    for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            target, annotation = statement.target, ast.unparse(statement.annotation)
+        elif isinstance(statement, ast.Assign):
+            target, annotation = statement.targets[0], ""
+        else:
+            continue
+        if not isinstance(target, ast.Name):
+            continue
+        doc = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            doc = inspect.cleandoc(after.value.value)
+        elif is_record and (comment := re.search(r"  # (?!type:)(.*)", lines[(statement.end_lineno or 1) - 1])):
+            doc = comment[1]
+        yield Field(target.id, annotation, doc)
+
+
+# -- signatures --------------------------------------------------------------------------------------------------------
+
+
+def signature(name: str, value: Any, width: int = 110) -> str:
+    """``name(arguments) -> result``, with one argument a line where they are many."""
+    if isinstance(value, property):
+        return f"{name}: {type_text(inspect.signature(value.fget).return_annotation, _names(value.fget))}"
+    kind = "class " if isinstance(value, type) else ""
+    if isinstance(value, type) and not _is_made_by_users(value):
+        return kind + name
+    found, names = inspect.signature(value), _names(value)
+    doc = inspect.getdoc(value) or ""
+    shown: list[str] = []
+    starred = False
+    for each in found.parameters.values():
+        is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        is_documented = re.search(rf"^\s*\*{{0,2}}{each.name}:", doc, re.MULTILINE)
+        is_refused = is_variable and not is_documented and "." in name and not kind  # it is there to raise
+        if each.name in ("self", "cls", *_hidden(value)) or is_refused:
+            continue
+        if each.kind is each.KEYWORD_ONLY and not starred:
+            shown.append("*")
+        starred = starred or each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
+        text = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name
+        if each.annotation is not each.empty:
+            text += f": {type_text(each.annotation, names)}"
+        if each.default is not each.empty:
+            text += f" = {default(each.default)}" if ":" in text else f"={default(each.default)}"
+        shown.append(text)
+    returns = (
+        "" if kind or found.return_annotation is found.empty else f" -> {type_text(found.return_annotation, names)}"
+    )
+    if returns and value.__code__.co_filename == contextlib.__file__:
+        returns = " -> AbstractContextManager[None]"
+    line = f"{kind}{name}({', '.join(shown)}){returns}"
+    if len(line) <= width:
+        return line
+    if kind and fields(value) and any(each.default is each.empty for each in found.parameters.values()):
+        return kind + name  # a result: its fields are listed
+    return f"{kind}{name}(\n" + "".join(f"    {text},\n" for text in shown) + f"){returns}"
+
+
+def _is_made_by_users(kind: type) -> bool:
+    """Not an enum, an error or a protocol, and what it is made of is public."""
+    if issubclass(kind, enum.Enum | BaseException) or getattr(kind, "_is_protocol", False):
+        return False
+    if not any("__init__" in vars(each) or "__new__" in vars(each) for each in _own(kind)):
+        return False
+    visible, names = {id(value) for _, value in public()}, _names(kind)
+    for each in inspect.signature(kind).parameters.values():
+        for word in re.findall(r"\w+", str(each.annotation)) if each.name not in _hidden(kind) else ():
+            meant = names.get(word)
+            if isinstance(meant, type) and meant.__module__.startswith("flatshard") and id(meant) not in visible:
+                return False
+    return True
+
+
+def _names(value: Any) -> dict[str, Any]:
+    """What the names in ``value``'s annotations mean."""
+    value = inspect.unwrap(value)
+    return vars(sys.modules[value.__module__]) if hasattr(value, "__module__") else {}
+
+
+def type_text(annotation: Any, names: dict[str, Any]) -> str:
+    """A type as a reader writes it: without quotes, module paths and names for types that only the code has."""
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
+    if not isinstance(annotation, str):
+        return _object_text(annotation, names)
+
+    class Expand(ast.NodeTransformer):
+        def visit_Constant(self, node: ast.Constant) -> ast.AST:
+            return self.visit(_expression(node.value)) if isinstance(node.value, str) else node
+
+        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+            return node if ast.unparse(node.value) == "Literal" else self.generic_visit(node)
+
+        def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+            path = ast.unparse(node)
+            return node if path.startswith(("torch.", "nn.")) else ast.Name(path.rpartition(".")[2])
+
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            meant = names.get(node.id)
+            if isinstance(meant, typing.TypeVar):
+                meant = meant.__bound__
+            if isinstance(meant, str):
+                return self.visit(_expression(meant))
+            if meant is torch.optim.Optimizer:
+                return _expression("torch.optim.Optimizer")
+            if meant is None or isinstance(meant, type) or meant is Any or typing.get_origin(meant) is None:
+                return ast.Name("unchanged") if node.id == "_Unchanged" else node
+            return _expression(_object_text(meant, names))
+
+    text = ast.unparse(Expand().visit(_expression(annotation)))
+    parts = [part for part in text.split(" | ") if part != "unchanged"]
+    return " | ".join(dict.fromkeys(parts)) if "[" not in text or len(parts) < text.count(" | ") + 1 else text
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _object_text(value: Any, names: dict[str, Any]) -> str:
+    """A type that has been evaluated."""
+    if value is None or value is type(None):
+        return "None"
+    if value is Any:
+        return "Any"
+    if isinstance(value, str | typing.ForwardRef):
+        return type_text(value, names)
+    if isinstance(value, list):
+        return f"[{', '.join(_object_text(each, names) for each in value)}]"
+    origin, arguments = typing.get_origin(value), typing.get_args(value)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_object_text(each, names) for each in arguments)
+    if origin is typing.Literal:
+        return f"Literal[{', '.join(map(repr, arguments))}]"
+    if origin is not None:
+        inside = ", ".join(_object_text(each, names) for each in arguments)
+        return f"{_class_text(origin)}[{inside}]"
+    return "..." if value is ... else _class_text(value)
+
+
+def _class_text(kind: type) -> str:
+    """``nn.Module``, ``torch.Tensor``, ``Callable``: as the rest of the page calls it."""
+    name = getattr(kind, "__qualname__", repr(kind))
+    module = getattr(kind, "__module__", "")
+    if kind is collections.abc.Callable:
+        return "Callable"
+    if module.startswith("torch.nn"):
+        public_name = not name.startswith("_") and name in vars(torch.nn)
+        return f"nn.{name}" if public_name else f"{module.removeprefix('torch.')}.{name}"
+    if module.startswith("torch.optim"):
+        return f"torch.optim.{name}"
+    return f"torch.{name}" if module == "torch" else name
+
+
+def default(value: Any) -> str:
+    """The value of a default, as one would write it."""
+    if isinstance(value, enum.Enum):
+        return value.name.lower() if type(value).__name__.startswith("_") else str(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(default, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, type | types.FunctionType):
+        return _class_text(value) if isinstance(value, type) else value.__qualname__
+    if isinstance(value, datetime.timedelta):
+        return repr(value).removeprefix("datetime.")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:_}"
+    return repr(value)
+
+
+# -- docstrings --------------------------------------------------------------------------------------------------------
+
+
+def markdown(doc: str) -> str:
+    """A docstring, without its indentation, as Markdown."""
+    lines = doc.splitlines()
+    out: list[str] = []
+    at = 0
+
+    def indented_block() -> list[str]:
+        """The lines from ``at`` on that are indented or empty."""
+        nonlocal at
+        begin = at
+        while at < len(lines) and (not lines[at].strip() or lines[at].startswith("    ")):
+            at += 1
+        return textwrap.dedent("\n".join(lines[begin:at])).strip("\n").splitlines()
+
+    while at < len(lines):
+        line = lines[at]
+        at += 1
+        if (head := line.removesuffix(":")) in ITEMS and line.endswith(":"):
+            out += ["", f"**{head}**", "", *_items(indented_block()), ""]
+        elif head in PROSE and line.endswith(":"):
+            out += ["", f"**{head}**", "", *markdown("\n".join(indented_block())).splitlines(), ""]
+        elif line.endswith("::") and at < len(lines) and not lines[at].strip():
+            words = line.removesuffix("::").strip()
+            out += ["", *([] if words == "Example" else [f"{prose(words)}:", ""])]
+            out += ["```python", *_spaced(indented_block()), "```", ""]
+        elif line.startswith(">>>"):
+            code = [line]
+            while at < len(lines) and lines[at].startswith((">>>", "...")):
+                code.append(lines[at])
+                at += 1
+            out += ["", "```python", *_spaced([each[4:] for each in code]), "```", ""]
+        else:
+            out.append(prose(line))
+    return _tidy("\n".join(out)).strip("\n")
+
+
+def _tidy(text: str) -> str:
+    """With at most one empty line in a row, except in code."""
+    parts = re.split(r"(^ *```python\n.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if number % 2 else re.sub(r"\n{3,}", "\n\n", part) for number, part in enumerate(parts))
+
+
+def _spaced(code: list[str]) -> list[str]:
+    """With two empty lines around functions and classes, as the formatter wants it on a page; ``help`` shows one."""
+    out: list[str] = []
+    statements = ast.parse("\n".join(code)).body
+    begins = [min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]) for s in statements]
+    is_long = [isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements]
+    apart = {begins[i] for i in range(1, len(begins)) if is_long[i] or is_long[i - 1]}
+    for number, line in enumerate(code, 1):
+        if number in apart:
+            while out and not out[-1].strip():
+                out.pop()
+            out += ["", ""]
+        out.append(line)
+    return out
+
+
+def _items(lines: list[str]) -> Iterator[str]:
+    """``name: text`` with further lines indented below it, as a list."""
+    texts: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if item := re.match(r"([\w*][\w, *.`=]*):(?: (.*))?$", line):
+            texts.append((item[1].replace("`", ""), [item[2] or ""]))
+        elif texts:
+            texts[-1][1].append(line)
+        else:
+            texts.append(("", [line]))
+    for name, (first, *rest) in texts:
+        yield from _item(name, f"{first}\n{textwrap.dedent(chr(10).join(rest))}")
+
+
+def _item(name: str, doc: str) -> Iterator[str]:
+    first, *rest = markdown(doc.strip("\n")).splitlines() or [""]
+    yield f"- `{name}`: {first}" if name and first else f"- `{name}`" if name else f"- {first}"
+    yield from (f"  {line}".rstrip() for line in rest)
+
+
+def prose(text: str) -> str:
+    """One line: roles and double backticks become code."""
+    text = re.sub(r":(?:func|class|meth|attr|mod|exc):`~?([^`]+)`", r"`\1`", text)
+    return text.replace("``", "`")
+
+
+def docs_of(value: Any) -> str:
+    """The docstring of a class, with that of its ``__init__``."""
+    own = inspect.cleandoc(value.__doc__ or "")
+    init = vars(value).get("__init__") if isinstance(value, type) and not dataclasses.is_dataclass(value) else None
+    if isinstance(init, types.FunctionType) and init.__doc__:
+        own += "\n\n" + inspect.cleandoc(init.__doc__)
+    return own
+
+
+def examples(value: Any) -> list[str]:
+    """The code of each example of a public name, in order."""
+    return re.findall(r"^```python\n(.*?)^```", markdown(docs_of(value)), re.DOTALL | re.MULTILINE)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """The whole page."""
+    of_module: dict[str, list[tuple[str, Any]]] = {name: [] for name in modules()}
+    for name, value in public():
+        of_module[name.rpartition(".")[0]].append((name, value))
+    parts = [BEGIN]
+    for module, found in of_module.items():
+        links = ", ".join(f"[{name.rpartition('.')[2]}](#{_anchor(_title(name))})" for name, _ in found)
+        parts.append(f"- [{module}](#{_anchor(module)}): {links}")
+    for module, found in of_module.items():
+        parts.append(f"\n## {module}\n")
+        if module != "flatshard":
+            parts.append(markdown(inspect.getdoc(modules()[module]) or "") + "\n")
+            parts.append(_also(module, [name for name, _ in found]))
+        parts += [_entry(name, value) for name, value in found]
+    return _tidy("\n".join(parts)).rstrip() + "\n"
+
+
+def _title(name: str) -> str:
+    return name.removeprefix("flatshard.")
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _also(module: str, shown: list[str]) -> str:
+    """The names of ``module`` that an earlier section has."""
+    here = [n for n in modules()[module].__all__ if f"{module}.{n}" not in shown]
+    links = ", ".join(f"[{name}](#{_anchor(name)})" for name in here)
+    return f"Also here: {links}.\n" if here else ""
+
+
+def _entry(name: str, value: Any) -> str:
+    parts = [f"### {_title(name)}\n", f"```python\n{signature(name, value)}\n```\n", markdown(docs_of(value)), ""]
+    if isinstance(value, type) and issubclass(value, BaseException | torch.Tensor):
+        parts += [f"Base class: `{_class_text(value.__bases__[0])}`.\n"]
+    if isinstance(value, type):
+        if found := fields(value):
+            parts += ["**Fields**\n" if not issubclass(value, enum.Enum) else "**Members**\n"]
+            parts += [line for each in found for line in _item(_field(each, value), each.doc)]
+            parts.append("")
+        if found := list(members(value)):
+            parts += ["**Methods and properties**\n"]
+            for method, member in found:
+                call = " ".join(signature(method, member, 1000).split())
+                parts += _item(call, inspect.cleandoc(member.__doc__ or ""))
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _field(field: Field, kind: type) -> str:
+    return f"{field.name}: {type_text(field.annotation, _names(kind))}" if field.annotation else field.name
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,69 @@
+"""Classes of parameters that say what of them is sent, in fewer bytes.
+
+[Note: Classes that encode]
+FSDP2 asks a class by ``fsdp_pre_all_gather`` what to send of this rank's part, and has ``fsdp_post_all_gather`` make the
+whole from what has come. Here both are called if the class
+
+- has one floating-point tensor inside, of its own shape,
+- takes the scale of its values from the attribute ``_precomputed_scale``, and then needs no communication of its own, and
+- sends, of any part, one float8 number for each element: the element, multiplied by the scale.
+
+So any cut between ranks will do, also one within a row. Whether it is so is found out by asking the class about a few
+elements. The scale maps the largest magnitude of the whole tensor to the largest number of the float8 dtype. torchao's
+``WeightWithDynamicFloat8CastTensor`` is such a class, that of ``Float8LinearConfig(enable_fsdp_float8_all_gather=True)``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+
+_SMALLEST = 1e-12  # the largest magnitude of a tensor of zeros, to have a scale: torchao's
+
+
+def encoded_dtype(wrapping: TensorSubclass) -> torch.dtype | None:
+    """The float8 dtype that the class sends. None if it sends something else. [Note: Classes that encode]"""
+    if len(wrapping.leaves) != 1 or not hasattr(wrapping.kind, "fsdp_post_all_gather"):
+        return None
+    (leaf,) = wrapping.leaves
+    if not leaf.dtype.is_floating_point or leaf.shape != wrapping.shape:
+        return None
+    asked = _over(wrapping, torch.zeros(8, 8, dtype=leaf.dtype))
+    pre = getattr(asked, "fsdp_pre_all_gather", None)
+    if pre is None or not hasattr(asked, "_precomputed_scale") or len(inspect.signature(pre).parameters) != 1:
+        return None
+    sent = _ask(asked, torch.ones(()))[0]
+    is_float8 = len(sent) == 1 and sent[0].dtype.is_floating_point and sent[0].itemsize == 1
+    return sent[0].dtype if is_float8 and sent[0].shape == asked.shape else None
+
+
+def encode(wrapping: TensorSubclass, part: torch.Tensor, scale: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
+    """What the class sends of ``part``, plain and of any shape.
+
+    Returns:
+        An object of the class, for its ``fsdp_post_all_gather``; the encoded part; and what this method is given besides.
+    """
+    asked = _over(wrapping, part)
+    (sent,), metadata = _ask(asked, scale)
+    return asked, sent, metadata
+
+
+def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scales for tensors whose largest magnitudes are ``largest``, to be sent in ``dtype``."""
+    return (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
+
+
+def _over(wrapping: TensorSubclass, part: torch.Tensor) -> Any:
+    """The subclass over a tensor of any shape."""
+    return replace(wrapping.root, shape=tuple(part.shape), stride=part.stride()).build(iter([part]))
+
+
+def _ask(asked: Any, scale: torch.Tensor) -> Any:
+    asked._precomputed_scale = scale
+    with torch.no_grad():
+        return asked.fsdp_pre_all_gather(None)  # the mesh, which it doesn't need

@@ -1,0 +1,332 @@
+"""The end of a backward as a call of the user's: ``manual_finalization``, and ``reduce_gradients(async_op=True)``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from clean import check_clean
+from models import Mlp
+from pairs import all_pairs
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import MixedPrecision, fully_shard
+from flatshard import ShardingStrategy as S
+from flatshard._trace import record_events
+
+
+class Block(Mlp):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width + 3)
+
+
+class Net(nn.Module):
+    """``skip``: leaves a block out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 2)
+        self.never = nn.Linear(width, 2)
+        self.skip = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != self.skip:
+                x = block(x)
+        return self.head(x)
+
+
+def make(ctx, width: int = 5, **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Net(width).double()
+    if "device_mesh" not in options:
+        options.setdefault("process_group", ctx.group)
+    return plain, fully_shard(copy.deepcopy(plain), policy={Block}, **options)
+
+
+def backward(ctx, plain: nn.Module | None, model: nn.Module, size: int | None = None) -> None:
+    size = ctx.world_size if size is None else size
+    x = torch.randn(2 * size, model.head.in_features).double()
+    if plain is not None:
+        plain(x).square().mean().backward()
+    model(x.chunk(size)[ctx.rank % size]).square().mean().backward()
+
+
+def check_gradients(model: nn.Module, plain: nn.Module) -> None:
+    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            expected = torch.zeros_like(q) if q.grad is None and p.grad is not None else q.grad
+            assert (p.grad is None) == (expected is None), name
+            torch.testing.assert_close(p.grad, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def given(params: list[Tensor]) -> list[Any]:
+    return [None if p.grad is None else (p.grad, p.grad._version) for p in params]
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    return all(
+        (b is None) == (a is None) and (b is None or (b[0] is a[0] and b[1] == a[1]))
+        for b, a in zip(before, after, strict=True)
+    )
+
+
+def train(ctx, cases: list[Any]) -> None:
+    """Steps of several microbatches, against one process. ``.grad`` changes in the finalization only."""
+    for strategy, width, flat, syncs, ends in cases:
+        ctx.note(f"{strategy} {width} {flat} {syncs} {ends}")
+        options: dict[str, Any] = {"strategy": strategy}
+        if strategy is S.HYBRID_SHARD:
+            options["device_mesh"] = ctx.device_mesh((2, ctx.world_size // 2), ("replicate", "shard"))
+        plain, model = make(ctx, width, **options)
+        params = flatshard.flat_parameters(model) if flat else [*model.parameters()]
+        optimizers = [torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0) for p in (plain.parameters(), params)]
+        flatshard.configure(model, manual_finalization=True)
+        for _ in range(2):
+            for i, sync in enumerate(syncs):
+                plain.skip = model.skip = 1 if i else -1
+                flatshard.configure(model, gradient_sync=sync)
+                before = given(params)
+                backward(ctx, plain, model)
+                assert i or same(before, given(params))
+                with pytest.raises(RuntimeError, match=r"AdamW\.step.*not .*in \.grad"):
+                    optimizers[1].step()
+                with pytest.raises(RuntimeError, match=r"clip_grad_norm_.*not in \.grad"):
+                    flatshard.clip_grad_norm_(model, 1.0)
+            handle = flatshard.reduce_gradients(model, async_op=ends != "at once")
+            if ends == "later":
+                with pytest.raises(RuntimeError, match=r"being reduced, and are not in \.grad yet"):
+                    optimizers[1].step()
+                with torch.no_grad():  # collectives in between
+                    model(torch.zeros(1, width).double())
+            if handle is not None:
+                handle.wait()
+                handle.wait()
+            check_gradients(model, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            check_clean(model)
+
+
+STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD)
+SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
+ENDS = ("at once", "async", "later")
+
+
+def test_training(pool):
+    pool.run(train, all_pairs(STRATEGIES, (5, 200), (False, True), SYNCS, ENDS))
+
+
+def test_three_ranks(pool):
+    pool.run(train, all_pairs((S.FULL_SHARD,), (5,), (False, True), SYNCS, ("async",)), world_size=3)
+
+
+def test_replicas(pool):
+    pool.run(train, all_pairs((S.HYBRID_SHARD,), (5,), (False, True), SYNCS, ("async", "later")), world_size=4)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def in_mixed_precision(ctx) -> None:
+    """The same bits as of backwards that end by themselves, also for gradients sent as they were computed."""
+    policy = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    for width in (5, 200):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(fully_shard(Net(width), policy={Block}, process_group=ctx.group, mixed_precision=policy))
+        flatshard.configure(models[0], manual_finalization=True)
+        for held in (False, True):
+            x = torch.randn(2, width)
+            for model in models:
+                with flatshard.no_sync(model) if held else contextlib.nullcontext():
+                    model(x).square().mean().backward()
+                flatshard.reduce_gradients(model)
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_mixed_precision(pool):
+    pool.run(in_mixed_precision)
+
+
+def alone(ctx) -> None:
+    """A single rank: gradients become ``.grad`` at once, but not those of flat parameters."""
+    for flat, held in ((False, False), (True, False), (True, True)):
+        plain, model = make(ctx, process_group=ctx.alone)
+        params = flatshard.flat_parameters(model) if flat else [*model.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        flatshard.configure(model, manual_finalization=not held, gradient_sync=not held)
+        backward(ctx, plain, model, size=1)
+        if flat:
+            assert given(params) == [None] * len(params)
+            with pytest.raises(RuntimeError, match=r"SGD\.step.*not .*in \.grad"):
+                optimizer.step()
+        flatshard.reduce_gradients(model)
+        check_gradients(model, plain)
+        optimizer.step()
+        check_clean(model)
+
+
+def test_a_single_rank(pool):
+    pool.run(alone, world_size=1)
+
+
+def hooks(ctx) -> None:
+    """Hooks on gradients run in the finalization, on the user's thread, and an optimizer in backward steps there."""
+    plain, model = make(ctx)
+    flatshard.configure(model, manual_finalization=True)
+    seen: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    backward(ctx, plain, model)
+    assert seen == []
+    flatshard.reduce_gradients(model)
+    assert len(seen) == len([p for p in model.parameters() if p.grad is not None]) > 0
+
+
+def test_hooks_on_gradients(pool):
+    pool.run(hooks)
+
+
+def several_models(ctx) -> None:
+    """Models on one group: the other's backward, forward and finalization leave a model's reductions alone."""
+    plain, model = make(ctx)
+    other_plain, other = make(ctx)
+    flatshard.configure(model, manual_finalization=True)
+    backward(ctx, plain, model)
+    before = given([*model.parameters()])
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    backward(ctx, other_plain, other)
+    check_gradients(other, other_plain)
+    optimizer.step()
+    flatshard.reduce_gradients(other)
+    assert same(before, given([*model.parameters()]))
+    flatshard.reduce_gradients(model)
+    check_gradients(model, plain)
+
+
+def test_several_models(pool):
+    pool.run(several_models)
+
+
+# -- exceptions, and what the user does in between ------------------------------------------------------------------------
+
+
+def in_between(ctx) -> None:
+    """zero_grad drops what is in ``.grad``; changes of mode, dtype and device raise, and have changed nothing."""
+    plain, model = make(ctx)
+    flatshard.configure(model, manual_finalization=True)
+    backward(ctx, plain, model)
+    flatshard.reduce_gradients(model)
+    plain.zero_grad()
+    backward(ctx, plain, model)
+    model.zero_grad()  # as under no_sync: not the gradients that are on their way
+    before = [p.detach().clone() for p in model.parameters()]
+    for change, what in (
+        (
+            lambda: flatshard.configure(model, manual_finalization=False),
+            r"configure\(manual_finalization=...\) was called",
+        ),
+        (lambda: flatshard.flat_parameters(model), "flat_parameters was called"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{what} after a backward, before .* call flatshard.reduce_gradients"):
+            change()
+    for p in model.parameters():
+        p.data = p.data.clone()  # the same values elsewhere
+    flatshard.reduce_gradients(model)
+    check_gradients(model, plain)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    model.zero_grad()
+    plain.zero_grad()
+    backward(ctx, plain, model)
+    model.float()
+    with pytest.raises(RuntimeError, match="given another dtype or device after a backward"):
+        model(torch.zeros(1, 5))
+    model.double()
+    flatshard.reduce_gradients(model)
+    check_gradients(model, plain)
+    backward(ctx, plain, model)
+    for p in model.parameters():
+        p.grad = None
+        p.grad_dtype = torch.float32
+    with pytest.raises(RuntimeError, match=r"p\.grad_dtype was set after a backward"):
+        model(torch.zeros(1, 5).double())
+
+
+def test_in_between(pool):
+    pool.run(in_between)
+
+
+def failures(ctx) -> None:
+    plain, model = make(ctx)
+    flatshard.configure(model, manual_finalization=True)
+    # A forward that raises keeps what earlier backwards have left.
+    backward(ctx, plain, model)
+    handle = model.blocks[1].register_forward_hook(lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.zeros(1, 5).double())
+    handle.remove()
+    with torch.no_grad():
+        model(torch.zeros(1, 5).double())
+    flatshard.reduce_gradients(model)
+    check_gradients(model, plain)
+    # A backward that raises before it reaches these units drops it, as under no_sync; so does recover.
+    _, other = make(ctx)
+    for how in ("backward", "recover"):
+        model.zero_grad()
+        plain.zero_grad()
+        backward(ctx, None, model)
+        pending = flatshard.reduce_gradients(model, async_op=True)
+        if how == "recover":
+            flatshard.recover(model)
+        else:
+            handle = other.blocks[1].register_full_backward_hook(lambda *a: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                other(torch.zeros(1, 5).double()).sum().backward()
+            handle.remove()
+            flatshard.recover(other)
+        check_clean(model)
+        with pytest.raises(RuntimeError, match=r"dropped, by flatshard\.recover or an exception.*zero_grad"):
+            pending.wait()
+        model.zero_grad()
+        backward(ctx, plain, model)
+        flatshard.reduce_gradients(model)
+        check_gradients(model, plain)
+        pending.wait()
+    with pytest.raises(TypeError, match="manual_finalization must be True or False, got 1"):
+        flatshard.configure(model, manual_finalization=1)
+
+
+def test_failures(pool):
+    pool.run(failures)
+
+
+def events_of(ctx) -> list[list[str]]:
+    """Reductions start where they always do; those of held gradients all at once, before a wait."""
+    _, model = make(ctx)
+    found = []
+    for manual, held in ((False, False), (True, False), (True, True)):
+        flatshard.configure(model, manual_finalization=manual, gradient_sync=not held)
+        with record_events() as events:
+            backward(ctx, None, model)
+            events.append("end of backward")
+            handle = flatshard.reduce_gradients(model, async_op=True)
+            events.append("finalized")
+            handle.wait()
+        found.append([e for e in events if not e.startswith(("all-gather", "reshard"))])
+    return found
+
+
+def test_order(pool):
+    reductions = [f"reduce-scatter {unit}" for unit in ("blocks.2", "blocks.1", "blocks.0", "<root>")]
+    expected = [[*reductions, "end of backward", "finalized"]] * 2 + [["end of backward", *reductions, "finalized"]]
+    assert pool.run(events_of) == [expected] * 2

@@ -1,0 +1,96 @@
+"""Modules that are parametrized, pruned or normalised after ``fully_shard``: one error on every rank. Compiled optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
+
+import flatshard
+from flatshard import fully_shard
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "parametrize": lambda m: register_parametrization(m, "weight", nn.Identity()),
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "hook for weight_norm": weight_norm,
+    "hook for spectral_norm": spectral_norm,
+    "prune": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
+    "prune rows": lambda m: prune.ln_structured(m, "weight", amount=1, n=2, dim=0),
+    "prune by a mask": lambda m: prune.custom_from_mask(m, "weight", torch.ones(5, 6)),
+    "prune all": lambda m: prune.global_unstructured([(m, "weight")], pruning_method=prune.L1Unstructured, amount=0.2),
+}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+
+
+def train(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.ones(2, 6)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def restructure(ctx) -> None:
+    model = fully_shard(make(), policy={nn.Linear}, process_group=ctx.group)
+    names = [name for name, _ in model.named_parameters()]
+    before = type(model[0]), list(model[0]._forward_pre_hooks.values())
+    for name, change in CHANGES.items():
+        ctx.note(name)
+        with pytest.raises(RuntimeError, match=r"'0.weight' is sharded, and torch.nn.utils.* before fully_shard. .*"):
+            change(model[0])
+        assert [name for name, _ in model.named_parameters()] == names
+        assert (type(model[0]), list(model[0]._forward_pre_hooks.values())) == before
+    expected = train(make())
+    assert torch.allclose(train(model), expected)
+    for name, change in CHANGES.items():  # as the message says
+        ctx.note(f"again: {name}")
+        again = make()
+        again.load_state_dict(flatshard.checkpoint.full_state_dict(model))
+        plain = make()
+        for each in (again, plain):
+            torch.manual_seed(1)
+            change(each[0])
+        fully_shard(again, policy={nn.Linear}, process_group=ctx.group)
+        assert torch.allclose(train(again), train(plain)), name
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_changes_the_structure_comes_before(pool, world_size):
+    pool.run(restructure, world_size=world_size)
+
+
+def compile_steps(ctx) -> None:
+    for options in {"foreach": False}, {"foreach": True}, {"fused": True}:
+        ctx.note(str(options))
+        models = [fully_shard(make(), policy={nn.Linear}, process_group=ctx.group) for _ in range(2)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, **options) for model in models]
+        for model in models:
+            train(model)
+        torch._dynamo.reset()
+        step = torch.compile(optimizers[0].step, backend="aot_eager")
+        told = ""
+        try:
+            step()
+        except RuntimeError as e:
+            told = str(e)
+        if told:  # torch 2.13; 2.15 compiles all three
+            assert options == {"foreach": True}
+            assert "call optimizer.step() without torch.compile" in told
+            continue
+        optimizers[1].step()
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_an_optimizer(pool):
+    pool.run(compile_steps, world_size=2)

@@ -1,0 +1,553 @@
+"""Random models of the fuzzer: trees of modules as plain data, and what makes modules of them.
+
+A :class:`Spec` prints and shrinks well; :meth:`Model.build` makes the same modules of it each time. All modules map (batch,
+width) to (batch, width), in whatever dtype they get. :data:`NOW` says what a forward is to do besides computing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard._composable.state import units_below
+
+
+@dataclasses.dataclass(frozen=True)
+class Env:
+    """What a forward is to do besides computing."""
+
+    first: bool = True
+    """Whether this is the forward of the batch's first slice, or the only one: it changes what a forward changes."""
+    mode: int = 0
+    left_out: frozenset[int] = frozenset()
+    """Numbers of :class:`Drop` modules that this rank leaves out."""
+
+
+NOW = Env()
+
+
+@contextlib.contextmanager
+def during(env: Env) -> Iterator[None]:
+    global NOW
+    before, NOW = NOW, env
+    try:
+        yield
+    finally:
+        NOW = before
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Scale(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Empty(nn.Module):
+    """A parameter without elements, which still gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+class Transposed(nn.Module):
+    """A parameter whose strides are not those of its shape."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width + 2, width).mul_(0.3).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight.t()
+
+
+class Frozen(nn.Module):
+    """A unit of which only one parameter trains."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Integer(nn.Module):
+    """An integer parameter, as quantised models have them, and a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-2, 3, (width,)), requires_grad=False)
+        self.register_buffer("offset", torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.codes + self.offset.to(x.dtype)
+
+
+class Listed(nn.Module):
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.biases = nn.ParameterList(nn.Parameter(torch.randn(width)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for bias in self.biases:
+            x = torch.tanh(x + bias)
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(torch.stack([x, 0.5 * x], 1))[0][:, -1]
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Fork(nn.Module):
+    """Returns its branches' outputs in a structure, so that a unit's output is no plain tensor."""
+
+    def __init__(self, form: str, branches: list[nn.Module]) -> None:
+        super().__init__()
+        self.form = form
+        for i, branch in enumerate(branches):
+            self.add_module(f"branch{i}", branch)
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = [branch(x) for branch in self.children()]
+        if self.form == "dict":
+            return {f"out{i}": out for i, out in enumerate(outputs)}
+        if self.form == "nested":
+            return [{"first": outputs[0]}, tuple(outputs[1:]), None, "text"]
+        return tuple(outputs)
+
+
+class Join(nn.Module):
+    """Adds up a fork's outputs; with the form ``"drop"`` only the first, so that the others get no gradient."""
+
+    def __init__(self, fork: Fork) -> None:
+        super().__init__()
+        self.fork = fork
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.fork(x)
+        if self.fork.form == "dict":
+            return sum(out.values())
+        if self.fork.form == "nested":
+            return out[0]["first"] + sum(out[1])
+        return out[0] if self.fork.form == "drop" else sum(out)
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+class TwoNames(nn.Module):
+    """One module registered under two names: its parameters have two FQNs and are called for twice."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = inner, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + torch.tanh(self.other(x))
+
+
+class Unused(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Stash(nn.Module):
+    """Lets a tensor out past its output: the root adds it to its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.seen = y.mean()
+        return torch.tanh(y)
+
+
+class Modify(nn.Module):
+    """Changes the output of a possible unit in place, through a view or not."""
+
+    def __init__(self, width: int, view: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        (y.view(-1) if self.view else y).mul_(0.9).add_(0.1)
+        return y
+
+
+class Island(nn.Module):
+    """Computes in another dtype than its surroundings."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.dtype)).to(x.dtype)
+
+
+class Skip(nn.Module):
+    """Leaves its inner block out in mode 1, on all ranks alike."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if NOW.mode == 0 else x
+
+
+class Drop(nn.Module):
+    """Left out by some ranks, as the data say."""
+
+    def __init__(self, inner: nn.Module, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = inner, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.number not in NOW.left_out:
+            return x + self.inner(x)
+        return flatshard.skip(self.inner, x) if units_below(self.inner) else x
+
+
+class Chunked(nn.Module):
+    """Runs its inner block on one part of the batch after the other, as losses of large vocabularies do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(part) for part in x.chunk(2)])
+
+
+class Change(nn.Module):
+    """Changes a parameter in forward, as momentum encoders do."""
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Parameter(torch.randn(width, width).mul_(0.3)) for _ in range(2))
+        self.key.requires_grad_(False)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if NOW.first:
+            with torch.no_grad():
+                match self.how:
+                    case "mul":
+                        self.key.mul_(0.9).add_(self.query, alpha=0.1)
+                    case "data_in_place":
+                        self.key.data.mul_(0.9).add_(self.query.data, alpha=0.1)
+                    case "data":
+                        self.key.data = self.key.data * 0.9 + self.query.data * 0.1
+        return x + torch.tanh(x @ self.query) * (x @ self.key)
+
+
+class Checkpoint(nn.Module):
+    """Forgets its inner activations and computes them again in backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        env = NOW
+
+        def run(x: Tensor) -> Tensor:
+            with during(env):  # also when it is computed again
+                return self.inner(x)
+
+        if self.reentrant and not x.requires_grad:  # it would train nothing inside, and warn
+            return self.inner(x)
+        return checkpoint(run, x, use_reentrant=self.reentrant)
+
+
+class Root(nn.Module):
+    """An optional embedding, a tree, a head that always trains, a parameter of its own; the output in some form."""
+
+    def __init__(self, front: nn.Embedding | None, body: nn.Module, width: int, output: str) -> None:
+        super().__init__()
+        if front is not None:
+            self.front = front
+        self.body = body
+        self.head = nn.Linear(width, 7)
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+        self.output = output
+
+    def forward(self, inputs: Tensor) -> Any:
+        stashes = [m for m in self.modules() if isinstance(m, Stash)]
+        for stash in stashes:
+            stash.seen = None
+        x = self.front(inputs).mean(1) if hasattr(self, "front") else inputs
+        hidden = self.body(x * self.scale.to(x.dtype))
+        for stash in stashes:
+            if stash.seen is not None:
+                hidden = hidden + stash.seen
+        y = self.head(torch.tanh(hidden))
+        if self.output == "tuple":
+            return y, hidden
+        if self.output == "dict":
+            return {"y": y, "aux": [{"mean": hidden.mean(1)}, inputs]}
+        return y
+
+    def encode(self, inputs: Tensor) -> Any:
+        return self.forward(inputs)
+
+
+LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "int", "list", "gru", "tanh", "relu")
+LEAVES += ("modify",)
+CONTAINERS = ("seq", "residual", "branch", "twice", "two_names", "skip", "unused", "island", "checkpoint", "stash")
+CONTAINERS += ("chunked", "compiled")
+TOP = ("change", "batchnorm", "drop")
+"""Only in the outermost sequence: nothing runs them twice, or computes them again."""
+FORMS = ("tuple", "dict", "nested", "drop")
+CHANGES = ("mul", "data", "data_in_place")
+CLASSES: dict[str, type[nn.Module]] = {
+    c.__name__: c
+    for c in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Sequential, nn.GRU, nn.Tanh, Mlp, Scale, Empty, Transposed)
+    + (Frozen, Integer, Listed, Recurrent, Residual, Fork, Join, Twice, TwoNames, Skip, Drop, Unused, Island, Chunked)
+    + (Checkpoint, Stash, Modify, Change)
+}
+
+Spec = tuple[Any, ...]
+"""A node of a tree: a name, then numbers and words, then the specs of its children."""
+
+
+def build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
+    """The modules of a spec. ``other`` is the dtype of islands, which they get once the whole model has its own."""
+    module = _build(spec, width, other)
+    module.is_node = True  # type: ignore[assignment]  # it can run alone
+    return module
+
+
+def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
+    name, *rest = spec
+    children = [build(child, width, other) for child in rest if isinstance(child, tuple)]
+    match name:
+        case "linear":
+            return nn.Linear(width, width, bias=rest[0])
+        case "mlp":
+            return Mlp(width, *rest)
+        case "norm":
+            return nn.LayerNorm(width, eps=0.1)  # at width 1 it amplifies rounding by 1 / sqrt(eps)
+        case "scale":
+            return Scale()
+        case "empty":
+            return Empty()
+        case "transposed":
+            return Transposed(width)
+        case "frozen":
+            return Frozen(width, *rest)
+        case "int":
+            return Integer(width)
+        case "list":
+            return Listed(width, *rest)
+        case "gru":
+            return Recurrent(width)
+        case "modify":
+            return Modify(width, *rest)
+        case "tanh":
+            return nn.Tanh()
+        case "relu":
+            return nn.ReLU(inplace=False)
+        case "seq":
+            return nn.Sequential(*children)
+        case "residual":
+            return Residual(*children)
+        case "branch":
+            return Join(Fork(rest[0], children))
+        case "twice":
+            return Twice(*children)
+        case "two_names":
+            return TwoNames(*children)
+        case "unused":
+            return Unused(*children)
+        case "island":
+            return Island(*children, other)
+        case "checkpoint":
+            return Checkpoint(*children, rest[0])
+        case "stash":
+            return Stash(*children)
+        case "skip":
+            return Skip(*children)
+        case "drop":
+            return Drop(*children, rest[0])
+        case "chunked":
+            return Chunked(*children)
+        case "compiled":  # its forwards run eagerly, as the machine says: it is the wrapper that counts
+            return torch.compile(children[0], backend="eager")  # type: ignore[return-value]
+        case "change":
+            return Change(width, rest[0])
+        case "batchnorm":
+            return nn.BatchNorm1d(width, eps=0.1)
+    raise AssertionError(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a model is made of, as plain values."""
+
+    tree: Spec
+    width: int
+    front: str = "none"
+    """``"none"``, ``"embedding"``, ``"frozen"`` (embedding) or ``"tied"`` (embedding that is the head's weight)."""
+    output: str = "tensor"
+    ties: tuple[tuple[int, int], ...] = ()
+    """Pairs of indices into the model's linear layers; those with equal shapes and dtypes share their weights."""
+    float32: bool = False
+    """Whether the model is float32 with float64 islands, instead of the other way round."""
+
+    def build(self, islands: torch.dtype | None = None) -> nn.Module:
+        """The model; the same one at every call after the same ``torch.manual_seed``."""
+        main, other = (torch.float32, torch.float64) if self.float32 else (torch.float64, torch.float32)
+        front = None if self.front == "none" else nn.Embedding(7, self.width)
+        if front is not None and self.front == "frozen":
+            front.requires_grad_(False)
+        model = Root(front, build(self.tree, self.width, other), self.width, self.output).to(main)
+        for module in model.modules():
+            if isinstance(module, Island):
+                module.to(other)
+                module.dtype = islands or other
+        if front is not None and self.front == "tied":
+            model.head.weight = front.weight
+        linears = [m for m in model.modules() if type(m) is nn.Linear]
+        for i, j in self.ties:
+            a, b = linears[i % len(linears)], linears[j % len(linears)]
+            kinds = [(m.weight.shape, m.weight.dtype, m.weight.requires_grad) for m in (a, b)]
+            if kinds[0] == kinds[1]:
+                b.weight = a.weight
+        return model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.float32 else torch.float64
+
+    def has(self, *names: str) -> bool:
+        return any(repr(name) in repr(self.tree) for name in names)
+
+    @property
+    def rounds_to_float32(self) -> bool:
+        return self.float32 or self.has("island")
+
+    @property
+    def drops(self) -> list[int]:
+        return [spec[1] for spec in self.tree[1:] if spec[0] == "drop"]
+
+
+def nestable(model: nn.Module) -> list[nn.Module]:
+    """Submodules that can be sharded before the root is: no shared parameter is both inside and outside of them."""
+    holders: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[param] = holders.get(param, 0) + 1
+    result = []
+    for module in model.modules():
+        inside: dict[nn.Parameter, int] = {}
+        for sub in module.modules():
+            for param in sub._parameters.values():
+                if param is not None:
+                    inside[param] = inside.get(param, 0) + 1
+        closed = all(count == holders[param] for param, count in inside.items())
+        if closed and module is not model and not isinstance(module, nn.ParameterList):
+            result.append(module)
+    return result
+
+
+def make_tree(rng: random.Random, depth: int, among: tuple[str, ...] = CONTAINERS + ("seq", "seq")) -> Spec:
+    """A random tree of at most this depth."""
+    name = rng.choice(LEAVES if depth == 0 or rng.random() < 0.3 else among)
+    children = [make_tree(rng, depth - 1, among) for _ in range(rng.randint(2, 3))] if name in CONTAINERS else []
+    match name:
+        case "linear" | "frozen" | "modify":
+            return name, rng.random() < 0.6
+        case "mlp":
+            return name, rng.choice([1, 2, 3, 5, 11]), rng.random() < 0.6
+        case "list":
+            return name, rng.randint(1, 3)
+        case "seq":
+            return name, *children
+        case "branch":
+            return name, rng.choice(FORMS), *children
+        case "checkpoint":
+            return name, rng.random() < 0.5, children[0]
+    return name, *children[:1]
+
+
+def draw_model(rng: random.Random) -> Model:
+    parts = [make_tree(rng, rng.randint(0, 2)) for _ in range(rng.randint(1, 4))]
+    if rng.random() < 0.15:
+        parts.insert(rng.randint(0, len(parts)), ("change", rng.choice(CHANGES)))
+    if rng.random() < 0.1:
+        parts.insert(rng.randint(0, len(parts)), ("batchnorm",))
+    for number in range(rng.choice([0, 0, 0, 1, 2])):
+        inner = make_tree(
+            rng, rng.randint(0, 1), ("seq", "residual")
+        )  # what one rank leaves out runs once on the others
+        parts.insert(rng.randint(0, len(parts)), ("drop", number, inner))
+    return Model(
+        tree=("seq", *parts),
+        width=rng.choice([1, 3, 4, 5, 7, 8, 13]),
+        front=rng.choice(["none", "none", "embedding", "frozen", "tied"]),
+        output=rng.choice(["tensor", "tuple", "dict"]),
+        ties=tuple((rng.randrange(20), rng.randrange(20)) for _ in range(rng.choice([0, 0, 1, 2, 3]))),
+        float32=rng.random() < 0.1,
+    )

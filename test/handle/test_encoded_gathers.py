@@ -1,0 +1,263 @@
+"""Parameters whose class says what of them is sent: float8 numbers, of which a fourth of the bytes travel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from parity import check_parity
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._composable.state import units_below
+
+WIDTH = 21
+FLOAT8 = torch.float8_e4m3fn
+
+
+def encoded(tensor: Tensor, scale: Tensor) -> Tensor:
+    return (tensor * scale).float().clamp(-448, 448).to(FLOAT8)
+
+
+class Inner(Tensor):
+    """A subclass with the tensors ``names`` inside, and the dtype of its own."""
+
+    names: ClassVar[list[str]]
+
+    @classmethod
+    def make(cls, dtype: torch.dtype, *inner: Tensor) -> Any:
+        first = inner[0]
+        result = Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=dtype, device=first.device
+        )
+        result.__dict__.update(zip(cls.names, inner, strict=True))
+        return result
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return self.names, self.dtype
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.view.default), func
+        first, *others = (getattr(args[0], name) for name in cls.names)
+        return cls.make(args[0].dtype, func(first, *args[1:]), *others)
+
+
+class Received(Inner):
+    """What has travelled."""
+
+    names: ClassVar[list[str]] = ["data8", "scale"]
+
+    @property
+    def decoded(self) -> Tensor:
+        return self.data8.to(self.dtype) / self.scale.to(self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Any:
+        return cls.make(dtype, inner["data8"], inner["scale"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Weight(Inner):
+    """Products are of float8 numbers, with one scale for all of a weight."""
+
+    names: ClassVar[list[str]] = ["inner"]
+    _precomputed_scale: Tensor | None = None
+
+    @property
+    def decoded(self) -> Tensor:
+        scale = (448 / self.inner.abs().max().double()).float()
+        return encoded(self.inner, scale).to(self.dtype) / scale.to(self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Any:
+        return cls.make(inner["inner"].dtype, inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = pytree.tree_map_only(Weight, lambda t: t.inner, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        kept = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+        return cls.make(out.dtype, out) if func in kept else out
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        scale = self._precomputed_scale
+        assert scale is not None
+        return (encoded(self.inner, scale),), (scale,)
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            assert type(out) is Received
+            out.scale = metadata[0]
+            return None
+        return Received.make(param_dtype, outputs[0], metadata[0]), outputs
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.decoded.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.decoded, grad.t() @ x
+
+
+class Linear8(nn.Linear):
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=dtype)
+        self.weight = nn.Parameter(Weight.make(dtype, self.weight.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight) + self.bias
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    layers = [layer for _ in range(3) for layer in (Linear8(dtype), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def vectors(step: int, n: int) -> Tensor:
+    return torch.randn(n, WIDTH)
+
+
+def train(ctx: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    for options in (
+        {},
+        {"reshard_after_forward": False},
+        {"mixed_precision": MixedPrecision(keep_cast_shard=True)},
+        {"strategy": ShardingStrategy.NO_SHARD},
+    ):
+        ctx.note(str(options))
+
+        def shard(model: nn.Module, group: Any, options: Any = options) -> None:
+            fully_shard(model, policy={Linear8}, process_group=group, **options)
+            kinds = {b.kind.compute_dtype for u in units_below(model) for b in u.handle.flats}
+            is_cut = ctx.world_size > 1 and "strategy" not in options
+            assert kinds == {torch.float64, *([FLOAT8] if is_cut else [])}
+
+        replicated = ctx.world_size == 1 or "strategy" in options
+        check_parity(ctx, net, vectors, steps=4, dtype=None, shard=shard, replicated=replicated)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_trains_as_in_one_process(pool, world_size):
+    pool.run(train, world_size=world_size)
+
+
+class Counting:
+    """Collectives that note the bytes of what is gathered."""
+
+    exact = True
+    gathered: ClassVar[list[int]] = []
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.inner = flatshard.comm.builtin_collectives(group, device)
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        self.gathered.append(output.nbytes)
+        return self.inner.all_gather(output, shard)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        return self.inner.reduce_scatter(output, input)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        return self.inner.all_reduce(tensor)
+
+
+def counted(ctx: Any) -> None:
+    model = fully_shard(net(torch.float32), policy={Linear8}, process_group=ctx.group, collectives=Counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = units_below(model)[1:]
+    of_each = {tuple(flat.unsharded.flat.nbytes for flat in unit.handle.flats) for unit in units}
+    ((weight, bias),) = of_each
+    assert WIDTH * WIDTH <= weight < WIDTH * WIDTH + 32
+    scales = 3 * 4 * ctx.world_size
+    for _ in range(2):
+        Counting.gathered.clear()
+        model(vectors(0, 2)).sum().backward()
+        optimizer.step()
+        assert sorted(Counting.gathered) == sorted([scales, *[weight, bias] * 6])
+        assert Counting.gathered[0] == scales
+    Counting.gathered.clear()
+    for _ in range(2):  # C++ may have written the shards in between
+        with torch.no_grad():
+            model(vectors(0, 2))
+    assert Counting.gathered.count(scales) == 2
+    other = copy.deepcopy(model)
+    Counting.gathered.clear()
+    with torch.no_grad():
+        assert torch.equal(other(x := vectors(0, 2)), model(x))
+    assert Counting.gathered.count(scales) == 2
+
+
+def test_one_byte_per_element_and_one_gather_of_scales(pool):
+    pool.run(counted, world_size=2)
+
+
+def in_bfloat16(ctx: Any) -> None:
+    """The elements are encoded as they are, not cast before, as in FSDP2."""
+    torch.manual_seed(0)
+    plain = Linear8(torch.float32)
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, mixed_precision=MixedPrecision(torch.bfloat16))
+    x = vectors(0, 2).bfloat16()
+    inner = plain.weight.inner
+    scale = 448 / inner.abs().max()
+    weight = encoded(inner, scale).bfloat16() / scale.bfloat16()
+    made = model(x)
+    assert torch.equal(made, x @ weight.t() + plain.bias.bfloat16())
+    made.sum().backward()
+    with flatshard.summon_full_params(model, with_grads=True):
+        assert type(model.weight) is Weight
+        assert torch.equal(model.weight.inner, inner)
+        assert torch.equal(model.weight.grad, (torch.ones_like(made).t() @ x).float())
+    full = flatshard.checkpoint.full_state_dict(model)
+    assert torch.equal(full["weight"].inner, inner)
+
+
+def test_mixed_precision(pool):
+    pool.run(in_bfloat16, world_size=3)
+
+
+def changed(ctx: Any) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(net(torch.float32), policy={Linear8}, process_group=ctx.group)
+    x = vectors(0, 2)
+    model(x).sum().backward()
+    torch.set_grad_enabled(False)
+    before = model(x)
+    with flatshard.summon_full_params(model):
+        model[0].weight.inner.mul_(2)
+        model[2].weight.inner.zero_()
+    doubled = model(x)
+    assert not torch.equal(before, doubled)
+    model.half()
+    assert not torch.equal(model(x.half()).float(), before)
+    model.float()
+    torch.testing.assert_close(model(x), doubled, rtol=0.2, atol=0.2)
+
+    def write(module: Any, args: Any) -> None:
+        module.weight.data8.zero_()
+        torch.autograd.graph.increment_version(module.weight)
+
+    hook = model[0].register_forward_pre_hook(write)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was changed in its unit's forward, where it is encoded in"):
+        model(x)
+    hook.remove()
+    torch.testing.assert_close(model(x), doubled, rtol=0.2, atol=0.2)
+    torch.set_grad_enabled(True)
+    model(x).sum().backward()
+
+
+def test_changes(pool):
+    pool.run(changed, world_size=2)

@@ -1,0 +1,142 @@
+"""What may be done with a part of a parameter or a gradient, by kind: the table in ``tensors/operations.py``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import fully_shard, summon_full_params
+from flatshard._handle.tensors.operations import OperationKind, kind_of
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda t: t.sum(),
+    "mean": lambda t: t.mean(),
+    "max": lambda t: t.max(),
+    "min": lambda t: t.min(),
+    "amax": lambda t: t.abs().amax(),
+    "any": lambda t: (t > 0.1).any(),
+    "all": lambda t: t.isfinite().all(),
+    "count": lambda t: (t > 0).count_nonzero(),
+    "norm": lambda t: t.norm(),
+    "norm 3": lambda t: t.norm(3),
+    "power": lambda t: t.pow(2).sum().sqrt(),
+    "of a quotient": lambda t: (t / 2).norm(1),
+    "flat": lambda t: t.flatten().mul(2).view(-1).norm(),
+    "dot": lambda t: t.flatten().dot(t.flatten()),
+    "where": lambda t: t.where(t > 0, 0).sum(),
+}
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "norm of columns": lambda t: t.norm(dim=0),
+    "mean of rows": lambda t: t.mean(-1, keepdim=True),
+    "reshape": lambda t: t.reshape(3, -1),
+    "matmul": lambda t: t @ torch.ones(5, 2),
+    "index": lambda t: t[0],
+    "transpose": lambda t: t.T,
+    "cat": lambda t: torch.cat([t.abs(), t.abs()]),
+    "sort": lambda t: t.sort(),
+    "not in the table": lambda t: t.cov(),
+    "broadcast": lambda t: t.abs() * torch.ones(7, 1, 1),
+}
+
+
+def run_table(ctx) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 3).double()
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group)
+    x = torch.randn(4, 5).double()
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for name, reduction in REDUCTIONS.items():
+        ctx.note(name)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            for part, whole in ((p.grad, q.grad), (p, q)):
+                torch.testing.assert_close(reduction(part).detach(), reduction(whole).detach(), rtol=1e-12, atol=1e-12)
+    before = [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
+    for name, use in REFUSED.items():
+        ctx.note(name)
+        for part in (model.weight, model.weight.grad):
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"'weight' is sharded: .*summon_full_params"):
+                use(part)
+    assert all(
+        torch.equal(t, b) for t, b in zip((t for p in model.parameters() for t in (p, p.grad)), before, strict=True)
+    )
+    assert [p.ndim for p in model.parameters()] == [p.grad.ndim for p in model.parameters()] == [2, 1]
+    # Gradients of numbers of the whole are this rank's parts of the whole gradients.
+    for number in (
+        lambda t: t.square().sum(),
+        lambda t: t.norm(),
+        lambda t: t.norm(3),
+        lambda t: t.mean(),
+        lambda t: t.max(),
+    ):
+        ctx.note(str(number))
+        for each in (plain, model):
+            each.zero_grad()
+            number(each.weight).backward()
+        info = model.weight._flatshard_info
+        torch.testing.assert_close(
+            model.weight.grad.as_subclass(Tensor),
+            plain.weight.grad.flatten()[info.start : info.stop],
+            rtol=1e-12,
+            atol=1e-12,
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kinds_of_operations(pool, world_size):
+    pool.run(run_table, world_size=world_size)
+
+
+def clip_adaptively(parameters: Any, clip_factor: float = 0.01) -> None:
+    """As timm's ``adaptive_clip_grad``."""
+
+    def unitwise_norm(x: Tensor) -> Tensor:
+        return x.norm(2.0) if x.ndim <= 1 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+    for p in parameters:
+        most = unitwise_norm(p.detach()).clamp_(min=1e-3).mul_(clip_factor)
+        norm = unitwise_norm(p.grad.detach())
+        clipped = p.grad.detach() * (most / norm.clamp(min=1e-6))
+        p.grad.detach().copy_(torch.where(norm < most, p.grad.detach(), clipped))
+
+
+def run_adaptive(ctx) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)).double()
+    model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group)
+    for each in (plain, model):
+        each(torch.arange(10.0).view(2, 5).double()).square().sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(
+        NotImplementedError, match=r"'0.weight' is sharded: .*a norm with \['dim', 'keepdim'\].*with_grads"
+    ):
+        clip_adaptively(model.parameters())
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+    with summon_full_params(model, with_grads=True):  # as the message says
+        clip_adaptively(model.parameters())
+    clip_adaptively(plain.parameters())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        info = p._flatshard_info
+        expected = q.grad.flatten()[info.start : info.stop]
+        torch.testing.assert_close(p.grad.as_subclass(Tensor), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adaptive_clipping_needs_whole_gradients(pool, world_size):
+    pool.run(run_adaptive, world_size=world_size)
+
+
+def test_the_table_agrees_with_torchs_tags():
+    """What torch tags as pointwise and the table knows is elementwise."""
+    known = {OperationKind.ELEMENTWISE, OperationKind.MEMORY, OperationKind.REDUCTION}
+    for name in dir(torch.Tensor):
+        packet = None if name.startswith("_") else getattr(torch.ops.aten, name, None)
+        if hasattr(packet, "overloads") and all(
+            torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()
+        ):
+            assert kind_of(name) in known, name

@@ -1,0 +1,109 @@
+"""Two replica groups of two ranks under torchft: one is killed, the other goes on, and the first comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flatshard
+
+torchft = pytest.importorskip("torchft")
+pytestmark = [pytest.mark.clients("torchft"), pytest.mark.time_limit(600)]
+
+ROOT = Path(__file__).parents[2]
+
+
+class Group:
+    """The processes of one replica group, and what its first rank has printed."""
+
+    def __init__(self, number: int, lighthouse: str, folder: Path, last: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        folder.mkdir()
+        self.folder = folder
+        job = str(Path(__file__).with_name("torchft_job.py"))
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.ranks = []
+        for rank in range(2):
+            arguments = [str(number), str(rank), "2", str(port), lighthouse, str(last)]
+            with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
+                self.ranks.append(
+                    subprocess.Popen([sys.executable, "-u", job, *arguments], env=environment, stdout=out, stderr=err)
+                )
+
+    def steps(self, groups: int) -> dict[int, str]:
+        """The sums over the parameters after each step in which that many groups took part."""
+        lines = [line.split() for line in (self.folder / "0.out").read_text().splitlines()]
+        return {int(line[0]): line[2] for line in lines if len(line) == 4 and line[1] == str(groups)}
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+    def errors(self) -> str:
+        return "".join((self.folder / f"{rank}.err").read_text()[-2000:] for rank in range(2))
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50, heartbeat_timeout_ms=2000
+    )
+    yield server.address()
+    server.shutdown()
+
+
+def wait_for(what: Callable[[], bool], groups: list[Group]) -> None:
+    end = time.monotonic() + 200
+    while not what():
+        assert time.monotonic() < end, "".join(group.errors() for group in groups)
+        time.sleep(0.1)
+
+
+def test_a_group_dies_and_comes_back(lighthouse, tmp_path):
+    last = tmp_path / "last"
+    first, second = groups = [Group(n, lighthouse, tmp_path / str(n), last) for n in range(2)]
+    try:
+        wait_for(lambda: len(first.steps(2)) >= 3 and len(second.steps(2)) >= 3, groups)
+        second.ranks[1].send_signal(signal.SIGKILL)
+        assert second.ranks[0].wait(60) != 0  # its own launcher would start the group again
+        wait_for(lambda: len(first.steps(1)) >= 3, groups)
+        back = Group(2, lighthouse, tmp_path / "2", last)
+        groups.append(back)
+        wait_for(lambda: len(back.steps(2)) >= 3, groups)
+        last.write_text(str(max(first.steps(2)) + 3))
+        for rank in (*first.ranks, *back.ranks):
+            assert rank.wait(100) == 0, first.errors() + back.errors()
+        for other in (second, back):  # bit for bit the same, as soon as it has taken part in a step
+            together = first.steps(2).keys() & other.steps(2).keys()
+            assert len(together) >= 3
+            assert all(first.steps(2)[step] == other.steps(2)[step] for step in together)
+        steps = sorted({**first.steps(1), **first.steps(2)})
+        assert steps == list(range(steps[-1] + 1)), "a step is lost or done twice"
+    finally:
+        for group in groups:
+            group.kill()
+
+
+def test_single_parameters_are_refused(world):
+    from flatshard.integrations.torchft import average_gradients
+
+    world(2)
+    model = flatshard.fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"'weight' is a single parameter.*flatshard.flat_parameters\(model\)"):
+        average_gradients(None, model.parameters())

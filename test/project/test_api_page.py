@@ -1,0 +1,134 @@
+"""The page of public names: it is what its script writes, says what a user needs, and each of its examples runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import api_page
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flatshard
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+PACKAGE = Path(flatshard.__file__).parent
+PUBLIC = dict(api_page.public())
+WITH_EXAMPLES = PUBLIC | {name: module for name, module in api_page.modules().items() if api_page.examples(module)}
+NEEDS_NO_RANKS = {name for name in WITH_EXAMPLES if name == "flatshard.plan" or name.startswith("flatshard.planning")}
+
+
+def test_the_page_is_what_its_script_writes():
+    """To write it again: ``python benchmarks/api_page.py > flatshard/api.md``."""
+    assert (PACKAGE / "api.md").read_text() == api_page.page(), "run: python benchmarks/api_page.py > flatshard/api.md"
+
+
+def test_each_module_says_what_is_public():
+    for name, module in api_page.modules().items():
+        assert sorted(module.__all__) == module.__all__, name
+        assert not [each for each in module.__all__ if not hasattr(module, each)], name
+        assert inspect.getdoc(module), name
+
+
+def texts_of(value: Any) -> dict[str, str]:
+    """The docstring of a public name, and those of its members, by their names."""
+    texts = {"": api_page.docs_of(value)}
+    if isinstance(value, type):
+        texts |= {name: member.__doc__ or "" for name, member in api_page.members(value)}
+        texts |= {field.name: field.doc for field in api_page.fields(value)}
+    return texts
+
+
+def test_no_docstring_sends_a_user_into_the_code():
+    """``help`` of a public name refers to no note, no file and no private name of the package."""
+    texts = {f"{name}.{part}": text for name, value in PUBLIC.items() for part, text in texts_of(value).items()}
+    texts |= {name: inspect.getdoc(module) or "" for name, module in api_page.modules().items()}
+    files = {path.name for path in PACKAGE.rglob("*.py")}
+    private = re.compile(r"\[Note: [^\]]*\]|\b\w+\.py\b|\bflatshard[\w.]*\._\w+|(?<![\w.])_[A-Za-z]\w*")
+    found = {
+        name: [word for word in private.findall(text) if word in files or ".py" not in word]
+        for name, text in texts.items()
+    }
+    assert not {name: words for name, words in found.items() if words}
+
+
+def test_classes_that_a_docstring_refers_to_are_public():
+    known = {name.rpartition(".")[2] for name in PUBLIC} | set(api_page.modules())
+    for name, value in PUBLIC.items():
+        for text in texts_of(value).values():
+            for role in re.findall(r":(?:class|func):`~?([^`]+)`", text):
+                assert role.rpartition(".")[2] in known, f"{name} refers to {role}"
+
+
+def test_signatures_have_readable_types():
+    for name, value in PUBLIC.items():
+        shown = api_page.signature(name, value)
+        unreadable = r"[\"<~]|\bflatshard\.\w+\._|UNCHANGED|_Unchanged|ForwardRef|typing\.|\.module\.Module"
+        assert not re.search(unreadable, shown), shown
+        quoted = re.findall(r"'[^']*'", re.sub(r"Literal\[[^]]*\]|= '[^']*'", "", shown))
+        assert not quoted, shown
+
+
+def test_each_argument_and_field_is_documented():
+    for name, value in PUBLIC.items():
+        sections = re.findall(r"^[A-Z][a-z]+(?=:$)", api_page.docs_of(value), re.MULTILINE)
+        assert len(set(sections)) == len(sections), f"{name}: {sections}"
+        fields = {field.name: field.doc for field in api_page.fields(value)} if isinstance(value, type) else {}
+        shown, text = api_page.signature(name, value), api_page.docs_of(value)
+        arguments = inspect.signature(value).parameters if "(" in shown else ()
+        shown_too = [each for each in arguments if re.search(rf"\b{each}\b", shown)]
+        missing = [
+            each for each in {*fields, *shown_too} if not fields.get(each) and not re.search(rf"\b{each}\b", text)
+        ]
+        assert not missing, f"{name}: {missing}"
+
+
+def the_quick_starts_names(is_sharded: bool) -> dict[str, Any]:
+    """What examples find: see the top of the page."""
+    start = README.partition("<!-- example: quickstart -->\n```python\n")[2].partition("flatshard.fully_shard(")[0]
+    start = start.replace("torch.distributed.init_process_group()", "")
+    names: dict[str, Any] = {"nn": nn, "dist": dist, "math": math, "functools": functools, "copy": copy}
+    exec(compile(start, "README.md", "exec"), names)
+    model, names["batch"] = names["model"], torch.randn(8, 64)
+    if is_sharded:
+        flatshard.fully_shard(model, policy={names["Block"]})
+    names["optimizer"] = torch.optim.AdamW(model.parameters())
+    if is_sharded:
+        train(names)
+    return names
+
+
+def train(names: dict[str, Any]) -> None:
+    names["model"](names["batch"]).square().mean().backward()
+    names["optimizer"].step()
+
+
+def run_examples(ctx: Any, name: str, directory: str) -> None:
+    """One after the other, each with a new model; and trains for a step what one has sharded."""
+    os.chdir(directory)
+    for code in api_page.examples(WITH_EXAMPLES[name]):
+        shards = re.search(r"\bfully_shard\(", code)
+        names = the_quick_starts_names(not shards and name not in NEEDS_NO_RANKS)
+        exec(compile(code, name, "exec"), names)
+        if shards:
+            names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+            train(names)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_example(request, tmp_path, monkeypatch, name: str):
+    """Of every public name, and of the modules that have one."""
+    assert api_page.examples(WITH_EXAMPLES[name]), f"{name} has no example"
+    if name in NEEDS_NO_RANKS:
+        monkeypatch.chdir(tmp_path)
+        run_examples(None, name, str(tmp_path))
+    else:
+        request.getfixturevalue("pool").run(run_examples, name, str(tmp_path), world_size=4)

@@ -1,0 +1,452 @@
+"""The same script under FSDP2 of the installed torch and under ``flatshard.fsdp2``: losses, gradients and parameters.
+
+Bit for bit where both add the same numbers in the same order, which two ranks always do; elsewhere to the bound that a
+case states. ``flatshard/migration.md`` promises it, and has a table of what differs on purpose: each of its rows has a test
+at the end of this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from models import NormBlock
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flatshard
+import flatshard.fsdp2
+from flatshard import _torch
+
+THEIRS, OURS = torch.distributed.fsdp, flatshard.fsdp2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+IS_NEW = _torch.VERSION >= (2, 15)
+WIDTH, VOCABULARY = 6, 11
+
+
+class Net(nn.Module):
+    """Two blocks of sizes that no number of ranks divides, between an embedding and a head."""
+
+    def __init__(self, tied: bool = False, hidden: tuple[int, int] = (7, 9), order: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.order = order
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([NormBlock(WIDTH, hidden[0]), NormBlock(WIDTH, hidden[1], bias=False)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.extra = nn.Linear(WIDTH, WIDTH)  # that most never use
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        x = (self.embed(ids) * scale).to(self.embed.weight.dtype)
+        for i in self.order:
+            x = self.blocks[i](x)
+        return self.head(self.norm(x))
+
+
+def each_block(model: nn.Module) -> list[Any]:
+    return [*model.blocks, model]
+
+
+Step = Callable[[nn.Module, Any, int], Tensor]
+
+
+def loss_of(model: nn.Module, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + seed)
+    ids = torch.randint(VOCABULARY, (3, 4), generator=generator)
+    scale = torch.rand(1, generator=generator) + 0.5
+    return nn.functional.cross_entropy(model(ids, scale).float().flatten(0, 1), ids.flatten())
+
+
+def one_backward(model: nn.Module, rank: int, step: int) -> Tensor:
+    loss = loss_of(model, rank, step)
+    loss.backward()
+    return loss
+
+
+def two_forwards(model: nn.Module, rank: int, step: int) -> Tensor:
+    """And one backward through both."""
+    losses = torch.stack([loss_of(model, rank, 10 * step + i) for i in range(2)])
+    losses.sum().backward()
+    return losses
+
+
+def microbatches(model: nn.Module, rank: int, step: int, sync: str = "each") -> Tensor:
+    """``sync``: which of them are reduced."""
+    losses = []
+    for micro in range(3):
+        last = micro == 2
+        model.set_is_last_backward(last)
+        if sync == "last":
+            model.set_requires_gradient_sync(last)
+        if sync == "replicas":
+            model.set_requires_all_reduce(last)
+        losses.append(one_backward(model, rank, 10 * step + micro))
+    return torch.stack(losses)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script of one model. What is left out is the simplest."""
+
+    make: Callable[[], nn.Module] = Net
+    before: Callable[[nn.Module, Any], object] = lambda model, mesh: None
+    """What happens to the model before it is sharded."""
+    units: Callable[[nn.Module], Sequence[Any]] = each_block
+    precision: dict[str, Any] = field(default_factory=dict)
+    offload: bool = False
+    options: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    after: Callable[[nn.Module], object] = lambda model: None
+    """What happens to the model once it is sharded."""
+    step: Step = one_backward
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    clip: float | None = None
+    needs: bool = True
+    """Whether FSDP2 of the installed torch has it."""
+    steps: int = 2
+    bound: float = 0.0
+    """How far gradients and parameters may be off, over the largest of their tensor."""
+
+
+class Script:
+    """A case under one of the two."""
+
+    def __init__(self, api: Any, case: Case, ctx: Any, mesh: Any) -> None:
+        self.case, names = case, [name for name in mesh.mesh_dim_names if name != "tp"]
+        self.rank = ctx.rank if "tp" not in mesh.mesh_dim_names else mesh.get_local_rank("dp")
+        torch.manual_seed(0)
+        self.model = model = case.make()
+        case.before(model, mesh)
+        options = case.options(model)
+        if case.precision:
+            options["mp_policy"] = api.MixedPrecisionPolicy(**case.precision)
+        if case.offload:
+            options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
+        for unit in case.units(model):
+            api.fully_shard(unit, mesh=mesh[tuple(names)], **options)
+        case.after(model)
+        self.optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
+
+    def step(self, number: int) -> dict[str, Tensor | None]:
+        """All numbers of a step, by name: under FSDP2 a rank's parts, as DTensors, else whole."""
+        self.optimizer.zero_grad()
+        found: dict[str, Tensor | None] = {"loss": self.case.step(self.model, self.rank, number).detach()}
+        found |= self.named("gradient", lambda p: p.grad)
+        if self.case.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+            found["norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.optimizer.step()
+        return found | self.named("parameter", lambda p: p.detach())
+
+    def named(self, what: str, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
+        is_ours = any(isinstance(p, flatshard.tensors.ShardedParameter) for p in self.model.parameters())
+        found = {}
+        with flatshard.summon_full_params(self.model, with_grads=True) if is_ours else contextlib.nullcontext():
+            for name, param in self.model.named_parameters():
+                value = of(param)
+                if is_ours and isinstance(value, DTensor):
+                    value = value.full_tensor()
+                found[f"{what} {name}"] = None if value is None else value.clone()
+        return found
+
+
+def part_like(whole: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """The same part of both."""
+    if not isinstance(theirs, DTensor):
+        return whole, theirs
+    if len(theirs.device_mesh.mesh_dim_names or ()) > 1 and "tp" in theirs.device_mesh.mesh_dim_names:
+        return whole, theirs.full_tensor()
+    parts, number = theirs.device_mesh.size(-1), theirs.device_mesh.get_local_rank(-1)
+    assert theirs.placements[-1] == Shard(0)
+    cut = [*whole.chunk(parts), *[whole[:0]] * parts]
+    return cut[number], theirs.to_local()
+
+
+def differences(theirs: dict[str, Tensor | None], ours: dict[str, Tensor | None]) -> dict[str, float]:
+    """By name, how far off the largest is, over the largest of the tensor."""
+    assert list(theirs) == list(ours)
+    found = {}
+    for name, value in theirs.items():
+        whole = ours[name]
+        assert (whole is None) == (value is None), f"{name}: {whole}, under FSDP2 {value}"
+        if whole is None or value is None:
+            continue
+        got, expected = part_like(whole, value)
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), f"{name}: {got.dtype}, {expected.dtype}"
+        if not torch.equal(got, expected):
+            found[name] = ((got.double() - expected.double()).abs().max() / whole.double().abs().max()).item()
+    return found
+
+
+def compare(ctx: Any, table: str, shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
+    mesh = ctx.device_mesh(shape, names) if shape else ctx.mesh
+    wrong = {}
+    for name, case in globals()[table].items():
+        if not case.needs:
+            continue
+        ctx.note(name)
+        theirs, ours = (Script(api, case, ctx, mesh) for api in (THEIRS, OURS))
+        for step in range(case.steps):
+            off = differences(theirs.step(step), ours.step(step))
+            if far := {what: by for what, by in off.items() if not by <= case.bound}:
+                wrong[name] = f"step {step}: {far}"
+                break
+    assert not wrong, "\n".join(f"{name}, {what}" for name, what in wrong.items())
+
+
+def mark_norms(model: nn.Module, mesh: Any) -> None:
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            p.is_norm = isinstance(module, nn.LayerNorm)
+
+
+def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
+    return p.dtype if p.is_norm else None
+
+
+def checkpointed(model: nn.Module, mesh: Any, kind: CheckpointImpl) -> None:
+    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+    apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, NormBlock))
+
+
+def freeze(model: nn.Module, mesh: Any) -> None:
+    model.embed.requires_grad_(False)
+    model.blocks[0].up.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+
+
+def parallelize(model: nn.Module, mesh: Any) -> None:
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def freeze_in_bf16(model: nn.Module, mesh: Any) -> None:
+    """As LoRA on a low-precision model: two dtypes in a unit."""
+    for block in model.blocks:
+        block.down.to(BF16).requires_grad_(False)
+        block.down.register_forward_pre_hook(lambda module, args: (args[0].to(BF16),))
+
+
+def without_extra(model: nn.Module) -> dict[str, Any]:
+    return {"ignored_params": set(model.blocks[0].norm.parameters())}
+
+
+def divide(model: nn.Module, factor: float) -> None:
+    """Gloo cannot multiply while it adds, which FSDP2 has to be told."""
+    for unit in [*model.blocks, model]:
+        if isinstance(unit, THEIRS.FSDPModule):
+            unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(factor)
+
+
+def prefetch_by_hand(model: nn.Module) -> None:
+    model.set_modules_to_forward_prefetch([*model.blocks])
+    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+PRECISIONS = {
+    "bf16, reduced in fp32": Case(precision={"param_dtype": BF16, "reduce_dtype": FP32}),
+    "bf16, reduced in bf16": Case(precision={"param_dtype": BF16, "reduce_dtype": BF16}),
+    "bf16, reduced in None": Case(precision={"param_dtype": BF16}),
+    "fp32, reduced in bf16": Case(precision={"reduce_dtype": BF16}),
+    "bf16, outputs in fp32": Case(
+        precision={"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32}, units=lambda model: [model]
+    ),
+    "bf16, inputs not cast": Case(precision={"param_dtype": BF16, "cast_forward_inputs": False}),
+    "bf16, norms in fp32": Case(
+        before=mark_norms,
+        precision={"param_dtype": BF16, "reduce_dtype": FP32, "param_dtype_override_fn": norms_in_their_own},
+        needs=IS_NEW,
+    ),
+    "bf16, norms in fp32, reduced in None": Case(
+        before=mark_norms,
+        precision={"param_dtype": BF16, "param_dtype_override_fn": norms_in_their_own},
+        needs=IS_NEW,
+    ),
+    "frozen in bf16": Case(before=freeze_in_bf16),
+    "bf16, tied": Case(make=functools.partial(Net, tied=True), precision={"param_dtype": BF16, "reduce_dtype": FP32}),
+    "all in bf16": Case(before=lambda model, mesh: model.to(BF16)),
+}
+
+UNITS = {
+    "a unit for each block": Case(),
+    "one unit": Case(units=lambda model: [model]),
+    "nested": Case(units=lambda model: [model.blocks[0].up, *model.blocks, model]),
+    "groups of modules": Case(units=lambda model: [*model.blocks, [model.norm, model.head], model]),
+    "kept from forward to backward": Case(options=lambda model: {"reshard_after_forward": False}),
+    "freed after forward": Case(options=lambda model: {"reshard_after_forward": True}),
+    "gathered ahead": Case(after=prefetch_by_hand),
+    "tied": Case(make=functools.partial(Net, tied=True)),
+    "frozen": Case(before=freeze),
+    "ignored": Case(options=without_extra),
+    "checkpointed": Case(before=functools.partial(checkpointed, kind=CheckpointImpl.NO_REENTRANT)),
+    "checkpointed, reentrant": Case(before=functools.partial(checkpointed, kind=CheckpointImpl.REENTRANT)),
+}
+
+STEPPED = {
+    "two forwards": Case(step=two_forwards),
+    "two forwards in bf16, of repeated blocks": Case(
+        make=functools.partial(Net, order=(0, 0, 1, 0)),
+        step=two_forwards,
+        precision={"param_dtype": BF16, "reduce_dtype": FP32},
+    ),
+    "SGD": Case(optimizer=SGD),
+    "AdamW, foreach": Case(optimizer=functools.partial(torch.optim.AdamW, foreach=True)),
+    "AdamW, fused": Case(optimizer=functools.partial(torch.optim.AdamW, fused=True)),
+    "offload": Case(offload=True),
+    "divided by four": Case(after=functools.partial(divide, factor=4.0)),
+    "accumulated, each reduced": Case(step=microbatches),
+    "accumulated, the last reduced": Case(step=functools.partial(microbatches, sync="last")),
+    "accumulated in bf16": Case(
+        step=functools.partial(microbatches, sync="last"), precision={"param_dtype": BF16, "reduce_dtype": FP32}
+    ),
+    "accumulated in bf16, reduced in bf16": Case(
+        step=functools.partial(microbatches, sync="last"), precision={"param_dtype": BF16, "reduce_dtype": BF16}
+    ),
+    "accumulated in bf16, reduced in None": Case(
+        step=functools.partial(microbatches, sync="last"), precision={"param_dtype": BF16}
+    ),
+    "clipped": Case(clip=0.05, bound=1e-6),
+}
+
+
+HYBRID = {
+    "fp32, offload": Case(offload=True),
+    "bf16, reduced in bf16": Case(precision={"param_dtype": BF16, "reduce_dtype": BF16}),
+    "accumulated in bf16, each reduced": Case(
+        step=microbatches, precision={"param_dtype": BF16, "reduce_dtype": FP32}, steps=1
+    ),
+    "accumulated, the last reduced": Case(step=functools.partial(microbatches, sync="last"), steps=1),
+    "accumulated over the replicas": Case(step=functools.partial(microbatches, sync="replicas"), steps=1),
+}
+
+ParallelCase = functools.partial(Case, make=functools.partial(Net, hidden=(8, 10)), before=parallelize)
+TENSOR_PARALLEL = {
+    "fp32, accumulated": ParallelCase(step=functools.partial(microbatches, sync="last")),
+    "bf16, reduced in fp32": ParallelCase(precision={"param_dtype": BF16, "reduce_dtype": FP32}),
+}
+
+SEVERAL = {
+    "bf16, reduced in fp32": Case(optimizer=SGD, precision={"param_dtype": BF16, "reduce_dtype": FP32}, bound=1e-6),
+    "bf16, reduced in bf16": Case(
+        optimizer=SGD, precision={"param_dtype": BF16, "reduce_dtype": BF16}, bound=2**-6, steps=1
+    ),
+    "accumulated, the last reduced": Case(optimizer=SGD, step=functools.partial(microbatches, sync="last"), bound=1e-6),
+}
+RESHARDED = {"to two ranks": Case(optimizer=SGD, options=lambda model: {"reshard_after_forward": 2}, bound=1e-6)}
+
+
+@pytest.mark.parametrize("table", ["PRECISIONS", "UNITS", "STEPPED"])
+def test_two_ranks(pool, table):
+    pool.run(compare, table, timeout=300)
+
+
+def test_two_by_two(pool):
+    pool.run(compare, "HYBRID", (2, 2), ("replicate", "shard"), world_size=4)
+    pool.run(compare, "TENSOR_PARALLEL", (2, 2), ("dp", "tp"), world_size=4)
+
+
+def test_more_ranks(pool):
+    pool.run(compare, "SEVERAL", world_size=3)
+    pool.run(compare, "RESHARDED", world_size=4)
+
+
+# -- what differs on purpose: the table of migration.md ----------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """The gradient of each element of a parameter is its input; None uses it not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, a: float | None, b: float | None = None) -> Tensor:
+        uses = [(p * torch.tensor(x, dtype=p.dtype)).sum() for p, x in ((self.a, a), (self.b, b)) if x is not None]
+        return torch.stack(uses).sum()
+
+
+def gradients(
+    ctx: Any,
+    train: Callable[[nn.Module], object],
+    after: Callable[[nn.Module], object] = lambda model: None,
+    **precision: Any,
+) -> list[dict[str, set[float] | None]]:
+    """The values in the gradients, by parameter: under FSDP2, and under flatshard."""
+    found = []
+    for api in (THEIRS, OURS):
+        model = Scale()
+        api.fully_shard(model, mesh=ctx.mesh, mp_policy=api.MixedPrecisionPolicy(**precision))
+        after(model)
+        train(model)
+        with flatshard.summon_full_params(model, with_grads=True) if api is OURS else contextlib.nullcontext():
+            grads = {name: p.grad for name, p in model.named_parameters()}
+        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        found.append({n: None if g is None else set(g.tolist()) for n, g in whole.items()})
+    return found
+
+
+def divided_by_three(ctx) -> None:
+    """FSDP2 divides the sum; flatshard scales the average."""
+    off = set()
+    for each in range(1, 20):
+        theirs, ours = gradients(ctx, lambda model, g=float(each): model(g, g).backward(), divide_by_three)
+        exact = (torch.tensor(2.0 * each) / 3).item()
+        assert theirs["a"] == {exact}
+        off |= {abs(got - exact) / exact for got in ours["a"]}
+    assert 0 < max(off) <= 2**-22
+
+
+def divide_by_three(model: nn.Module) -> None:
+    if isinstance(model, THEIRS.FSDPModule):
+        model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(3.0)
+
+
+def tiny_in_fp16(ctx) -> None:
+    """FSDP2 halves what it sends: the smallest number of fp16 becomes 0. Flatshard adds in float32."""
+    tiny = 2.0**-24
+    theirs, ours = gradients(ctx, lambda model: model(tiny, 1.0).backward(), param_dtype=FP16, reduce_dtype=FP16)
+    assert (theirs["a"], ours["a"]) == ({0.0}, {tiny})
+
+
+def used_by_one_rank(ctx) -> None:
+    """FSDP2 needs a setting for it, of torch 2.15, with which parameters that no rank has used get zeros."""
+
+    def unused(model: nn.Module) -> None:
+        if isinstance(model, THEIRS.FSDPModule):
+            model.set_reduce_scatter_unused_params(True)
+
+    theirs, ours = gradients(ctx, lambda model: model(4.0, 4.0 if ctx.rank else None).backward(), unused)
+    assert theirs == ours == {"a": {4.0}, "b": {2.0}}
+    theirs, ours = gradients(ctx, lambda model: model(4.0).backward(), unused)
+    assert theirs == {"a": {4.0}, "b": {0.0}}
+    assert ours == {"a": {4.0}, "b": None}
+
+
+def added_in_bf16(ctx) -> None:
+    """256, 1 and 1: FSDP2 over gloo rounds after each addition, flatshard once."""
+    theirs, ours = gradients(ctx, lambda model: model(1.0 if ctx.rank else 256.0).backward(), reduce_dtype=BF16)
+    assert ours["a"] == {86.0}
+    assert theirs["a"] == {85.5, 86.0}
+
+
+def test_differences(pool):
+    for body in (divided_by_three, tiny_in_fp16, *([used_by_one_rank] if IS_NEW else [])):
+        pool.run(body)
+    pool.run(added_in_bf16, world_size=3)
