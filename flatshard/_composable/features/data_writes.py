@@ -24,15 +24,19 @@ from flatshard._composable.extensions import Extension
 from flatshard._composable.state import UnitConfig, owner_of
 from flatshard._runtime import Runtime
 
-_plain: Any = torch.Tensor.data
+_Tensor: Any = torch.Tensor  # whose `data` a library may replace, too
 
 
 def _get(param: nn.Parameter) -> torch.Tensor:
     if (unit := owner_of(param)) is not None:
         for flat in unit.handle.flats:
             flat.unsharded.may_change()
-    data: torch.Tensor = _plain.__get__(param)
+    data: torch.Tensor = _Tensor.data.__get__(param)
     return data
+
+
+def _set(param: nn.Parameter, value: torch.Tensor) -> None:
+    _Tensor.data.__set__(param, value)
 
 
 class DataWrites(Extension):
@@ -40,4 +44,4 @@ class DataWrites(Extension):
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         if "data" not in vars(nn.Parameter):
-            nn.Parameter.data = property(_get, _plain.__set__, _plain.__delete__)  # type: ignore[assignment]
+            nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
