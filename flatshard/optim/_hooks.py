@@ -68,17 +68,38 @@ def _see_state_dicts() -> None:
     Optimizer.state_dict = state_dict  # type: ignore[method-assign]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Returns other arguments, or None. ``args``: the optimizer, and perhaps a closure."""
     _check_moment(optimizer)
-    if optimizer in _looked_at:
-        return
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _check_held(optimizer)
+    if optimizer not in _looked_at:
+        _look_at(optimizer)
+    if not callable(closure):
+        return None
+
+    def computed() -> Any:
+        loss = closure()  # it may run the last backward of several
+        _check_held(optimizer)
+        return loss
+
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], computed, *args[2:]), rest
+
+
+def _look_at(optimizer: Optimizer) -> None:
+    """Before its first step: check that it can step its parameters. Then it is looked at no more."""
     params = params_of(optimizer)
     if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
         if _holds_whole_ones(type(optimizer).__name__, plain):
             return
         _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
     if any(isinstance(p, ShardedParameter) for p in params):
-        _check_shapes(optimizer, params)
+        try:
+            _check_shapes(optimizer, params)
+        except _NeedsWhole as e:
+            raise RuntimeError(*e.args) from None
         hook_optimizer(optimizer)
         take_loaded(optimizer)
         _check_lost_rule(optimizer)
@@ -89,19 +110,29 @@ def _check_moment(optimizer: Optimizer) -> None:
     """Check that a step now has an effect. [Note: Steps that change nothing]
 
     Raises:
-        RuntimeError: units hold gradients (``no_sync``), or the step is inside ``summon_full_params``.
+        RuntimeError: the step is inside ``summon_full_params``.
     """
-    if not ReductionQueue.holding and not summoned_units:
+    if not summoned_units:
         return
     params = {id(p) for p in params_of(optimizer)}
     name = type(optimizer).__name__
-    check_reduced(_stepped(held_units(), params), f"{name}.step")
     if found := _stepped([u for units in summoned_units for u in units], params):
         units = name_list((unit.fqn for unit in found), 3)
         raise RuntimeError(
             f"{name}.step inside summon_full_params of units {units}: the step would change the sharded "
             "parameters, and the end of the `with` block would overwrite them. Step after the block"
         )
+
+
+def _check_held(optimizer: Optimizer) -> None:
+    """Check that all gradients have come. [Note: Steps that change nothing]
+
+    Raises:
+        RuntimeError: units hold gradients (``no_sync``).
+    """
+    if ReductionQueue.holding:
+        params = {id(p) for p in params_of(optimizer)}
+        check_reduced(_stepped(held_units(), params), f"{type(optimizer).__name__}.step")
 
 
 def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:
@@ -321,7 +352,10 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
         RuntimeError: a parameter is cut between ranks, or is a 1-D part although the whole has more dimensions, or is sharded
             by tensor parallelism.
     """
-    _check_whole(params, optimizer, steps_empty=True)
+    try:
+        _check_whole(params, optimizer, steps_empty=True)
+    except _NeedsWhole as e:
+        raise RuntimeError(*e.args) from None
 
 
 def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> None:

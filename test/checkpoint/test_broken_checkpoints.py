@@ -262,11 +262,12 @@ def die(ctx, path: str) -> None:
         with expect("rank 1: no sign of life for 2 s, so it died, or its machine did"):
             save_checkpoint(path, {"step": 1}, process_group=ctx.group, timeout=SHORT)
     dist.barrier(ctx.group)
+    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 2:
             patch.setattr(_disk, "create", interrupt)
         with pytest.raises(KeyboardInterrupt) if ctx.rank == 2 else expect("rank 2: KeyboardInterrupt"):
-            save_checkpoint(path, {"x": {str(i): torch.ones(3) for i in range(9)}}, process_group=ctx.group)
+            save_checkpoint(path, state, process_group=ctx.group)
     dist.barrier(ctx.group)
     save_checkpoint(path, {"step": 1}, process_group=ctx.group)
 

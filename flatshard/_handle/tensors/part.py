@@ -194,7 +194,9 @@ def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return len(args[0]._flatshard_info.full_shape)
+    part = args[0]
+    # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape.
+    return part.dim() if part.is_meta else len(part._flatshard_info.full_shape)
 
 
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
