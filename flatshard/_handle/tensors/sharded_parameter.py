@@ -192,7 +192,7 @@ def _drawn_whole(name: str) -> Any:
     @functools.wraps(method)
     def draw(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
         shown, info = show_whole(self), self._flatshard_info
-        if shown is not self or info.shard_world_size == 1:
+        if shown is not self or self.shape == info.shape:  # this rank has the whole, now or always
             method(shown, *args, **kwargs)
         else:
             whole = torch.empty_strided(info.shape, info.stride, dtype=self.dtype, device=self.device)
