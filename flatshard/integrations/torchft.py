@@ -1,8 +1,8 @@
 """torchft: hybrid sharding whose replicas may die and come back.
 
 Each replica group is a job of its own: ``fully_shard`` over its ranks, with a process group that knows of no other. torchft's
-``Manager`` knows which groups are there, averages over them, and gives a group that comes back the state of another. A group
-ends with its first dead rank, and its launcher starts it again; the others go on without it.
+``Manager`` knows which groups are there, averages over them, and gives a group that comes back the state of another. When a
+rank dies, its group's launcher ends the group and starts it again, as torchrun does; the others go on without it.
 """
 
 from __future__ import annotations
