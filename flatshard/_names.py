@@ -8,6 +8,9 @@ HIDDEN = "_checkpoint_wrapped_module"
 UNIT_KEY = "_flatshard_unit"
 """Where a unit is in the ``__dict__`` of its module."""
 
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""torch's attribute of a module: the names that ``DistributedDataParallel`` and tools like it leave alone."""
+
 
 def plain_name(name: str) -> str:
     """``name``, as of ``named_parameters()`` or ``named_modules()``, without what ``checkpoint_wrapper`` adds."""

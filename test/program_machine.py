@@ -347,7 +347,7 @@ class Loss:
 
 def flat(own: Tensor, info: Any) -> Tensor:
     """A part in memory order."""
-    own = own.detach()
+    own = own.detach().as_subclass(torch.Tensor)
     return own.reshape(-1) if info is None or own.dim() < 2 or own.is_contiguous() else info.in_memory_order(own)
 
 
@@ -911,7 +911,7 @@ class Machine:
                 own, info = twin.own[name], flatshard.tensors.shard_info(twin.own[name])
                 grads[name].view(-1)[:1] = torch.inf
                 if info is None or (info.start == 0 and info.stop > 0):
-                    own.grad.view(-1)[:1] = torch.inf
+                    own.grad.as_subclass(torch.Tensor).view(-1)[:1] = torch.inf
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in range(2)]
         for scaler, opt in zip(scalers, (twin.opt, twin.plain_opt), strict=True):
             scaler.scale(torch.ones(()))
@@ -1474,6 +1474,9 @@ class Machine:
         twin.opt.load_state_dict(saving.optim_state_dict_to_load(twin.model, twin.opt, whole))
 
     def _ask_summed_gradients(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
+        infos = [flatshard.tensors.shard_info(p) for p in module.parameters()]
+        if any(info is not None and info.never_cut for info in infos):
+            return  # what is computed from such a gradient is its owner's
         got, expected = (
             sum(p.grad.pow(2).sum() for p in m.parameters() if p.grad is not None) for m in (module, plain)
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-WHOLE_RUN = "about 12 minutes on two idle cores"
+WHOLE_RUN = "about 13 minutes on two cores"
 """How long all tests take. Change it with them."""
 
 

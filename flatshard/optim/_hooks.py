@@ -287,7 +287,7 @@ def _try_it(optimizer: Optimizer) -> None:
                     f"trial on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If {name} treats every "
                     "element alone, set `works_on_shards = True` on the optimizer. If not, use "
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
                 return
             if looks:
@@ -328,7 +328,7 @@ def _check_lost_rule(optimizer: Optimizer) -> None:
         )
         if not decay and any(not each["params"] and each.get("weight_decay") for each in settings):
             raise RuntimeError(f"{told}. If it is meant, leave the empty group out")
-        warnings.warn(told, stacklevel=4)
+        warnings.warn(told, stacklevel=5)
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:

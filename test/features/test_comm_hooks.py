@@ -424,7 +424,7 @@ def signed_zeros(ctx) -> None:
                 assert (model.a.grad is not None) == here or not here
                 if here:
                     assert model.a.grad is not None
-                    assert model.a.grad.abs() <= 1e-12
+                    assert model.a.grad.as_subclass(torch.Tensor).abs() <= 1e-12  # on this rank alone
                 assert all(p.grad is not None and p.grad.dtype == dtype for p in model.linear.parameters())
 
 

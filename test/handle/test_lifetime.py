@@ -112,6 +112,8 @@ HELD       --reduce--> REDUCING
 FILLING    --reduce--> REDUCING
 NONE       --reduce--> REDUCING
 REDUCING   --finish--> NONE
+REDUCING   --defer--> DEFERRED
+DEFERRED   --finish--> NONE
 FILLING    --discard--> NONE
 HELD       --discard--> NONE""",
     )

@@ -21,9 +21,10 @@ from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.link import Link
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit, called_modules
+from flatshard._names import DDP_IGNORES
 
 # nn.Module's own attributes. They cannot hold an activation.
-_MODULE_KEYS = frozenset(nn.Module().__dict__)
+_MODULE_KEYS = frozenset(nn.Module().__dict__) | {DDP_IGNORES}
 _NUMBERS = frozenset((int, float, bool))
 
 

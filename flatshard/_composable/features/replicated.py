@@ -23,6 +23,7 @@ from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import leave_to_others
 from flatshard._composable.state import Unit, UnitConfig, all_units
 from flatshard._errors import name_list
+from flatshard._names import DDP_IGNORES
 from flatshard._runtime import Runtime
 
 
@@ -37,9 +38,8 @@ class Replicated(Extension):
             self._watching.append(register_module_module_registration_hook(_registered))
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
-        named = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *sorted(_every_name(_divide(module)[0]))]
-        anything: Any = module
-        anything._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(named))
+        named = [*module.__dict__.get(DDP_IGNORES, ()), *sorted(_every_name(_divide(module)[0]))]
+        module.__dict__[DDP_IGNORES] = list(dict.fromkeys(named))
 
 
 def _every_name(fqns: Collection[str]) -> set[str]:
