@@ -80,11 +80,14 @@ def compile_steps(ctx) -> None:
         told = ""
         try:
             step()
-        except RuntimeError as e:
+        except (RuntimeError, TypeError) as e:
             told = str(e)
         if told:  # torch 2.13; 2.15 compiles all three
-            assert options == {"foreach": True}
-            assert "call optimizer.step() without torch.compile" in told
+            wanted = {
+                True: "call optimizer.step() without torch.compile",
+                False: "Multiple dispatch failed",
+            }  # torch's own
+            assert wanted[options["foreach"]] in told
             continue
         optimizers[1].step()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
