@@ -31,7 +31,8 @@ class ShardedGradient(PartTensor):
     """This rank's part of a gradient. Its norm is the norm over all ranks.
 
     ``p.grad.norm()`` communicates: every rank must take it, and in the same order.
-    Other reductions, such as ``p.grad.max()``, are about this rank's part: see :func:`flatshard.optim.gradient_statistics`.
+    So does every other reduction of it, such as ``p.grad.max()``, and of what is computed from it. For all gradients with one
+    all-reduce, see :func:`flatshard.optim.gradient_statistics`.
 
     Example::
 
