@@ -343,6 +343,8 @@ class Loss:
     """Where numbers are rounded: what each slice ran in."""
     changes: int
     """The twin's, when its forward ran."""
+    left_out: bool
+    """Whether some ranks left out modules, so that graphs differ."""
 
 
 def flat(own: Tensor, info: Any) -> Tensor:
@@ -754,7 +756,7 @@ class Machine:
         losses = [mean_square(o, None) for o in (out, *outs)]
         assert s.left_out or losses[0].requires_grad == losses[1].requires_grad
         if all(loss.requires_grad for loss in losses):
-            self.losses[s.loss] = Loss(twin, losses[0], losses[1:], copies, twin.changes)
+            self.losses[s.loss] = Loss(twin, losses[0], losses[1:], copies, twin.changes, bool(s.left_out))
         return True
 
     def _evaluate(self, s: Evaluate, twin: Twin, module: nn.Module) -> bool:
@@ -767,6 +769,9 @@ class Machine:
         losses = [self.losses[name] for name in dict.fromkeys(s.losses) if name in self.losses]
         if not losses or any(self.rank0_only(loss.twin) for loss in losses) or self._mixes_gradients():
             return False
+        stale = any(loss.changes != loss.twin.changes for loss in losses)
+        if stale and any(loss.left_out for loss in losses):
+            return False  # each rank is refused at another point, after other collectives
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)
@@ -774,7 +779,6 @@ class Machine:
                 fuse = Fuse(s.hook[2])
                 hook = flatshard.optim.register_gradients_reduced_hook(place, fuse)
                 involved[id(hooked)] = hooked
-        stale = any(loss.changes != loss.twin.changes for loss in losses)
         try:
             (sum(loss.sharded for loss in losses) * scale).backward(retain_graph=s.retain)
             failed = False
@@ -831,8 +835,8 @@ class Machine:
         if any(loss.twin.rounding for loss in losses):
             for loss in losses:
                 self._run_rounded_backward(loss, retain, scale)
-            alone = loss.twin.ranks.size == 1  # nothing is held back
-            loss.twin.reduce_held([unit for unit, synced in loss.twin.synced.items() if synced or alone])
+            at_once = not self._holds_back(loss.twin)
+            loss.twin.reduce_held([unit for unit, synced in loss.twin.synced.items() if synced or at_once])
             return
         before = [{n: p.grad for n, p in twin.plain.named_parameters()} for twin in self._alive]
         for twin in self._alive:
@@ -854,10 +858,14 @@ class Machine:
                 if new is not None:
                     brought = True
                     twin.held[name] = twin.held[name] + new if name in twin.held else new
-            if twin.ranks.size == 1:  # nothing is held back
+            if not self._holds_back(twin):
                 twin.reduce_held(list(twin.synced))
         for twin in self._alive if brought else ():
             twin.reduce_held([unit for unit, synced in twin.synced.items() if synced])
+
+    def _holds_back(self, twin: Twin) -> bool:
+        """Whether ``no_sync`` keeps gradients out of ``.grad``."""
+        return twin.ranks.size > 1 or self.program.optimizer == "flat"
 
     def _run_rounded_backward(self, loss: Loss, retain: bool, scale: float) -> None:
         twin = loss.twin

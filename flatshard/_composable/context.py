@@ -77,8 +77,9 @@ class Context:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.reductions = ReductionQueue(runtime)
-        self.backward: Backward | None = None  # that is running, or has failed
+        self.reductions = ReductionQueue.of(runtime.device)
+        self.waits_early = runtime.streams is None  # reduction_queue.py, [Note: Reductions in flight]
+        self.backward: Backward | None = None  # that is running, or has failed, if it has reached a unit of the context
         self.backwards = 0  # counts backwards that have reached a unit
         self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
@@ -257,15 +258,16 @@ class Context:
             self._drop_forwards(frame)
             if not self.forwards:
                 self.recover()
-        if self.backward is not None and current_graph_task() == -1:
+        backward = self.reductions.backward
+        if backward is not None and current_graph_task() == -1:
             # It failed, or is on another thread. On an accelerator it always runs on the autograd engine's threads, and may
             # still be registered there just after it failed.
-            if not self.backward.has_failed and self.runtime.streams is None:
+            if not backward.has_failed and self.runtime.streams is None:
                 raise RuntimeError(
                     "a backward of sharded modules is running on another thread. Collectives of several threads would mix: "
                     "run all sharded modules of a process in one thread"
                 )
-            self.backward.drop()
+            backward.drop()
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""

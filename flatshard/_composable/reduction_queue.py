@@ -1,9 +1,18 @@
-"""Which units have yet to be reduced over one process group, in which order, and the reductions in flight.
+"""Which units of one device have yet to be reduced, in which order, and the reductions in flight.
 
 [Note: Every rank reduces in the same order]
-Collectives of one group match by order. But a unit may complete earlier on one rank than on another, if they took different
-branches inside it. So units are reduced in one canonical order, the reverse of the order of their first forward. A complete
-unit waits for the units that ran forward after it and are in the graph.
+Collectives of one group match by order. Those of two groups block each other if ranks start them in different orders. But a
+unit may complete earlier on one rank than on another, if they took different branches inside it. So units are reduced in one
+canonical order, whatever their groups: the reverse of the order of their first forward since their last reduction. A complete
+unit waits for the units that ran forward after it
+
+- if they are in the graph: gradients of them may come;
+- if they are inside it, and backward has not reached them (``_awaits``). On this rank the graph may have none of their
+  parameters, and yet they will be reduced when backward reaches them: on another rank it may have some. Units that ran after
+  it and are not inside were reached before, because autograd runs what was computed last first.
+
+After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
+back there, although it reaches units in an order that may depend on the data.
 
 [Note: Reductions in flight]
 A reduction holds the gradients of a whole unit. So only one is in flight at a time. It ends at the latest when the next
@@ -27,40 +36,59 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from flatshard._composable.state import Unit
-from flatshard._runtime import Runtime
+import torch
+
+from flatshard._composable.state import Unit, units_below
+
+if TYPE_CHECKING:
+    from flatshard._composable.backward import Backward
 
 
 class ReductionQueue:
-    """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
+    """The units that ran forward with gradients, until their reduction has been started. It outlives backwards.
+
+    One per device: see ``of``.
+    """
+
+    _instances: ClassVar[weakref.WeakValueDictionary[torch.device, ReductionQueue]] = weakref.WeakValueDictionary()
 
     holding: ClassVar[weakref.WeakSet[ReductionQueue]] = weakref.WeakSet()
     """Those with units whose gradients of earlier backwards are not in ``.grad`` yet (``UnitGradients.withholds``)."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
-        # In the order of their first forward; they are reduced from the end. Weak references: a forward without a backward
-        # must not keep its model alive.
-        self._open: OrderedDict[weakref.ref[Unit], None] = OrderedDict()
+    def __init__(self) -> None:
+        self.backward: Backward | None = None  # that is running, or has failed
+        # By their turns; they are reduced from the end. True: put back after a reduction. Weak references: a forward without a
+        # backward must not keep its model alive.
+        self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
+        self._turns = 0
         self._reducing: Unit | None = None
         self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish`
         self._deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
         self.drops = 0  # how often gradients of deferred units have been dropped
 
+    @classmethod
+    def of(cls, device: torch.device) -> ReductionQueue:
+        found = cls._instances.get(device)
+        if found is None:
+            found = cls._instances[device] = cls()
+        return found
+
     def expect(self, unit: Unit) -> None:
         """Called in the forward of ``unit``: a backward may reach it."""
-        self._open.setdefault(weakref.ref(unit))
+        if (ref := weakref.ref(unit)) not in self._open:
+            self._open[ref] = False
+            unit.turn = self._turns = self._turns + 1
 
-    def add_last(self, unit: Unit) -> None:
-        """Called when backward reaches ``unit``. It is reduced last if no forward since its last reduction has added it."""
+    def add_back(self, unit: Unit) -> None:
+        """Called when backward reaches ``unit``. If no forward since its last reduction has added it, it keeps its turn."""
         if unit in self._deferred:  # all at once, so that ranks have one order
             self.give()
         if (ref := weakref.ref(unit)) not in self._open:
-            self._open[ref] = None
-            self._open.move_to_end(ref, last=False)
+            turns = {r: u.turn for r in self._open if (u := r()) is not None} | {ref: unit.turn}
+            self._open[ref] = True
+            self._open = OrderedDict((r, self._open[r]) for r in sorted(turns, key=turns.__getitem__))
 
     def remove(self, unit: Unit) -> None:
         """``unit`` is not to be reduced."""
@@ -87,15 +115,20 @@ class ReductionQueue:
         if not ready:
             return
         allowed: list[Unit] = []
-        for ref in reversed(self._open):
+        passed_over = False
+        for ref, is_back in reversed(self._open.items()):
             if (unit := ref()) is None:
                 continue
             if unit in ready:
+                if may_come is not None and (is_back or passed_over) and _awaits(unit):
+                    break
                 allowed.append(unit)
                 if len(allowed) == len(ready):
                     break
-            elif may_come is not None and may_come(unit):
-                break
+            elif may_come is not None:
+                if may_come(unit):
+                    break
+                passed_over = True
         for unit in allowed:
             self._reduce(unit)
             ready.remove(unit)
@@ -136,7 +169,7 @@ class ReductionQueue:
         unit, self._reducing = self._reducing, None
         if unit is not None:
             self._defer(unit)
-            self._runtime.join_reductions_later()
+            unit.context.runtime.join_reductions_later()
 
     def finish_previous(self) -> None:
         """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
@@ -185,7 +218,8 @@ class ReductionQueue:
             except BaseException:
                 self.discard()
                 raise
-        self._runtime.join()
+        for context in {unit.context for unit in held}:
+            context.runtime.join()
 
     def deferred(self, units: Collection[Unit]) -> list[Unit]:
         """Those of ``units`` whose gradients are deferred, in the order of their reductions."""
@@ -204,7 +238,8 @@ class ReductionQueue:
             raise
         if given:
             self._note_given()
-            self._runtime.join_reductions()
+        for context in {unit.context for unit in given}:
+            context.runtime.join_reductions()
 
     def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:
         """Drop all gradients of its units and ``others`` that are not in ``.grad`` yet, also those of reductions in flight.
@@ -227,3 +262,9 @@ class ReductionQueue:
     def _forget_freed(self) -> None:
         for ref in [ref for ref in self._open if ref() is None]:
             del self._open[ref]
+
+
+def _awaits(unit: Unit) -> bool:
+    """Whether backward may yet reach a unit inside that ran after ``unit``. [Note: Every rank reduces in the same order]"""
+    inside = [u for u in units_below(unit.module) if u.turn > unit.turn]
+    return any(u.record is None or not u.record.is_reached for u in inside)

@@ -107,6 +107,11 @@ class BackwardRecord:
         """The graph task that completes the unit. None: the unit is complete, or was only gathered."""
         return next(iter(self.expected), None)
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether backward has reached the unit. False: it was only gathered."""
+        return bool(self.expected) or self.finished_in != -1
+
     def complete(self) -> bool:
         """Record that all gradients have come. Returns whether any were expected."""
         self.finished_in, self.finished_early = next(iter(self.expected)), False
@@ -186,6 +191,7 @@ class Unit:
         # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
         self.stand_ins: list[Node] = []
         self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit
+        self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
         self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
 
     def feature(self, kind: type[T]) -> T | None:

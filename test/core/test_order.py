@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
@@ -446,6 +447,54 @@ def test_ranks_that_take_different_paths_reduce_in_one_order(pool, paths, option
     order = same_everywhere(pool.run(uneven_step, PATHS[paths], UNEVEN_OPTIONS[options], world_size=3, timeout=20))
     units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
     assert [line.split()[1] for line in order] == units
+
+
+class Late(nn.Module):
+    """Its own parameters have their gradients before backward reaches the unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fork = Fork()
+        self.after = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.fork(x))
+
+
+def inner_unused_on_rank_0(ctx) -> list[str]:
+    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), Late()), {Late, Fork})
+    model[1].fork.skip = "both" if ctx.rank == 0 else None
+    with record_events() as events:
+        model(torch.ones(2, 4)).sum().backward()
+    return [line for line in events if line.startswith("reduce-scatter")]
+
+
+def test_a_complete_unit_waits_for_the_units_inside(pool):
+    order = same_everywhere(pool.run(inner_unused_on_rank_0, world_size=2, timeout=20))
+    assert order == ["reduce-scatter 1.fork", "reduce-scatter 1", "reduce-scatter <root>"]
+
+
+def two_graphs(ctx, in_groups: bool) -> list[str]:
+    """Reductions of two backwards, the later forward's first. ``in_groups``: some units are on a process group of their own."""
+    model = Uneven()
+    if in_groups:
+        group = dist.new_group([0, 1, 2])
+        for part in (model.one.second, model.two):
+            fully_shard(part, policy={Block}, process_group=group)
+    sharded(ctx, model, {Block, Around, Fork})
+    model.take_path(PATHS["before and after"][ctx.rank])
+    losses = [model(torch.ones(2, 4)).sum() for _ in range(2)]
+    with record_events() as events:
+        for loss in reversed(losses):
+            loss.backward()
+    return [line.split()[1] for line in events if line.startswith("reduce-scatter")]
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_every_graph_of_a_forward_is_reduced_in_one_order(pool, in_groups):
+    order = same_everywhere(pool.run(two_graphs, in_groups, world_size=3, timeout=20))
+    units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
+    assert order == [*units, *units]
 
 
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
