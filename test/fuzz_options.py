@@ -322,8 +322,8 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
     found["start"] = rng.choice(["as it is", *STARTS])
     if found.get("ignored") is not None and found["start"] in ("meta", "to_empty"):
         found["start"] = "as it is"  # what is not sharded is not filled either
-    if "param_dtype" in found and model.has("gru"):
-        found["ignored"] = None  # an embedding in its own dtype: RNNs refuse an input that is not in theirs
+    if "param_dtype" in found:
+        found["ignored"] = None  # it would keep its own dtype, which the others' outputs do not have
     found["device_id"] &= found["start"] != "to_empty"
     if model.has("gru", "change") and found["start"] in ("meta", "to_empty"):
         found["start"] = "as it is"  # RNNs refer weakly to parameters; a change in the first forward is refused

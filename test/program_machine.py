@@ -1277,7 +1277,7 @@ class Machine:
         new.begin(model, plain, opt, plain_opt)
         if twin.schedulers is not None:
             if not scheduled:
-                scheduler_now = self._scheduler(opt, twin.schedulers[1].last_epoch)
+                scheduler_now = self._scheduler(opt, twin.schedulers[1].last_epoch - 1)  # making it steps it
             scheduler_now.load_state_dict(scheduler)
             new.schedulers = scheduler_now, twin.schedulers[1]
         new.changes = twin.changes + 1
