@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from expecttest import assert_expected_inline
 
 import flatshard
@@ -161,6 +162,32 @@ def no_imports_go_round():
     order.prepare()
 
 
+RINGS = [
+    {"flat_param", "gradients", "reduction", "reduction_input", "unsharded"},
+    {"backward", "context", "extensions", "reduction_queue", "state"},
+]
+"""Files of the core that know each other, by imports that only a type checker sees. No more may come."""
+
+
+def rings() -> list[set[str]]:
+    """Modules that reach each other by their imports, also by those that only a type checker sees."""
+    direct = {name: needed(name) | needed(name, type_checking=True) for name in TREES}
+    reached = {name: set(modules) for name, modules in direct.items()}
+    for middle in reached:
+        for modules in reached.values():
+            if middle in modules:
+                modules |= reached[middle]
+    inside = {name: frozenset({name, *(m for m in found if name in reached[m])}) for name, found in reached.items()}
+    return [set(ring) for ring in sorted(set(inside.values()), key=sorted) if len(ring) > 1]
+
+
+def no_files_of_the_core_go_round():
+    of_core = [ring for ring in rings() if any(package_of(name) in CORE for name in ring)]
+    assert sorted([{name.rpartition(".")[2] for name in ring} for ring in of_core], key=sorted) == sorted(
+        RINGS, key=sorted
+    )
+
+
 def the_core_imports_no_feature_and_no_product():
     core = {n for n in TREES if package_of(n) in CORE}
     known = {(n, m) for n in core for m in needed(n) - core}
@@ -185,6 +212,7 @@ def test_imports_go_down():
     """And no way but down: no rings, nothing hidden, nothing of a feature in the core."""
     imports_go_down()
     no_imports_go_round()
+    no_files_of_the_core_go_round()
     the_core_imports_no_feature_and_no_product()
     imports_for_the_type_checker_are_listed()
     imports_inside_functions_are_listed()
@@ -370,8 +398,142 @@ def only_torch_asks_for_a_version():
             assert not (of_torch and (asked == "hasattr" or optional)), show(name, node)
 
 
+def attributes_of_the_core() -> dict[str, set[str]]:
+    """The modules of the core's classes that have an attribute, by its name. Not what tensors have, too."""
+    owners, of_tensors = dict[str, set[str]](), set(dir(torch.Tensor))
+    for name in [n for n in TREES if package_of(n) in CORE]:
+        for node in NODES[name]:
+            for each in ast.walk(node) if isinstance(node, ast.ClassDef) else ():
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and dotted(each.value) == "self":
+                    owners.setdefault(each.attr, set()).add(name)
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    owners.setdefault(each.target.id, set()).add(name)
+    return {attribute: names for attribute, names in owners.items() if attribute not in of_tensors}
+
+
+def writers() -> Iterator[tuple[str, str, bool]]:
+    """(attribute, module, whether it is another's) for each attribute that a function assigns. Constructors declare."""
+    for name in [n for n in TREES if package_of(n) in (*CORE, "_composable.features", "_comm.monitor")]:
+        for function in functions(TREES[name]):
+            for node in ast.walk(function):
+                target = node.value if isinstance(node, ast.Subscript) else node
+                stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+                if stores and isinstance(target, ast.Attribute):
+                    base = dotted(target.value)
+                    if base == "self" and function.name in ("__init__", "_reset"):
+                        continue
+                    yield target.attr, name, base != "self"
+
+
+SECOND_WRITERS: dict[str, set[str]] = {
+    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue", "_handle.handle"},
+    "backward_prefetch": {"_composable.features.configure", "_composable.state"},
+    "checks": {"_composable.context", "_composable.features.forked"},
+    "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
+    "filling": {"_composable.features.filled_later", "_handle.flat_param"},
+    "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
+    "finished_early": {"_composable.backward", "_composable.state"},
+    "forward_prefetch": {"_composable.features.configure", "_composable.state"},
+    "found": {"_handle.reduction", "_handle.unused"},
+    "given": {"_composable.features.user_hooks", "_handle.gradients"},
+    "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
+    "kept_unsharded": {"_composable.backward", "_composable.context"},
+    "label": {"_comm.monitor.order_check", "_runtime"},
+    "last_step": {"_composable.backward", "_composable.context"},
+    "leaks": {"_composable.backward", "_composable.hooks"},
+    "module": {"_composable.features.forward_method", "_composable.state"},
+    "needs": {"_composable.fully_shard", "_composable.state"},
+    "param": {"_composable.construct.materialize", "_composable.fully_shard"},
+    "partial": {"_composable.backward", "_handle.gradients", "_handle.reduction", "_handle.unit_gradients"},
+    "pending": {
+        "_composable.backward",
+        "_composable.features.pass_by",
+        "_composable.hooks",
+        "_composable.reduction_queue",
+        "_handle.unit_gradients",
+    },
+    "runtime": {"_composable.features.comm_hooks", "_handle.flat_param"},
+    "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
+    "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
+    "source": {"_composable.features.inner_shards", "_handle.handle"},
+    "steps": {"_composable.backward", "_composable.context", "_composable.state"},
+    "user": {"_handle.pool", "_handle.unsharded"},
+}
+"""Attributes of the core's objects that several files write. No more may come."""
+
+
+def no_two_files_write_one_attribute():
+    owners, found, foreign = attributes_of_the_core(), dict[str, set[str]](), set[str]()
+    for attribute, name, is_foreign in writers():
+        if is_foreign or name in owners.get(attribute, ()):
+            found.setdefault(attribute, set()).add(name)
+        if is_foreign and name not in owners.get(attribute, ()):
+            foreign.add(attribute)
+    several = {a: names for a, names in found.items() if len(names) > 1 and a in foreign and a in owners}
+    assert several == SECOND_WRITERS
+
+
+FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"}
+
+
+READS_FRAMES = {
+    "_comm.monitor.watch",
+    "_composable.context",
+    "_composable.features.compile",
+    "_composable.features.forward_method",
+    "_composable.features.pass_by",
+    "_composable.features.unrecorded",
+    "_handle.tensors.guard",
+    "_handle.tensors.sharded_parameter",
+    "checkpoint._standard_helpers",
+    "checkpoint._state_dict_hooks",
+    "planning._recording",
+}
+"""Modules that look at who calls, or at code. No more may come."""
+
+
+def frames_are_read_in_one_module():
+    found = set()
+    for name, node in outside("_frames"):
+        word = node.attr if isinstance(node, ast.Attribute) else ""
+        if word in FRAME_WORDS:
+            found.add(name)
+    assert found == READS_FRAMES
+
+
+INSTALLED_AT_IMPORT = {
+    ("_", "_extensions.plug_in"),  # our own features into our own core
+    ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
+    ("_handle.tensors.sharded_gradient", "HANDLERS[UNSCALE]"),
+    ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_max]"),
+    # Types of ours are added to lists of torch. Nothing else's behaviour changes.
+    ("_handle.tensors.sharded_gradient", "_foreach_utils._foreach_supported_types.append"),
+    ("_handle.tensors.sharded_parameter", "_torch_optimizer._foreach_supported_types.append"),
+    ("checkpoint._sharded_value", "torch.serialization.add_safe_globals"),
+    ("integrations.lightning", "StrategyRegistry.register"),  # for who imports it
+}
+"""(module, what it replaces, or calls) when it is imported."""
+
+
+def nothing_is_replaced_at_import():
+    """In what other modules own: attributes, entries, registrations."""
+    found = set()
+    for name, tree in TREES.items():
+        own = {target.id for statement in tree.body for target in written(statement) if isinstance(target, ast.Name)}
+        for statement in tree.body:
+            if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
+                found.add((name, ast.unparse(call.func)))
+            for target in written(statement):
+                if isinstance(target, ast.Attribute | ast.Subscript) and dotted(target.value) not in own:
+                    found.add((name, ast.unparse(target)))
+    assert found == INSTALLED_AT_IMPORT
+
+
 def test_each_fact_has_one_writer():
     """Each rule names the only modules that may do a thing."""
+    no_two_files_write_one_attribute()
+    frames_are_read_in_one_module()
+    nothing_is_replaced_at_import()
     only_lifetime_assigns_a_state()
     only_pool_resizes_storages()
     only_slots_registers_parameters()
