@@ -24,7 +24,7 @@ from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import here
 from flatshard._composable.features import kept_shards, static_buffers
-from flatshard._handle import gradients, pool, reduction, reduction_input
+from flatshard._handle import gradients, pool, reduction
 from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
 
 
@@ -164,7 +164,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _HANDLE = str(Path(reduction.__file__).parent)
 _POOLS = (pool.__file__, static_buffers.__file__)
-_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, reduction_input.__file__, __file__)
+_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, __file__)
 
 
 def _category(frame: Any) -> str:

@@ -45,9 +45,6 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 TYPE_CHECKING_IMPORTS = {
     # A unit holds its context and its features; the context orders units, and features take part in what they do.
     "_composable.state": {"_composable.context", "_composable.extensions"},
-    # A flat parameter has its unsharded values and its gradients, and each of their parts reads its layout and memory.
-    **{f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction_input", "unsharded")},
-    "_handle.reduction": {"_handle.gradients"},  # which it reduces
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
@@ -163,7 +160,6 @@ def no_imports_go_round():
 
 
 RINGS = [
-    {"flat_param", "gradients", "reduction", "reduction_input", "unsharded"},
     {"backward", "context", "extensions", "reduction_queue", "state"},
 ]
 """Files of the core that know each other, by imports that only a type checker sees. No more may come."""
@@ -430,11 +426,10 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "backward_prefetch": {"_composable.features.configure", "_composable.state"},
     "checks": {"_composable.context", "_composable.features.forked"},
     "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
-    "filling": {"_composable.features.filled_later", "_handle.flat_param"},
+    "filling": {"_composable.features.filled_later", "_handle.flat_shard"},
     "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
     "finished_early": {"_composable.backward", "_composable.state"},
     "forward_prefetch": {"_composable.features.configure", "_composable.state"},
-    "found": {"_handle.reduction", "_handle.unused"},
     "given": {"_composable.features.user_hooks", "_handle.gradients"},
     "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
     "kept_unsharded": {"_composable.backward", "_composable.context"},
@@ -444,7 +439,7 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "module": {"_composable.features.forward_method", "_composable.state"},
     "needs": {"_composable.fully_shard", "_composable.state"},
     "param": {"_composable.construct.materialize", "_composable.fully_shard"},
-    "partial": {"_composable.backward", "_handle.gradients", "_handle.reduction", "_handle.unit_gradients"},
+    "partial": {"_composable.backward", "_handle.reduction"},
     "pending": {
         "_composable.backward",
         "_composable.features.pass_by",
@@ -452,7 +447,6 @@ SECOND_WRITERS: dict[str, set[str]] = {
         "_composable.reduction_queue",
         "_handle.unit_gradients",
     },
-    "runtime": {"_composable.features.comm_hooks", "_handle.flat_param"},
     "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
     "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
     "source": {"_composable.features.inner_shards", "_handle.handle"},

@@ -136,7 +136,7 @@ class CommHookHandle:
         for ref in units:
             for flat in () if (unit := ref()) is None else unit.handle.flats:
                 if isinstance(hooked := flat.gradients.runtime.collectives, _Hooked):
-                    flat.gradients.runtime = hooked.before
+                    flat.gradients.use_runtime(hooked.before)
 
 
 def register_comm_hook(
@@ -211,7 +211,7 @@ def register_comm_hook(
     for unit in reduced:
         for flat in unit.handle.flats:
             runtime = flat.gradients.runtime
-            flat.gradients.runtime = runtime.replacing(_Hooked(runtime, state, hook))
+            flat.gradients.use_runtime(runtime.replacing(_Hooked(runtime, state, hook)))
     return CommHookHandle(reduced)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.reduction_input import views_of
+from flatshard._handle.reduction import views_of
 
 
 class Gathering:
