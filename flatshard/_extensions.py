@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatshard._comm.monitor.monitor import GroupMonitor
-from flatshard._composable.context import Context
 from flatshard._composable.extensions import use
 from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.data_writes import DataWrites
@@ -23,6 +22,7 @@ from flatshard._composable.features.resized import Resized
 from flatshard._composable.features.static_buffers import BufferPool
 from flatshard._composable.features.transforms import Transforms
 from flatshard._composable.features.user_hooks import UserHooks
+from flatshard._composable.state import Context
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._state_dict_hooks import StateDicts
 from flatshard.optim._hooks import Optimizers

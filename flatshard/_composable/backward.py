@@ -27,14 +27,13 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
+from flatshard._composable.find import units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
+from flatshard._composable.state import BackwardRecord, Step, Unit, current_graph_task
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED
 
-# The id of the running graph task, -1 outside of backward; whether it retains the graph; whether it will run a given node.
-# Private API: there is no public way to find out.
-current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the running graph task retains the graph; whether it will run a given node. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _will_run = torch._C._will_engine_execute_node
 
@@ -88,15 +87,16 @@ class Backward:
         """The running backward, on the process group of ``unit``, which it is reaching or gathering."""
         context, task = unit.context, current_graph_task()
         backward = context.backward
-        if backward is not None and next(reversed(backward._tasks)) == task:
+        if isinstance(backward, Backward) and next(reversed(backward._tasks)) == task:
             return backward
         if backward is not None and backward.has_failed:
             backward.drop()
-        if context.backward is None:
-            context.backward = cls(unit)
+        backward = context.backward
+        if not isinstance(backward, Backward):
+            context.backward = backward = cls(unit)
             context.backwards += 1
-        context.backward._enter(task)
-        return context.backward
+        backward._enter(task)
+        return backward
 
     def _enter(self, task: int) -> None:
         def end() -> None:

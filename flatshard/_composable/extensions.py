@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.context import Forward
-from flatshard._composable.state import Unit, UnitConfig
+from flatshard._composable.state import Forward, Unit
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._runtime import Runtime
 
 

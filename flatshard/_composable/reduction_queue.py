@@ -27,16 +27,27 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from flatshard._composable.state import Unit
+from flatshard._handle.handle import FlatParamHandle
 from flatshard._runtime import Runtime
 
 
-class ReductionQueue:
+class Queued(Protocol):
+    """A unit, as far as the queue knows it."""
+
+    handle: FlatParamHandle
+    requires_gradient_sync: bool
+    defers_gradients: bool
+
+
+Unit = TypeVar("Unit", bound=Queued)
+
+
+class ReductionQueue(Generic[Unit]):
     """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
 
-    holding: ClassVar[weakref.WeakSet[ReductionQueue]] = weakref.WeakSet()
+    holding: ClassVar[weakref.WeakSet[ReductionQueue[Any]]] = weakref.WeakSet()
     """Those with units whose gradients of earlier backwards are not in ``.grad`` yet (``UnitGradients.withholds``)."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -120,7 +131,7 @@ class ReductionQueue:
         if unit.defers_gradients:
             unit.handle.gradients.free_reduced()
             self._defer(unit)
-        elif unit.context.runtime.host is not None and unit.handle.gradients.gives_late:
+        elif self._runtime.host is not None and unit.handle.gradients.gives_late:
             self._reduced.append(unit)
             unit.handle.gradients.free_reduced()
         else:

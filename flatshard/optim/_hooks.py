@@ -30,8 +30,10 @@ from flatshard._composable.features.full_params import copy_names, summoned_unit
 from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.left_alone import added_later
 from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.find import all_units, flat_of
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import Unit, UnitConfig, all_units, flat_of
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard._composable.context import Context, Forward
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import inner_shards
 from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, called_modules, unit_of
+from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams

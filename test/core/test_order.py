@@ -23,7 +23,7 @@ from parity import full_params
 from torch import Tensor, nn
 
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, summon_full_params
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
 

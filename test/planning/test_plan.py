@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
 from flatshard._composable.features.inner_shards import FromInnerShards
+from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import units_below
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.planning import Memory, Plan

@@ -21,7 +21,7 @@ import flatshard
 PACKAGE = Path(flatshard.__file__).parent
 
 PACKAGES = [
-    ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "layouts"],
+    ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "_frames", "layouts"],
     ["_comm"],
     ["_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
@@ -43,8 +43,6 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, what it imports from further up)."""
 
 TYPE_CHECKING_IMPORTS = {
-    # A unit holds its context and its features; the context orders units, and features take part in what they do.
-    "_composable.state": {"_composable.context", "_composable.extensions"},
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
@@ -159,12 +157,6 @@ def no_imports_go_round():
     order.prepare()
 
 
-RINGS = [
-    {"backward", "context", "extensions", "reduction_queue", "state"},
-]
-"""Files of the core that know each other, by imports that only a type checker sees. No more may come."""
-
-
 def rings() -> list[set[str]]:
     """Modules that reach each other by their imports, also by those that only a type checker sees."""
     direct = {name: needed(name) | needed(name, type_checking=True) for name in TREES}
@@ -177,11 +169,8 @@ def rings() -> list[set[str]]:
     return [set(ring) for ring in sorted(set(inside.values()), key=sorted) if len(ring) > 1]
 
 
-def no_files_of_the_core_go_round():
-    of_core = [ring for ring in rings() if any(package_of(name) in CORE for name in ring)]
-    assert sorted([{name.rpartition(".")[2] for name in ring} for ring in of_core], key=sorted) == sorted(
-        RINGS, key=sorted
-    )
+def no_files_know_each_other():
+    assert not rings()
 
 
 def the_core_imports_no_feature_and_no_product():
@@ -208,7 +197,7 @@ def test_imports_go_down():
     """And no way but down: no rings, nothing hidden, nothing of a feature in the core."""
     imports_go_down()
     no_imports_go_round()
-    no_files_of_the_core_go_round()
+    no_files_know_each_other()
     the_core_imports_no_feature_and_no_product()
     imports_for_the_type_checker_are_listed()
     imports_inside_functions_are_listed()
@@ -424,7 +413,7 @@ def writers() -> Iterator[tuple[str, str, bool]]:
 SECOND_WRITERS: dict[str, set[str]] = {
     "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue", "_handle.handle"},
     "backward_prefetch": {"_composable.features.configure", "_composable.state"},
-    "checks": {"_composable.context", "_composable.features.forked"},
+    "checks": {"_composable.features.forked", "_composable.state"},
     "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
     "filling": {"_composable.features.filled_later", "_handle.flat_shard"},
     "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
@@ -432,9 +421,9 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "forward_prefetch": {"_composable.features.configure", "_composable.state"},
     "given": {"_composable.features.user_hooks", "_handle.gradients"},
     "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
-    "kept_unsharded": {"_composable.backward", "_composable.context"},
+    "kept_unsharded": {"_composable.backward", "_composable.state"},
     "label": {"_comm.monitor.order_check", "_runtime"},
-    "last_step": {"_composable.backward", "_composable.context"},
+    "last_step": {"_composable.backward", "_composable.state"},
     "leaks": {"_composable.backward", "_composable.hooks"},
     "module": {"_composable.features.forward_method", "_composable.state"},
     "needs": {"_composable.fully_shard", "_composable.state"},
@@ -450,7 +439,7 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
     "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
     "source": {"_composable.features.inner_shards", "_handle.handle"},
-    "steps": {"_composable.backward", "_composable.context", "_composable.state"},
+    "steps": {"_composable.backward", "_composable.state"},
     "user": {"_handle.pool", "_handle.unsharded"},
 }
 """Attributes of the core's objects that several files write. No more may come."""
@@ -472,11 +461,7 @@ FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "
 
 READS_FRAMES = {
     "_comm.monitor.watch",
-    "_composable.context",
     "_composable.features.compile",
-    "_composable.features.forward_method",
-    "_composable.features.pass_by",
-    "_composable.features.unrecorded",
     "_handle.tensors.guard",
     "_handle.tensors.sharded_parameter",
     "checkpoint._standard_helpers",
@@ -606,7 +591,6 @@ def test_each_private_api_of_torch_is_used_in_one_file():
         """\
 _composable.backward: Variable._execution_engine.queue_callback
 _composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
-_composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node
 _composable.construct.materialize: torch._C._swap_tensor_impl
 _composable.construct.validate: dist.distributed_c10d._get_default_group
@@ -622,6 +606,7 @@ _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
 _composable.outputs: torch.utils._pytree.tree_flatten
 _composable.outputs: torch.utils._pytree.tree_unflatten
+_composable.state: torch._C._current_graph_task_id
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append

@@ -14,8 +14,8 @@ from torch import nn
 
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
 from flatshard._comm.progress import here
-from flatshard._composable.features.find import units_in
 from flatshard._composable.features.handed_on import hand_on
+from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list

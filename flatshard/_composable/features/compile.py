@@ -15,7 +15,7 @@ from torch import nn
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.state import UnitConfig
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._runtime import Runtime
 
 _REASON = (

@@ -12,9 +12,9 @@ from torch import nn
 
 from flatshard._composable.construct.renamed import did_you_mean
 from flatshard._composable.features import inner_shards
-from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.grad_sync import set_gradient_sync
 from flatshard._composable.features.kept_storage import check_may_keep, set_kept
+from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit, copies_in, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._runtime import Runtime

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.link import Link
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, called_modules
+from flatshard._composable.state import Forward, Unit, called_modules
 from flatshard._names import DDP_IGNORES
 
 # nn.Module's own attributes. They cannot hold an activation.

@@ -19,7 +19,8 @@ from flatshard._comm.collectives import CollectivesFactory, Pending
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.kept_shards import KeptCasts, KeptShards
 from flatshard._composable.features.subgroups import subgroup
-from flatshard._composable.state import Unit, UnitConfig
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Runtime
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from flatshard._composable.claims import Claim
-from flatshard._composable.features.find import settle, units_of
 from flatshard._composable.features.unrecorded import Threads
+from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 

@@ -15,9 +15,9 @@ import weakref
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
-from flatshard._composable.state import Unit, all_units, owner_of
+from flatshard._composable.find import all_units
+from flatshard._composable.state import Context, Unit, owner_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._names import plain_name
 

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatshard._composable.backward import Backward, current_graph_task
-from flatshard._composable.context import Forward
+from flatshard import _frames
+from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Forward, Unit, current_graph_task
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -80,7 +80,7 @@ def pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[T
     hooks = UnitHooks.of(unit)
     marked: Tensors = ()
     try:
-        hooks.pre_forward(module, (), {}, sys._getframe())
+        hooks.pre_forward(module, (), {}, _frames.of_caller())
         if torch.is_grad_enabled():
             if not unit.is_done_with_gradients and not unit.handle.is_alias:
                 watched = hooks.watch_inputs(tensors, {})

@@ -18,14 +18,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.full_params import summoned_units
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.looked_at import LookedAt
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Forward, Unit
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info

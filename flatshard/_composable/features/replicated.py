@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.left_alone import leave_to_others
-from flatshard._composable.state import Unit, UnitConfig, all_units
+from flatshard._composable.find import all_units
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
 from flatshard._names import DDP_IGNORES
 from flatshard._runtime import Runtime

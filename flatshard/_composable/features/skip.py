@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.features.find import unit_for, units_of
 from flatshard._composable.features.pass_by import RanInside, Tensors, pass_by
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import unit_for, units_below, units_of
+from flatshard._composable.state import unit_of
 
 
 def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:

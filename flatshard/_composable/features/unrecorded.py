@@ -9,7 +9,6 @@ this true is checked in each forward: gradients are off, and the parameters have
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard import _frames
 from flatshard._composable.claims import Claim
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.hooks import UnitHooks, overridden
@@ -54,7 +54,7 @@ class Threads:
             self._units.clear()
 
     def _runs_elsewhere(self) -> bool:
-        alive = sys._current_frames()
+        alive = _frames.threads()
         return any(thread != threading.get_ident() and thread in alive for thread in self._running)
 
     def begin(self, module: nn.Module) -> bool:
