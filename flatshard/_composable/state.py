@@ -316,9 +316,6 @@ class Context:
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
     """Called with the outermost unit before a pass starts. A check is removed when it returns False."""
 
-    make_pool: ClassVar[Callable[[Runtime], Pool] | None] = None
-    """Makes the pool of units with static buffers. None: there are no pools."""
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
@@ -342,10 +339,9 @@ class Context:
 
     def pool_of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
         """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
-        make, wanted = type(self).make_pool, static_buffers or hasattr(runtime.collectives, "allocate")
-        if make is None or not wanted:
+        if not (static_buffers or hasattr(runtime.collectives, "allocate")):
             return None
-        return self._pools.setdefault(runtime.collectives, make(runtime))
+        return self._pools.setdefault(runtime.collectives, Pool(runtime))
 
     def follow(self, runtime: Runtime) -> None:
         """Make errors and the watch on ``runtime`` report how far this rank has come."""

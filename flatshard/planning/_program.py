@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
-from flatshard._composable.features import inner_shards
+from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
@@ -124,8 +124,8 @@ class Program:
         rank = self.numels.index(max(self.numels))
         shards = runtime("shards", rank, ranks.shards)
         replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
-        for size in inner_shards.sizes(choice.configs):
-            inner_shards.add_subgroup(shards, runtime("inner", rank % size, size))
+        for size in kept_shards.sizes(choice.configs):
+            kept_shards.add_subgroup(shards, runtime("inner", rank % size, size))
         made = build(choice, Context.of(shards), {None: (shards, replicas)}, prepare=lambda unit: None)
         install(self.root, choice, made, (*extensions(), _Observer(self.books)))
         return list(made.values())

@@ -26,7 +26,7 @@ PACKAGES = [
     ["_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
-    ["_composable.features", "_comm.monitor"],
+    ["_composable.features", "_comm.monitor", "_comm.quantized", "_comm.subgroups"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning"],
     ["_extensions"],
@@ -53,8 +53,8 @@ TYPE_CHECKING_IMPORTS = {
 INNER_IMPORTS = {
     ("checkpoint", "flatshard.checkpoint"),  # as the next
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
-    ("_composable.features.compile", "torch._dynamo"),  # two seconds of `import flatshard`
-    ("_composable.features.compile", "torch._C._dynamo.eval_frame"),
+    ("_composable.features.transforms", "torch._dynamo"),  # two seconds of `import flatshard`
+    ("_composable.features.transforms", "torch._C._dynamo.eval_frame"),
     ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
@@ -302,7 +302,7 @@ DISTRIBUTED_MODULES = {
 
 
 def only_backends_communicates():
-    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_composable.features.subgroups"):
+    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.subgroups"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
@@ -326,9 +326,9 @@ def only_handles_start_collectives_and_construction_broadcasts():
         for name, node in outside(
             "_runtime",
             "_comm.backends",
-            "_composable.features.quantized",
+            "_comm.quantized",
             "_composable.features.comm_hooks",
-            "_composable.features.subgroups",
+            "_comm.subgroups",
         )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
     }
@@ -339,8 +339,8 @@ def only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.features.filled_later", "all_reduce_now"),
         ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
         ("_composable.features.buffers", "broadcast_now"),
-        ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
-        ("_composable.features.gathering", "all_gather"),  # whole values, for those who read them
+        ("_composable.features.kept_shards", "all_gather"),  # for a handle, in place of its own
+        ("_composable.features.whole_parameters", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),
         ("checkpoint._gathering", "all_reduce_now"),
         ("_comm.monitor.order_check", "all_gather"),
@@ -431,14 +431,14 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "partial": {"_composable.backward", "_handle.reduction"},
     "pending": {
         "_composable.backward",
-        "_composable.features.pass_by",
+        "_composable.features.skip",
         "_composable.hooks",
         "_composable.reduction_queue",
         "_handle.unit_gradients",
     },
     "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
     "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
-    "source": {"_composable.features.inner_shards", "_handle.handle"},
+    "source": {"_composable.features.kept_shards", "_handle.handle"},
     "steps": {"_composable.backward", "_composable.state"},
     "user": {"_handle.pool", "_handle.unsharded"},
 }
@@ -461,7 +461,7 @@ FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "
 
 READS_FRAMES = {
     "_comm.monitor.watch",
-    "_composable.features.compile",
+    "_composable.features.transforms",
     "_handle.tensors.guard",
     "_handle.tensors.sharded_parameter",
     "checkpoint._standard_helpers",
@@ -595,15 +595,15 @@ _composable.backward: torch._C._will_engine_execute_node
 _composable.construct.materialize: torch._C._swap_tensor_impl
 _composable.construct.validate: dist.distributed_c10d._get_default_group
 _composable.construct.validate: torch._C._disabled_torch_function_impl
-_composable.features.compile: torch._C._dynamo.eval_frame._FrameAction
-_composable.features.compile: torch._C._dynamo.eval_frame._FrameExecStrategy
-_composable.features.compile: torch._C._dynamo.eval_frame.set_code_exec_strategy
-_composable.features.compile: torch._dynamo.trace_rules
 _composable.features.precision: torch.utils._pytree.tree_map
 _composable.features.transforms: forward_ad._current_level
+_composable.features.transforms: torch._C._dynamo.eval_frame._FrameAction
+_composable.features.transforms: torch._C._dynamo.eval_frame._FrameExecStrategy
+_composable.features.transforms: torch._C._dynamo.eval_frame.set_code_exec_strategy
 _composable.features.transforms: torch._C._functorch.get_unwrapped
 _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
+_composable.features.transforms: torch._dynamo.trace_rules
 _composable.outputs: torch.utils._pytree.tree_flatten
 _composable.outputs: torch.utils._pytree.tree_unflatten
 _composable.state: torch._C._current_graph_task_id

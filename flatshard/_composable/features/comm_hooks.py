@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
+from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real, copy_options
 from flatshard._comm.progress import here
-from flatshard._composable.features.handed_on import hand_on
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy
@@ -78,7 +77,7 @@ class _Hooked:
         self._inner: Collectives = runtime.collectives
         self._hook = functools.partial(hook, CommHookState(runtime) if state is None else state)
         self.exact = self._inner.exact
-        hand_on(self, self._inner)
+        copy_options(self, self._inner)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._inner.all_gather(output, shard)

@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.full_params import shows_gradients
+from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import units_of
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
