@@ -33,7 +33,7 @@ from counting import LiveBytes
 from gpt import GPT, Block
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
 
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard.comm import Collectives, builtin_collectives
 
 CASES = {

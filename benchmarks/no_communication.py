@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
-from flatshard._comm.collectives import Collectives, Done, Pending
-from flatshard._composable.features.handed_on import hand_on
+from flatshard._comm.collectives import Collectives, Done, Pending, copy_options
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class _NoCommunication:
         self.exact = not choice.all_gather
         self.compared = ()  # that would communicate
         self.everywhere = True  # also within the smaller groups of `reshard_after_forward=int`
-        hand_on(self, inner, ["out_of_place", "widens"])
+        copy_options(self, inner, ["out_of_place", "widens"])
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         if not self._choice.all_gather:

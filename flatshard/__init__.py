@@ -12,10 +12,10 @@ from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, plan
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
-from flatshard._composable.features.full_params import recover, reshard, summon_full_params, unshard
 from flatshard._composable.features.grad_sync import no_sync, reduce_gradients
 from flatshard._composable.features.keep import keep_unsharded
 from flatshard._composable.features.skip import skip
+from flatshard._composable.features.summon import recover, reshard, summon_full_params, unshard
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.policy import CustomPolicy
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from flatshard._comm.monitor.monitor import GroupMonitor
-from flatshard._composable.context import Context
 from flatshard._composable.extensions import use
-from flatshard._composable.features.compile import Compile
 from flatshard._composable.features.data_writes import DataWrites
+from flatshard._composable.features.ddp import IgnoredByDDP
 from flatshard._composable.features.encoded_gathers import EncodedGathers
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
 from flatshard._composable.features.grad_sync import GradSync
-from flatshard._composable.features.inner_shards import InnerShards
-from flatshard._composable.features.late_ties import LateTies
+from flatshard._composable.features.kept_shards import InnerShards
 from flatshard._composable.features.layer_drop import LayerDrop
-from flatshard._composable.features.left_alone import LeftAlone
-from flatshard._composable.features.pass_by import PassBy
+from flatshard._composable.features.not_sharded import LateTies, NotSharded, ResizedEmbeddings
 from flatshard._composable.features.precision import Precision
-from flatshard._composable.features.replicated import Replicated
-from flatshard._composable.features.resized import Resized
-from flatshard._composable.features.static_buffers import BufferPool
-from flatshard._composable.features.transforms import Transforms
+from flatshard._composable.features.skip import Skip
+from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._state_dict_hooks import StateDicts
@@ -31,7 +26,6 @@ from flatshard.optim._hooks import Optimizers
 def plug_in() -> None:
     """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
     Runtime.make_monitor = GroupMonitor
-    Context.make_pool = BufferPool
     use(
         Compile(),
         Optimizers(),
@@ -39,15 +33,15 @@ def plug_in() -> None:
         InnerShards(),
         Precision(),
         Escapes(),
-        PassBy(),
+        Skip(),
         UserHooks(),
         StateDicts(),
         FilledLater(),
-        LeftAlone(),
+        NotSharded(),
         LateTies(),
         LayerDrop(),
-        Replicated(),
-        Resized(),
+        IgnoredByDDP(),
+        ResizedEmbeddings(),
         Forked(),
         GradSync(),
         DataWrites(),

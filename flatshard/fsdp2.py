@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._composable.features import full_params, grad_sync
+from flatshard._composable.features import grad_sync, summon
 from flatshard._composable.features.configure import configure
-from flatshard._composable.features.find import unit_for, units_in
 from flatshard._composable.features.forward_method import register_forward_method
+from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.fully_shard import fully_shard as _fully_shard
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
@@ -254,12 +254,12 @@ def _set_modules_to_backward_prefetch(module: nn.Module, modules: Iterable[nn.Mo
     configure(module, backward_prefetch=modules)
 
 
-def _unshard(module: nn.Module, async_op: bool = False) -> full_params.UnshardHandle | None:
-    return full_params.unshard(module, async_op=async_op)
+def _unshard(module: nn.Module, async_op: bool = False) -> summon.UnshardHandle | None:
+    return summon.unshard(module, async_op=async_op)
 
 
 def _reshard(module: nn.Module) -> None:
-    full_params.reshard(module, recurse=False)
+    summon.reshard(module, recurse=False)
 
 
 def _set_keep_unsharded_storage(module: nn.Module, keep: bool, *, recurse: bool = True) -> None:
@@ -290,7 +290,7 @@ def _set_reduce_scatter_unused_params(
 
 def _reset_iter_state(module: nn.Module) -> None:
     """As FSDP2, it drops all gradients: those of the iteration that failed, and those that were in ``.grad``."""
-    full_params.recover(module)
+    summon.recover(module)
     for unit in units_in(module, True, "reset_iter_state"):
         for flat in unit.handle.flats:
             for param in (*flat.params, flat.gradients.shard_param):

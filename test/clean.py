@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import Unit
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.slots import SHARDED

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,8 @@ from torch.utils.checkpoint import CheckpointError
 
 import flatshard
 from flatshard import checkpoint as saving
-from flatshard._composable.state import ModuleGroup, owner_of, unit_of, units_below, units_of_parameters
+from flatshard._composable.find import units_below, units_of_parameters
+from flatshard._composable.state import ModuleGroup, owner_of, unit_of
 
 PER_RANK = 2
 """Rows of each batch that a rank trains on."""

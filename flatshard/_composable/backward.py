@@ -22,23 +22,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
+from flatshard._composable.find import units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import BackwardRecord, Step, Unit, units_below
+from flatshard._composable.state import BackwardRecord, Context, Step, Unit, current_graph_task
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED
 
-if TYPE_CHECKING:
-    from flatshard._composable.context import Context
-
-# The id of the running graph task, -1 outside of backward; whether it retains the graph; whether it will run a given node.
-# Private API: there is no public way to find out.
-current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the running graph task retains the graph; whether it will run a given node. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _will_run = torch._C._will_engine_execute_node
 
@@ -68,10 +63,16 @@ def _may_come(unit: Unit) -> bool:
     return bool(unit.record is not None and unit.record.expected) or _expected(unit) > 0
 
 
+def _may_come_inside(unit: Unit) -> bool:
+    """Whether the backward may yet reach a unit inside ``unit`` that ran after it."""
+    inside = [u for u in units_below(unit.module) if u.turn > unit.turn]
+    return any(u.record is None or not u.record.is_reached for u in inside)
+
+
 class Backward:
     """One backward on one device, from the first unit that it reaches until it ends or fails. See ``of``."""
 
-    def __init__(self, queue: ReductionQueue) -> None:
+    def __init__(self, queue: ReductionQueue[Unit]) -> None:
         """``queue``: of the device."""
         self._queue = queue
         self._contexts: dict[Context, None] = {}  # those with units that it has reached
@@ -92,15 +93,16 @@ class Backward:
         """The running backward, which is reaching or gathering ``unit``."""
         context, task = unit.context, current_graph_task()
         backward = context.backward
-        if backward is not None and next(reversed(backward._tasks)) == task:
+        if isinstance(backward, Backward) and next(reversed(backward._tasks)) == task:
             return backward
         queue = context.reductions
         if queue.backward is not None and queue.backward.has_failed:
             queue.backward.drop()
-        if queue.backward is None:
-            queue.backward = cls(queue)
-        queue.backward._enter(context, task)
-        return queue.backward
+        running = queue.backward
+        if not isinstance(running, Backward):
+            queue.backward = running = cls(queue)
+        running._enter(context, task)
+        return running
 
     def _enter(self, context: Context, task: int) -> None:
         if context.backward is None:
@@ -179,7 +181,7 @@ class Backward:
         if unit.record.complete() or reduces:
             if unit.requires_gradient_sync:
                 self._ready.add(unit)
-                self._queue.reduce(self._ready, _may_come)
+                self._queue.reduce(self._ready, _may_come, _may_come_inside)
             else:
                 self._queue.hold(unit)
         elif not unit.handle.gradients.is_held:

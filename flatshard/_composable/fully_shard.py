@@ -20,13 +20,14 @@ from flatshard._composable.construct.custom_collectives import check_made
 from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.renamed import renamed
-from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension, extensions
+from flatshard._composable.find import units_below
 from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.partition import PlannedUnit, plan_units
 from flatshard._composable.policy import Policy, choose_units
-from flatshard._composable.state import MeshChoice, ModuleGroup, Unit, UnitConfig, owner_of, set_unit, units_below
+from flatshard._composable.state import Context, ModuleGroup, Unit, owner_of, set_unit
+from flatshard._composable.unit_config import MeshChoice, UnitConfig
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,

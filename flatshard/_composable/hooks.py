@@ -40,7 +40,6 @@ from torch.autograd.function import BackwardCFunction
 
 from flatshard._composable.backward import (
     Backward,
-    current_graph_task,
     gather,
     gather_ahead,
     gather_last_inside,
@@ -50,10 +49,18 @@ from flatshard._composable.backward import (
     prefetches_before,
 )
 from flatshard._composable.claims import Claim
-from flatshard._composable.context import Forward
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
-from flatshard._composable.state import BackwardRecord, ModuleGroup, Step, Unit, called_modules, unit_of
+from flatshard._composable.state import (
+    BackwardRecord,
+    Forward,
+    ModuleGroup,
+    Step,
+    Unit,
+    called_modules,
+    current_graph_task,
+    unit_of,
+)
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
 
@@ -133,7 +140,9 @@ class UnitHooks:
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)
-        UnitHooks.__init__(result, unit, [copy.deepcopy(feature, memo) for feature in self.unit.features])
+        UnitHooks.__init__(
+            result, unit, [copy.deepcopy(each, memo) for each in self.unit.features if isinstance(each, ForwardFeature)]
+        )
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -421,7 +430,7 @@ class UnitHooks:
         return record.has_left_first if trains else record.has_left
 
 
-def overridden(features: Iterable[ForwardFeature], method: Callable[..., Any]) -> list[Callable[..., Any]]:
+def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:
     """The method of each feature that overrides it."""
     name = method.__name__
     return [getattr(each, name) for each in features if getattr(type(each), name) is not method]

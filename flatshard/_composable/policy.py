@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from flatshard._composable.state import ModuleGroup, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import ModuleGroup
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import shard_info
 

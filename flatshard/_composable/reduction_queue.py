@@ -7,9 +7,9 @@ canonical order, whatever their groups: the reverse of the order of their first 
 unit waits for the units that ran forward after it
 
 - if they are in the graph: gradients of them may come;
-- if they are inside it, and backward has not reached them (``_awaits``). On this rank the graph may have none of their
-  parameters, and yet they will be reduced when backward reaches them: on another rank it may have some. Units that ran after
-  it and are not inside were reached before, because autograd runs what was computed last first.
+- if they are inside it, and backward has not reached them (``may_come_inside``). The graph of this rank may have none of
+  their parameters, and yet they will be reduced when backward reaches them: that of another rank may have some. Units that
+  ran after it and are not inside were reached before, because autograd runs what was computed last first.
 
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
@@ -36,31 +36,51 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from flatshard._composable.state import Unit, units_below
-
-if TYPE_CHECKING:
-    from flatshard._composable.backward import Backward
+from flatshard._handle.handle import FlatParamHandle
 
 
-class ReductionQueue:
+class Queued(Protocol):
+    """A unit, as far as the queue knows it."""
+
+    handle: FlatParamHandle
+    requires_gradient_sync: bool
+    defers_gradients: bool
+    turn: int
+
+
+class Running(Protocol):
+    """A backward, as far as those who clean up know it."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has ended it."""
+
+    def drop(self) -> None:
+        """After an exception: drop its gradients, and free everything."""
+
+
+Unit = TypeVar("Unit", bound=Queued)
+
+
+class ReductionQueue(Generic[Unit]):
     """The units that ran forward with gradients, until their reduction has been started. It outlives backwards.
 
     One per device: see ``of``.
     """
 
-    _instances: ClassVar[weakref.WeakValueDictionary[torch.device, ReductionQueue]] = weakref.WeakValueDictionary()
+    _instances: ClassVar[weakref.WeakValueDictionary[torch.device, ReductionQueue[Any]]] = weakref.WeakValueDictionary()
 
-    holding: ClassVar[weakref.WeakSet[ReductionQueue]] = weakref.WeakSet()
+    holding: ClassVar[weakref.WeakSet[ReductionQueue[Any]]] = weakref.WeakSet()
     """Those with units whose gradients of earlier backwards are not in ``.grad`` yet (``UnitGradients.withholds``)."""
 
     def __init__(self) -> None:
-        self.backward: Backward | None = None  # that is running, or has failed
-        # By their turns; they are reduced from the end. True: put back after a reduction. Weak references: a forward without a
-        # backward must not keep its model alive.
+        self.backward: Running | None = None  # that is running, or has failed
+        # By their turns; they are reduced from the end. True: put back after a reduction. Weak references: a forward without
+        # a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
         self._turns = 0
         self._reducing: Unit | None = None
@@ -69,7 +89,7 @@ class ReductionQueue:
         self.drops = 0  # how often gradients of deferred units have been dropped
 
     @classmethod
-    def of(cls, device: torch.device) -> ReductionQueue:
+    def of(cls, device: torch.device) -> ReductionQueue[Any]:
         found = cls._instances.get(device)
         if found is None:
             found = cls._instances[device] = cls()
@@ -107,10 +127,17 @@ class ReductionQueue:
         unit.handle.gradients.hold()
         self.holding.add(self)
 
-    def reduce(self, ready: set[Unit], may_come: Callable[[Unit], bool] | None = None) -> None:
+    def reduce(
+        self,
+        ready: set[Unit],
+        may_come: Callable[[Unit], bool] = lambda unit: False,
+        may_come_inside: Callable[[Unit], bool] = lambda unit: False,
+    ) -> None:
         """Reduce the units of ``ready`` whose turn it is, and take them out of it.
 
-        ``may_come``: whether gradients of another unit may still come, so that it is its turn first. None: of none.
+        Args:
+            may_come: whether gradients of another unit may still come, so that it is its turn first.
+            may_come_inside: whether backward may still reach a unit inside this one that ran after it.
         """
         if not ready:
             return
@@ -120,14 +147,14 @@ class ReductionQueue:
             if (unit := ref()) is None:
                 continue
             if unit in ready:
-                if may_come is not None and (is_back or passed_over) and _awaits(unit):
+                if (is_back or passed_over) and may_come_inside(unit):
                     break
                 allowed.append(unit)
                 if len(allowed) == len(ready):
                     break
-            elif may_come is not None:
-                if may_come(unit):
-                    break
+            elif may_come(unit):
+                break
+            else:
                 passed_over = True
         for unit in allowed:
             self._reduce(unit)
@@ -153,7 +180,7 @@ class ReductionQueue:
         if unit.defers_gradients:
             unit.handle.gradients.free_reduced()
             self._defer(unit)
-        elif unit.context.runtime.host is not None and unit.handle.gradients.gives_late:
+        elif unit.handle.placement.runtime.host is not None and unit.handle.gradients.gives_late:
             self._reduced.append(unit)
             unit.handle.gradients.free_reduced()
         else:
@@ -169,7 +196,7 @@ class ReductionQueue:
         unit, self._reducing = self._reducing, None
         if unit is not None:
             self._defer(unit)
-            unit.context.runtime.join_reductions_later()
+            unit.handle.placement.runtime.join_reductions_later()
 
     def finish_previous(self) -> None:
         """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
@@ -218,8 +245,8 @@ class ReductionQueue:
             except BaseException:
                 self.discard()
                 raise
-        for context in {unit.context for unit in held}:
-            context.runtime.join()
+        for runtime in {unit.handle.placement.runtime for unit in held}:
+            runtime.join()
 
     def deferred(self, units: Collection[Unit]) -> list[Unit]:
         """Those of ``units`` whose gradients are deferred, in the order of their reductions."""
@@ -238,8 +265,8 @@ class ReductionQueue:
             raise
         if given:
             self._note_given()
-        for context in {unit.context for unit in given}:
-            context.runtime.join_reductions()
+        for runtime in {unit.handle.placement.runtime for unit in given}:
+            runtime.join_reductions()
 
     def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:
         """Drop all gradients of its units and ``others`` that are not in ``.grad`` yet, also those of reductions in flight.
@@ -262,9 +289,3 @@ class ReductionQueue:
     def _forget_freed(self) -> None:
         for ref in [ref for ref in self._open if ref() is None]:
             del self._open[ref]
-
-
-def _awaits(unit: Unit) -> bool:
-    """Whether backward may yet reach a unit inside that ran after ``unit``. [Note: Every rank reduces in the same order]"""
-    inside = [u for u in units_below(unit.module) if u.turn > unit.turn]
-    return any(u.record is None or not u.record.is_reached for u in inside)

@@ -22,7 +22,8 @@ from flatshard._comm.progress import Label
 from flatshard._handle.adapters.encoding import encode, scale_of
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, swap_inside
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.planned import FlatOptions
+from flatshard._handle.flat_shard import FlatShard
+from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
 
@@ -35,20 +36,23 @@ def kind_of(options: FlatOptions) -> type[FlatParam]:
 class EncodedBuffer(UnshardedBuffer):
     """The encoded values of all ranks. Modules see what the class of each parameter makes of them."""
 
-    _of: EncodedFlatParam
+    def __init__(self, flat: EncodedFlatParam, originals: Sequence[nn.Parameter]) -> None:
+        """``flat``: whose values they are. ``originals``: see ``UnshardedBuffer``."""
+        self._of = flat
+        super().__init__(flat.layout, flat.kind, flat.placement, flat.shard, originals, flat.wrappings)
 
-    def place(self) -> None:
+    def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """See ``UnshardedBuffer``."""
-        infos = self._of.layout.params
-        self.scales = torch.ones(len(infos), device=self._of.kind.compute_device)
+        infos = self._layout.params
+        self.scales = torch.ones(len(infos), device=kind.compute_device)
         # Autograd may save these views, and they are written in place.
         # unsharded.py, [Note: .data does not share a version counter]
         self._each = self.scales.data.unbind()
         self._encoded = [self.scales[:0]] * len(infos)  # each parameter's range of the buffer
-        super().place()
+        super().place(kind, shard)
 
     def _make_compute(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
-        data = torch.empty(self._of.layout.params[index].shape, dtype=self._of.kind.compute_dtype, device=device)
+        data = torch.empty(self._layout.params[index].shape, dtype=self._of.kind.compute_dtype, device=device)
         compute = nn.Parameter(self._decoded(index, data, torch.ones((), device=device)), param.requires_grad)
         for name, value in param.__dict__.items():
             compute.__dict__.setdefault(name, value)
@@ -65,7 +69,7 @@ class EncodedBuffer(UnshardedBuffer):
         return made
 
     def _wrapping(self, index: int) -> TensorSubclass:
-        wrapping = self._of.wrappings[index]
+        wrapping = self._wrappings[index]
         assert isinstance(wrapping, TensorSubclass)
         return wrapping
 
@@ -98,7 +102,7 @@ class EncodedFlatParam(FlatParam):
         self.scaled_at = -1  # `version` when scales were last shared; -1: they have been used
         return EncodedBuffer(self, params)
 
-    def follow_copy(self, original: FlatParam, memo: dict[int, Any]) -> None:
+    def follow_copy(self, original: FlatShard, memo: dict[int, Any]) -> None:
         """See ``FlatParam``. The flat parameters of a copied model share their scales."""
         super().follow_copy(original, memo)
         assert isinstance(original, EncodedFlatParam)

@@ -1,90 +1,22 @@
-"""One flat parameter: the local shard, the user's parameters on it, the buffer that it is gathered into, its gradients.
-
-[Note: The tensors of a unit]
-- ``shard``: this rank's part. 1-D, ``shard_numel`` elements in the master dtype. It exists as long as the unit.
-- ``params``: the user's own parameters. Their ``.data`` are slices of ``shard``.
-- ``unsharded``: the gathered values of all ranks: see ``UnshardedBuffer``.
-- ``gradients``: from autograd's to the user's ``.grad``: see ``FlatGradients``.
-
-With a single shard (``NO_SHARD``, world size 1) and a single dtype the unsharded buffer *is* ``shard``, and nothing is
-gathered or copied.
-
-[Note: The cast is the copy]
-With mixed precision the unsharded buffer has the compute dtype. The shard is copied to its place in the buffer in any case,
-and this copy casts it. The all-gather then runs in place, on the smaller elements.
-
-[Note: Stepping between forward and backward]
-Autograd's check for in-place changes doesn't see changes of the shards (see ``UnshardedBuffer``). So flatshard checks for
-them itself: ``FlatParamHandle.version``.
-"""
+"""A flat parameter with its gradients: what a handle consists of."""
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
 from torch import nn
 
-from flatshard._comm.collectives import Done, Pending
-from flatshard._errors import name_list
-from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
-from flatshard._handle.planned import FlatOptions
-from flatshard._handle.tensors.changes import changes
+from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter, ShardInfo, in_memory_order
-from flatshard._handle.unsharded import UnshardedBuffer, as_sent
-from flatshard._runtime import Runtime
-
-_requires_grad = operator.attrgetter("requires_grad")  # read for every parameter in every step, so the loop runs in C
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The dtypes and devices of a flat parameter. ``module.half()`` or ``module.cuda()`` replaces all of them together."""
-
-    dtype: torch.dtype  # of the shard
-    device: torch.device
-    compute_dtype: torch.dtype  # of the unsharded buffer
-    compute_device: torch.device
-    home: torch.device  # where the shard belongs: on the host under CPU offload, else on the compute device
-    is_offloaded: bool  # the shard is on the host
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, device: torch.device, options: FlatOptions, runtime: Runtime) -> Kind:
-        """The kind of a flat parameter that ``fully_shard`` makes of parameters of ``dtype`` on ``device``."""
-        # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
-        compute_device = runtime.device if device.type == "meta" else device
-        home = runtime.host if options.offload and runtime.host is not None else compute_device
-        at = home if device == compute_device else device
-        is_offloaded = options.offload and at == runtime.host
-        gathered = options.encoded_dtype or options.compute_dtype or dtype
-        return cls(dtype, at, gathered, compute_device, home, is_offloaded)
-
-    def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
-        """The kind after the shard was given another dtype or device."""
-        compute_device, home = self.compute_device, self.home
-        if home == compute_device and device.type != "meta":  # without offload
-            compute_device = home = device
-        is_offloaded = device == home != compute_device
-        gathered = options.encoded_dtype or options.compute_dtype or dtype
-        return Kind(dtype, device, gathered, compute_device, home, is_offloaded)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the shard can be computed with as it is."""
-        return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
-
-
-class FlatParam:
-    """One flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
+class FlatParam(FlatShard):
+    """One flat parameter."""
 
     def __init__(
         self,
@@ -95,289 +27,24 @@ class FlatParam:
         placement: Placement,
         shard: torch.Tensor | None = None,
     ) -> None:
-        """Make each of ``params`` its part of a new shard, in place. ``shard``: its values; None: ``params`` are whole."""
-        self.layout = layout
-        self.options = options
-        self.kind = kind
-        self.placement = placement
-        self.is_whole = placement.shards is None  # the shard is all of the flat parameter
-        self.slices = layout.shard_slices(placement.rank)
-        self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
-        self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
-        self.unsharded = self._make_buffer(params)
-        self.is_watched = False  # see `Home`
-        self.filling: Filling | None = None
-        self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
-        for index, param in enumerate(params):
-            self._adopt(index, param)
-        # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
-        self.requires_grad = [p.requires_grad for p in params]
-        self._synced_at = -1  # `changes.count` at that time
-        self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
+        """See ``FlatShard``."""
+        super().__init__(layout, options, params, kind, placement, shard)
         self.gradients = FlatGradients(self)
 
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
-        """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
-        result = type(self)(self.layout, self.options, params, self.kind, placement, self.shard)
-        result.unsharded.use_slots_of(self.unsharded)
-        result.gradients.runtime = self.gradients.runtime
+        """See ``FlatShard``."""
+        result = super().copy_with(params, placement)
+        result.gradients.use_runtime(self.gradients.runtime)
         if (shard_param := self.gradients.shard_param) is not None:
             hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))
         return result
 
-    def follow_copy(self, original: FlatParam, memo: dict[int, Any]) -> None:
-        """This is the copy of ``original`` in a deep copy of its module: copy what features have attached."""
-        self.filling = copy.deepcopy(original.filling, memo)
-
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
-        return UnshardedBuffer(self, params)
-
-    def _new_shard(self) -> torch.Tensor:
-        kind, pinned = self.kind, self.options.pin_memory and self.kind.is_offloaded
-        return torch.zeros(self.layout.shard_numel, dtype=kind.dtype, device=kind.device, pin_memory=pinned)
-
-    def cut(self, whole: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's part of whole parameters, on any device: a new tensor like the shard."""
-        shard = self._new_shard()
-        for info, part, param, wrapping in zip(self.layout.params, self.slices, whole, self.wrappings, strict=True):
-            if part.numel:
-                plain = param.detach() if wrapping is None else wrapping.unwrap(param)
-                elements = in_memory_order(plain, info.stride)
-                shard[part.start : part.stop].copy_(elements[part.offset : part.offset + part.numel])
-        return shard
-
-    def part_view(self, index: int) -> torch.Tensor:
-        """Parameter ``index``'s part of the local shard, in the shape of the user's parameter."""
-        part = self.slices[index]
-        return self.shaped(index, self.shard[part.start : part.stop])
-
-    def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
-        """Reshape 1-D ``part`` (parameter ``index``'s part, in memory order) to the shape of the user's parameter."""
-        info = self.layout.params[index]
-        if self.is_whole:
-            return part.as_strided(info.shape, info.stride)
-        return part.as_strided(info.shape_of(self.slices[index]), info.stride) if info.by_rows else part
-
-    def _adopt(self, index: int, param: nn.Parameter) -> None:
-        info, part, wrapping = self.layout.params[index], self.slices[index], self.wrappings[index]
-        grad, param.grad = param.grad, None
-        param.data = self.part_view(index)
-        end = part.offset + part.numel
-        runtime = self.placement.norms
-        if wrapping is not None:
-            in_parts = self.placement.shards if isinstance(wrapping, TensorParallel) else runtime
-            runtime = wrapping.norm_runtime(in_parts, self.kind.compute_device)
-        world = self.layout.world_size
-        beside = next((w for w in self.wrappings if isinstance(w, TensorParallel)), None)
-        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
-        holders = self.layout.holders(index)
-        owner = None if len(holders) > 1 else holders[0] if holders else 0
-        never_cut = info.by_rows and info.block >= info.numel and wrapping is None
-        shard_info = ShardInfo(
-            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied,
-            never_cut=never_cut,
-        )  # fmt: skip
-        adopted = ShardedParameter.adopt(param, shard_info, self)
-        self._describe(adopted, self.unsharded.computes[index], shard_info)
-        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
-            mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
-            adopted.grad = self.shaped(index, mine)
-
-    @staticmethod
-    def _describe(param: ShardedParameter, compute: nn.Parameter, info: ShardInfo) -> None:
-        # A compute parameter usually shares its `__dict__` with the user's parameter. That of a tensor subclass may not.
-        for owner in (param, compute):
-            owner.__dict__["_flatshard_info"] = info
-
     def rename(self, fqns: Mapping[int, str]) -> None:
-        """Give the parameters the FQNs that ``fqns`` has by their ids."""
-        infos = zip(self.params, self.layout.params, strict=True)
-        self.layout = self.layout.renamed([fqns.get(id(param), info.fqn) for param, info in infos])
-        for param, compute, info in zip(self.params, self.unsharded.computes, self.layout.params, strict=True):
-            self._describe(param, compute, replace(param._flatshard_info, fqn=info.fqn))
+        """See ``FlatShard``."""
+        super().rename(fqns)
         self.gradients.follow_names()
 
-    # -- what follows ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether parameters of this dtype can require grad."""
-        return self.kind.dtype.is_floating_point or self.kind.dtype.is_complex
-
-    @property
-    def is_on_meta(self) -> bool:
-        """Whether the parameters have no memory yet. [Note: Filled later]"""
-        return self.kind.device.type == "meta" and self.kind.compute_device.type != "meta"
-
-    def index_of(self, param: nn.Parameter) -> int | None:
-        """The index of ``param``. None if it is not one of ``params``."""
-        return next((i for i, own in enumerate(self.params) if own is param), None)
-
-    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """The compute parameter of ``param``: the tensor that autograd sees.
-
-        Raises:
-            RuntimeError: ``param`` is the parameter over the whole shard, see ``FlatGradients.use_shard_param``.
-        """
-        index = self.index_of(param)
-        if index is None:
-            raise RuntimeError(
-                "register_hook on a flat parameter (flat_parameters) would never run, because autograd computes no gradient "
-                "for it. Use register_post_accumulate_grad_hook, or register the hook on the single parameters"
-            )
-        return self.unsharded.computes[index]
-
-    # -- what the user may have changed ------------------------------------------------------------------------------
-
-    def sync_requires_grad(self, thawed_only: bool) -> bool:
-        """Copy ``requires_grad`` from the user's parameters to the compute parameters; ``thawed_only``: only True.
-
-        Returns whether any has changed.
-        """
-        if self._synced_at == changes.count:
-            return False
-        now = list(map(_requires_grad, self.params))
-        if thawed_only:
-            now = list(map(operator.or_, now, self.requires_grad))
-        else:
-            self._synced_at = changes.count
-        if now == self.requires_grad:
-            return False
-        for compute, requires_grad in zip(self.unsharded.computes, now, strict=True):
-            compute.requires_grad_(requires_grad)
-        self.requires_grad = now
-        return True
-
-    @property
-    def all_require_grad(self) -> bool:
-        """Whether all of the user's parameters require grad now."""
-        if self._synced_at == changes.count:
-            return False not in self.requires_grad
-        return all(map(_requires_grad, self.params))
-
-    def moved(self) -> list[int]:
-        """Indices of parameters that are not their slice of the shard any more (``p.data = ...``, ``module.to(...)``)."""
-        kind, start, size = self.kind, self.shard.data_ptr(), self.shard.itemsize
-        return [
-            index
-            for index, (param, part) in enumerate(zip(self.params, self.slices, strict=True))
-            if param.dtype is not kind.dtype
-            or param.device != kind.device
-            or param.numel() != part.numel
-            or (part.numel and start and param.data_ptr() != start + part.start * size)  # no addresses on meta
-        ]
-
-    def check_new(self, index: int, new: torch.Tensor) -> None:
-        """Raise if ``new``, with which the user replaced parameter ``index``, has no values, or not the shape of its part."""
-        info, expected = self.layout.params[index], self.part_view(index).shape
-        if new.is_meta and not self.params[index].is_meta:
-            raise RuntimeError(
-                f"parameter {info.fqn!r} was moved to the meta device after fully_shard, and has no values any more. "
-                "Build the model anew, shard it, and load a checkpoint"
-            )
-        if new.shape != expected:
-            raise RuntimeError(
-                f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
-                f"{tuple(expected)} (of a parameter of shape {info.shape}). A sharded parameter cannot be resized: resize "
-                "the module before fully_shard, or change values inside `with flatshard.summon_full_params(module):`"
-            )
-
-    def readopt(self, indices: Sequence[int]) -> None:
-        """Adopt parameters whose data the user replaced: copy the values, or adopt the new dtype or device.
-
-        Raises:
-            RuntimeError: the new data has another shape, or only some parameters have a new dtype or device.
-        """
-        for i in indices:
-            self.check_new(i, self.params[i])
-        kinds = {(p.dtype, p.device) for p in self.params}
-        if len(kinds) > 1:
-            odd = [self.layout.params[i].fqn for i in indices]
-            raise RuntimeError(
-                f"parameters {name_list(odd)} changed dtype or device, but others of the same unit did not: {kinds}. "
-                "Convert the whole unit, e.g. module.to(...)"
-            )
-        values = {i: self.params[i].data for i in indices}
-        (kind,) = kinds
-        if kind != (self.kind.dtype, self.kind.device):
-            self.convert(*kind)
-        for i, value in values.items():
-            self.part_view(i).copy_(value)
-            self.params[i].data = self.part_view(i)
-
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Rebuild the memory for a new dtype or device, without values: ``module.half()``, ``module.cuda()``.
-
-        Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
-        """
-        self.kind = self.kind.converted(dtype, device, self.options)
-        self.shard = self._new_shard()
-        self.unsharded.place()
+        """See ``FlatShard``. Gradients that are held follow."""
+        super().convert(dtype, device)
         self.gradients.follow_parameters()
-
-    # -- gathering ---------------------------------------------------------------------------------------------------
-
-    def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:
-        """Fill the unsharded buffer from all ranks' shards. ``exactly``, ``again``: see ``FlatParamHandle.unshard``.
-
-        ``kept``: what ``unsharded.own`` was after an earlier gather, to be used in place of the shard.
-        """
-        runtime, shard, target = self.placement.runtime, self.shard, self.unsharded
-        if exactly:
-            runtime = runtime.exact
-        if kept is not None:
-            shard = kept
-        elif self.options.offload:
-            shard = self.on_compute_device()
-        if self.placement.shards is None:
-            target.allocate(shard)
-            return runtime.issued(Done())
-        out_of_place = getattr(runtime.collectives, "out_of_place", False)
-        as_it_is = (
-            out_of_place and kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
-        )
-        target.allocate(None if as_it_is else shard)
-        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.placement.label, again)
-
-    def on_compute_device(self) -> torch.Tensor:
-        """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""
-        kind = self.kind
-        if kind.device == kind.compute_device and not kind.is_offloaded:
-            return self.shard
-        moved = self.shard.to(kind.compute_device, non_blocking=True, copy=True)
-        self.placement.runtime.reads_host()
-        return moved
-
-    def keep_gathered(self) -> Pending:
-        """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""
-        self._gathered = self.unsharded.own.clone()
-        return self.placement.runtime.issued(Done())
-
-    def free(self) -> None:
-        """Free the unsharded buffer."""
-        self._gathered = None
-        self.unsharded.free()
-
-    def write_back(self, own: torch.Tensor | None = None) -> None:
-        """Copy this rank's part of the unsharded values into the shard, where it was changed.
-
-        Unchanged elements keep the shard's own value, of which the buffer may have a rounded (mixed precision) or
-        approximated (quantised collectives) copy. ``own``: this rank's part of a copy of them; None: of the buffer.
-        """
-        if own is None:
-            if self.unsharded.is_alias:
-                return
-            own = self.unsharded.own
-        made = self._gathered  # the values before any change
-        if made is None or made.dtype is not own.dtype:
-            if own.dtype is self.kind.dtype:
-                self.shard.copy_(own)
-                return
-            made = self.shard.to(own)
-        own = own.to(made.device)
-        same = ((own == made) | (own.isnan() & made.isnan())).to(self.shard.device)
-        self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
-        if made is self._gathered:
-            made.copy_(own)  # later changes are found relative to this

@@ -1,7 +1,7 @@
 """One flat parameter's gradients, from autograd to the user's ``.grad``.
 
 [Note: The gradient has two homes]
-- The *reduction input* (``reduction_input.py``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It takes
+- The *reduction input* (``ReductionInput``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It takes
   memory only from the time when a backward's gradients are complete to the end of their reduction. Until then the gradients
   stay where autograd puts them, in the compute parameters' ``.grad``. The unit's parameters are freed before the input is
   allocated, so the two never take memory at once. The gradients are copied into their slots one by one, and each is freed
@@ -43,21 +43,18 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from flatshard._handle.reduction import Reduction
-from flatshard._handle.reduction_input import ReductionInput
+from flatshard._handle.flat_shard import FlatShard
+from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
 from flatshard._handle.unused import Unused
-
-if TYPE_CHECKING:
-    from flatshard._handle.flat_param import FlatParam
+from flatshard._runtime import Runtime
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
@@ -76,16 +73,19 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. [Note: The gradient has two homes]"""
 
-    def __init__(self, flat: FlatParam) -> None:
+    def __init__(self, flat: FlatShard) -> None:
         self.flat = flat
-        self.runtime = flat.placement.runtime  # a feature may replace its collectives
+        self.runtime = flat.placement.runtime
         self.reduction: Reduction | None = None  # from `complete` to `finish`
         self.unused = Unused(flat.layout)
-        # The output of earlier reductions, not averaged over the replicas yet; and the parameters that they did not use.
-        self.partial: tuple[torch.Tensor, set[int]] | None = None
+        self._partial: Partial | None = None  # what earlier reductions have held
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
         self._begin()
+
+    def use_runtime(self, runtime: Runtime) -> None:
+        """Have ``runtime``, of the same ranks, reduce the gradients from now on."""
+        self.runtime = runtime
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
@@ -324,7 +324,18 @@ class FlatGradients:
                 if not was_filled:
                     slot.fill_(unused)
         self.unused.begin(no_gradient)
-        self.reduction = Reduction(self, self._input.flat)
+        dtypes = self.reduce_dtype, self.dtype
+        self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self._partial)
+        self._partial = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether gradients of earlier backwards have yet to be averaged over the replicas."""
+        return self._partial is not None or (self.reduction is not None and self.reduction.partial is not None)
+
+    def drop_partial(self) -> None:
+        """Drop what earlier reductions have held."""
+        self._partial = None
 
     def free_reduced(self) -> None:
         """Free the reduction input before ``finish``, because the device has already read it."""
@@ -340,7 +351,7 @@ class FlatGradients:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
         if self._is_waiting:
             set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
-        self.partial = None
+        self._partial = None
         self._drop()
 
     def _drop(self) -> None:
@@ -366,10 +377,12 @@ class FlatGradients:
         filled = self._filled
         if filled is None:
             return False
-        shard = None if self.reduction is None else self.reduction.take()
+        shard = None
+        if self.reduction is not None:
+            shard, self._partial = self.reduction.take(), self.reduction.partial
         self._drop()
         if not assign:
-            self.partial = None
+            self._partial = None
             return False
         if shard is None:  # handed over already, or held
             self.given = list(itertools.compress(self.flat.params, filled)) if self._input is None else ()
@@ -433,7 +446,7 @@ class _Parts:
 
     __slots__ = ("_by_rows", "_empties", "_flat", "_infos", "_marked", "_pieces", "_sizes")
 
-    def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
+    def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
         self._flat = flat
         self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and the padding between them
         self._pieces: list[
@@ -486,7 +499,7 @@ class _CastParts(_Parts):
 
     __slots__ = ("_dtypes",)
 
-    def __init__(self, flat: FlatParam, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, flat: FlatShard, dtypes: Sequence[torch.dtype]) -> None:
         """``dtypes``: of each parameter's gradient."""
         self._dtypes = dtypes
         super().__init__(flat, promoted(dtypes))

@@ -21,10 +21,10 @@ from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.encoded import kind_of
-from flatshard._handle.flat_param import FlatParam, Kind
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
-from flatshard._handle.planned import Groups, PlannedFlat
+from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.slots import SHARDED, Slots
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
@@ -278,7 +278,7 @@ class FlatParamHandle:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not settle(self._gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._gathered:
-                flat.unsharded.leave_memory()
+                flat.leave_memory()
 
     def _free(self, until: object = None) -> None:
         if self._gathers:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._handle.layout import FlatLayout
+from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,43 @@ class FlatOptions:
     offload: bool = False  # the shard and its gradient are on the CPU
     pin_memory: bool = True  # they are in page-locked memory, under offload
     encoded_dtype: torch.dtype | None = None  # in which the class of the parameters sends them; None: as they compute
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The dtypes and devices of a flat parameter. ``module.half()`` or ``module.cuda()`` replaces all of them together."""
+
+    dtype: torch.dtype  # of the shard
+    device: torch.device
+    compute_dtype: torch.dtype  # of the unsharded buffer
+    compute_device: torch.device
+    home: torch.device  # where the shard belongs: on the host under CPU offload, else on the compute device
+    is_offloaded: bool  # the shard is on the host
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device, options: FlatOptions, runtime: Runtime) -> Kind:
+        """The kind of a flat parameter that ``fully_shard`` makes of parameters of ``dtype`` on ``device``."""
+        # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
+        compute_device = runtime.device if device.type == "meta" else device
+        home = runtime.host if options.offload and runtime.host is not None else compute_device
+        at = home if device == compute_device else device
+        is_offloaded = options.offload and at == runtime.host
+        gathered = options.encoded_dtype or options.compute_dtype or dtype
+        return cls(dtype, at, gathered, compute_device, home, is_offloaded)
+
+    def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
+        """The kind after the shard was given another dtype or device."""
+        compute_device, home = self.compute_device, self.home
+        if home == compute_device and device.type != "meta":  # without offload
+            compute_device = home = device
+        is_offloaded = device == home != compute_device
+        gathered = options.encoded_dtype or options.compute_dtype or dtype
+        return Kind(dtype, device, gathered, compute_device, home, is_offloaded)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the shard can be computed with as it is."""
+        return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]

@@ -1,14 +1,37 @@
-"""The memory that collectives read and write: a storage of its own for each flat parameter, or one that a feature provides.
+"""The memory that collectives read and write: a storage of its own for each flat parameter, or a buffer that units share.
 
 Usually a unit's storage is resized between zero and full, and the device's allocator chooses its address: a :class:`Slot`.
-A feature may have slots come from a :class:`Pool` that units share: [Note: Static buffers].
+
+[Note: Static buffers]
+CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With
+``static_buffers=True``, or with collectives that have an ``allocate``, slots come from a :class:`Pool`. Each is created
+once, and kept.
+
+- *Gathered parameters.* A flat parameter is bound to one slot at its first unshard and keeps it, because autograd has saved
+  views of that storage by the time of backward. It gets the free slot that has been free for longest, if another free one
+  remains. So a unit and the unit that is prefetched next never share a slot. A model of equal blocks takes two slots for
+  the blocks, and one for the outermost unit, which stays unsharded. This much is in use at a time anyway. If another unit
+  is using the slot, because units now run in a different order, the unit is bound again, unless a graph of it is alive.
+- *Reduction inputs* take any free slot each time, because autograd has no views of them.
+
+Streams: a slot for gathered parameters is written on the gather stream, which waits for whatever was freed before. A slot for
+inputs belongs to the stream that it was created on, like memory of the device's allocator: backward writes an input on that
+stream, and reuses it after that stream has waited for the reduction.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from flatshard._runtime import Runtime
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+_clock = itertools.count()
 
 
 class Slot:
@@ -34,17 +57,79 @@ class Slot:
         self.user = None
 
 
-class Pool(Protocol):
-    """The slots of the units that share a process group, a device and collectives."""
+class StaticSlot(Slot):
+    """A buffer that keeps its memory while it is free."""
+
+    __slots__ = ("freed", "stream")
+
+    def __init__(self, flat: torch.Tensor, stream: Any) -> None:
+        super().__init__(flat)
+        self.stream = stream  # that `flat` was allocated on; None on CPU
+        self.freed = 0  # the slot that has been free for longest has the lowest number
+
+    def take(self, user: object) -> None:
+        """Mark the slot as used by ``user``."""
+        assert self.user is None or self.user is user
+        self.user = user
+
+    def free(self) -> None:
+        """Mark the slot as free. If collectives on side streams use it: after ``Runtime.before_free``."""
+        self.user, self.freed = None, next(_clock)
+
+
+class Pool:
+    """The slots of the units that share a process group, a device and collectives. [Note: Static buffers]"""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._gathered: list[StaticSlot] = []
+        self._inputs: list[StaticSlot] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a 1-D tensor of ``numel`` elements."""
+        """Allocate a 1-D tensor of ``numel`` elements, with the collectives' ``allocate`` if they have one.
 
-    def slot_for_parameters(self, numel: int, dtype: torch.dtype) -> Slot:
-        """A free slot for the gathered values of one flat parameter, which keeps it: autograd saves views of it."""
+        Raises:
+            TypeError: ``allocate`` returned something else. The user gets a ``CollectiveError`` with the unit's name.
+        """
+        device = self._runtime.device
+        allocate: Allocate | None = getattr(self._runtime.collectives, "allocate", None)
+        if allocate is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        made = allocate(numel, dtype, device)
+        who = f"{type(self._runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"
+        if not isinstance(made, torch.Tensor):
+            raise TypeError(f"{who} returned a {type(made).__name__}: it must return a tensor")
+        if made.shape != (numel,) or made.dtype is not dtype or made.device != device or not made.is_contiguous():
+            raise TypeError(
+                f"{who} returned a tensor of shape {tuple(made.shape)}, {made.dtype} on {made.device}: it must be 1-D and "
+                "contiguous, with the requested size, dtype and device"
+            )
+        return made
 
-    def slot_for_input(self, numel: int, dtype: torch.dtype) -> Slot:
+    def slot_for_parameters(self, numel: int, dtype: torch.dtype) -> StaticSlot:
+        """A free slot for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
+        fit = [s for s in self._gathered if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
+        free = [s for s in fit if s.user is None]
+        return min(free, key=lambda slot: slot.freed) if len(free) > 1 else self._add(self._gathered, numel, dtype)
+
+    def slot_for_input(self, numel: int, dtype: torch.dtype) -> StaticSlot:
         """A free slot for the input of one reduction."""
+        stream = self._runtime.current_stream
+        for slot in self._inputs:
+            if slot.flat.dtype is dtype and slot.flat.numel() >= numel and slot.stream == stream and slot.user is None:
+                return slot
+        return self._add(self._inputs, numel, dtype)
+
+    def _add(self, slots: list[StaticSlot], numel: int, dtype: torch.dtype) -> StaticSlot:
+        slots.append(StaticSlot(self.allocate(numel, dtype), self._runtime.current_stream))
+        return slots[-1]
 
     def leave(self, slot: Slot) -> None:
         """Remove a slot from the pool: collectives may use its memory as long as their group exists."""
+        for slots in (self._gathered, self._inputs):
+            slots[:] = [each for each in slots if each is not slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.flat.nbytes for slot in [*self._gathered, *self._inputs])

@@ -1,42 +1,144 @@
-"""The reduction of one flat parameter's gradients: from the filled input to this rank's gradient shard.
+"""The reduction of one flat parameter's gradients: from its input to this rank's gradient shard.
+
+The input is a tensor of ``padded_numel`` elements, laid out as the unsharded buffer, with a view for each parameter's
+gradient. It has memory from the time when a backward's gradients are complete to the end of their reduction.
 
 The gradients are averaged over the ranks that the parameters are sharded over, and then over the replicas, in the reduce
 dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
 
 [Note: Accumulating within the shard group]
 With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next
-(``FlatGradients.partial``), so that only the last microbatch averages over the replicas.
+(``Reduction.partial``), so that only the last microbatch averages over the replicas.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
 from flatshard._comm.collectives import Done, Pending, settle
-from flatshard._runtime import Then, holding, wait_on_host
+from flatshard._handle.flat_shard import FlatShard
+from flatshard._handle.layout import FlatLayout
+from flatshard._handle.pool import Slot
+from flatshard._handle.unused import Unused
+from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
-if TYPE_CHECKING:
-    from flatshard._handle.gradients import FlatGradients
+Partial = tuple[torch.Tensor, set[int]]
+"""The output of earlier reductions, not averaged over the replicas yet; and the parameters that they did not use."""
+
+_Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+
+
+def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Each parameter's slot in ``flat``, in the parameter's shape and stride, and the padding between them."""
+    slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+    return slots, [flat[start:stop] for start, stop in layout.gaps()]
+
+
+class ReductionInput:
+    """The input. Its memory is a slot of the pool, or slots of its own: one for each dtype.
+
+    If nothing is sharded, the memory is new each time: it is all-reduced in place and becomes the gradients.
+    """
+
+    def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
+        """``dtype``: the usual one."""
+        self._layout = flat.layout
+        self._device = flat.kind.compute_device
+        self._pool = flat.placement.pool
+        self._is_result = flat.is_whole
+        self._slot: Slot | None = None  # in use
+        self._known: dict[Slot, _Views] = {}  # the slots used so far, with their views
+        self._nothing: _Views = torch.empty(0, device=self._device), [], []
+        self.flat, self.slots, self.gaps = self._nothing
+        if self._pool is None and flat.is_trainable and not flat.is_whole:
+            own = self._find_slot(dtype)
+            self._views(own)  # here, to save the time in the first step
+            own.free()
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Allocate the memory, and zero the padding."""
+        if self._is_result:
+            self.flat = self._new(dtype)
+            self.slots, self.gaps = views_of(self.flat, self._layout)
+        else:
+            self._slot = slot = self._find_slot(dtype)
+            slot.take(self)
+            self.flat, self.slots, self.gaps = self._known.get(slot) or self._views(slot)
+        if self.gaps:
+            torch._foreach_zero_(self.gaps)
+
+    def _find_slot(self, dtype: torch.dtype) -> Slot:
+        if self._pool is not None:
+            return self._pool.slot_for_input(self._layout.padded_numel, dtype)
+        for slot in self._known:
+            if slot.flat.dtype is dtype:
+                return slot
+        return Slot(self._new(dtype))
+
+    def _new(self, dtype: torch.dtype) -> torch.Tensor:
+        numel = self._layout.padded_numel
+        if self._pool is not None:
+            return self._pool.allocate(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _views(self, slot: Slot) -> _Views:
+        flat = slot.flat[: self._layout.padded_numel]
+        self._known[slot] = views = flat, *views_of(flat, self._layout)
+        return views
+
+    def free(self) -> None:
+        """Free the memory. Idempotent."""
+        self.flat, self.slots, self.gaps = self._nothing
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
+
+    def leave(self) -> None:
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        self.flat, self.slots, self.gaps = self._nothing
+        self._known.clear()
+        if self._slot is not None and self._pool is not None:
+            self._pool.leave(self._slot)
+        self._slot = None
 
 
 class Reduction:
     """One reduction of one flat parameter's gradients: made when all have come, dropped when ``.grad`` has been set."""
 
-    def __init__(self, gradients: FlatGradients, input: torch.Tensor) -> None:
-        """Allocate the output, on the stream that will use it. ``input``: ``padded_numel`` elements."""
-        self._of = gradients
-        self.flat = gradients.flat
-        self._runtime = gradients.runtime
+    def __init__(
+        self,
+        flat: FlatShard,
+        runtime: Runtime,
+        input: torch.Tensor,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        unused: Unused,
+        partial: Partial | None,
+    ) -> None:
+        """Allocate the output, on the stream that will use it.
+
+        Args:
+            flat: whose gradients they are.
+            runtime: for the ranks that it is sharded over.
+            input: ``padded_numel`` elements.
+            dtypes: of the sums, and of the result.
+            unused: the parameters that this rank has no gradients for; at the end, those that no rank has any for.
+            partial: what earlier reductions have held. At the end, what this one holds.
+        """
+        self.flat = flat
+        self._runtime = runtime
         self._input = input
+        self._dtype = dtypes[1]
+        self._unused = unused
+        self.partial = partial
         self._pending: Pending | None = None  # from `start` on
         if self.flat.is_whole:  # reduced in place
             self._output: torch.Tensor | None = input
         else:
             pool = self.flat.placement.pool
             make = input.new_empty if pool is None else pool.allocate
-            self._output = make(self.flat.layout.shard_numel, dtype=gradients.reduce_dtype)
+            self._output = make(self.flat.layout.shard_numel, dtype=dtypes[0])
 
     def start(self) -> None:
         """Start averaging the input.
@@ -45,7 +147,7 @@ class Reduction:
             CollectiveError: a collective could not be started.
         """
         assert self._output is not None
-        flat, runtime, unused = self.flat, self._runtime, self._of.unused
+        flat, runtime, unused = self.flat, self._runtime, self._unused
         try:
             if flat.is_whole:
                 self._pending = self._reduce_replicas()
@@ -66,24 +168,24 @@ class Reduction:
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
-        gradients, placement, runtime = self._of, self.flat.placement, self._runtime
-        output, replicas, unused = self._output, placement.replicas, gradients.unused
+        placement, runtime = self.flat.placement, self._runtime
+        output, replicas, unused = self._output, placement.replicas, self._unused
         assert output is not None
         if replicas is None:
             return runtime.issued(Done())
         if self._pending is not None:
             unused.ask(self._pending)
-        earlier, gradients.partial = gradients.partial, None
+        earlier, self.partial = self.partial, None
         if earlier is not None:
             output.add_(earlier[0])
-            unused.found &= earlier[1]
+            unused.narrow(earlier[1])
         if placement.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
             unused.tell(replicas, placement.label)
             pending = replicas.all_reduce(output, placement.label)
         else:
-            gradients.partial, self._output = (output, unused.found), None
+            self.partial, self._output = (output, unused.found), None
             pending = runtime.issued(Done())
         return holding(pending, earlier)
 
@@ -91,7 +193,7 @@ class Reduction:
         output, kind, pin = self._output, self.flat.kind, self.flat.options.pin_memory
         if output is None:
             return self._runtime.issued(Done())
-        dtype = self._of.dtype
+        dtype = self._dtype
         host = torch.empty(output.shape, dtype=dtype, device=kind.device, pin_memory=pin)
         self._output = host.copy_(output.to(dtype), non_blocking=pin)
         return holding(self._runtime.issued(Done()), output)
@@ -118,7 +220,7 @@ class Reduction:
             return
         try:
             self._pending.wait()
-            self._of.unused.ask(self._pending)
+            self._unused.ask(self._pending)
         except Exception as e:
             self._pending = None
             self._fail(e)
@@ -138,5 +240,5 @@ class Reduction:
             return None
         if (factor := self.flat.placement.factor) is not None:
             output.mul_(factor)
-        dtype = self._of.dtype
+        dtype = self._dtype
         return output if output.dtype is dtype else output.to(dtype)

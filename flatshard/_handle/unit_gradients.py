@@ -122,7 +122,7 @@ class UnitGradients:
 
     def _leave_home(self) -> None:
         """Called when there are no gradients any more."""
-        if not any([flat.gradients.partial is not None for flat in self._flats]):
+        if not any([flat.gradients.is_partial for flat in self._flats]):
             self.home = None
 
     def come_home(self) -> None:
@@ -165,7 +165,7 @@ class UnitGradients:
                 if True in flat.requires_grad:
                     flat.gradients.complete(self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
-                    flat.gradients.partial = None
+                    flat.gradients.drop_partial()
             if self.home is not None:
                 self._let_others_wait()
             if self._placement.runtime.streams is None and not _trace.is_profiling():
@@ -210,7 +210,7 @@ class UnitGradients:
     @property
     def is_held(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self._lifetime.grads is GradState.HELD or any([b.gradients.partial is not None for b in self._flats])
+        return self._lifetime.grads is GradState.HELD or any([b.gradients.is_partial for b in self._flats])
 
     @property
     def withholds(self) -> bool:

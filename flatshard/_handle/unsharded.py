@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.adapters.wrapping import Wrapping
+from flatshard._handle.layout import FlatLayout
+from flatshard._handle.placement import Placement
+from flatshard._handle.planned import Kind
 from flatshard._handle.pool import Slot
-
-if TYPE_CHECKING:
-    from flatshard._handle.flat_param import FlatParam
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -40,18 +40,37 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
 class UnshardedBuffer:
     """The unsharded values of one flat parameter. It has no storage between ``free`` and ``allocate``."""
 
-    def __init__(self, flat_param: FlatParam, originals: Sequence[nn.Parameter]) -> None:
-        """``originals``: the user's parameters; the compute parameters share their attributes."""
-        self._of = flat_param
-        self._pool = flat_param.placement.pool  # provides the memory; None: the buffer has memory of its own
+    def __init__(
+        self,
+        layout: FlatLayout,
+        kind: Kind,
+        placement: Placement,
+        shard: torch.Tensor,
+        originals: Sequence[nn.Parameter],
+        wrappings: Sequence[Wrapping | None],
+    ) -> None:
+        """
+        Args:
+            layout: of the flat parameter.
+            kind: its dtypes and devices.
+            placement: over which ranks it is sharded.
+            shard: this rank's part.
+            originals: the user's parameters; the compute parameters share their attributes.
+            wrappings: how each of them wraps the plain tensors that are in the buffer; None for a plain parameter.
+        """
+        self._layout = layout
+        self._rank = placement.rank
+        self._is_whole = placement.shards is None
+        self._wrappings = wrappings
+        self._pool = placement.pool  # provides the memory; None: the buffer has memory of its own
         self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it
         self._version = 0  # of the compute parameters' values at the last ``changed``
-        device = flat_param.kind.compute_device
+        device = kind.compute_device
         self.computes = tuple([self._make_compute(index, param, device) for index, param in enumerate(originals)])
-        self.place()
+        self.place(kind, shard)
 
     def _make_compute(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
-        wrapping = self._of.wrappings[index]
+        wrapping = self._wrappings[index]
         empty = torch.empty(0, dtype=param.dtype, device=device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
             empty = wrapping.wrap(empty)
@@ -59,13 +78,17 @@ class UnshardedBuffer:
         compute.__dict__ = param.__dict__  # one dict: attributes set on the user's parameter, now or later, are on both
         return compute
 
-    def place(self) -> None:
+    def rename(self, layout: FlatLayout) -> None:
+        """``layout`` has the parameters' new FQNs."""
+        self._layout = layout
+
+    def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
-        kind, numel = self._of.kind, self._of.layout.padded_numel
-        self.is_alias = self._of.is_whole and kind.is_one  # the buffer is the shard
+        numel = self._layout.padded_numel
+        self.is_alias = self._is_whole and kind.is_one  # the buffer is the shard
         self._slot: Slot | None = None  # in a pool: from the first ``allocate`` on
         if self.is_alias:
-            self._point_at(self._of.shard)
+            self._point_at(shard)
             return
         own = Slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
@@ -89,11 +112,11 @@ class UnshardedBuffer:
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
-        self.flat, layout, rank = flat, self._of.layout, self._of.placement.rank
+        self.flat, layout, rank = flat, self._layout, self._rank
         dtype, device = flat.dtype, flat.device
         for index, (info, compute) in enumerate(zip(layout.params, self.computes, strict=True)):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
-            if self._of.wrappings[index] is not None:
+            if self._wrappings[index] is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
                 plain.data = view  # a tensor of its own: compiled graphs save the tensors inside a subclass
                 self._point(index, compute, plain)
@@ -106,7 +129,7 @@ class UnshardedBuffer:
         self._storage = self.flat.untyped_storage()
         self._plain = [
             c
-            for c, info, wrapping in zip(self.computes, layout.params, self._of.wrappings, strict=True)
+            for c, info, wrapping in zip(self.computes, layout.params, self._wrappings, strict=True)
             if info.numel and wrapping is None
         ]
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
@@ -115,7 +138,7 @@ class UnshardedBuffer:
 
     def _point(self, index: int, compute: nn.Parameter, plain: torch.Tensor) -> None:
         """Make ``compute``, a tensor subclass, use ``plain``."""
-        wrapping = self._of.wrappings[index]
+        wrapping = self._wrappings[index]
         assert wrapping is not None
         wrapping.point(compute, plain)
 
@@ -139,11 +162,11 @@ class UnshardedBuffer:
         if self.is_taken:
             self._slot = None
 
-    def leave_memory(self) -> None:
-        """Stop using the current memory without freeing it. See ``ReductionInput.leave``."""
+    def leave_memory(self, kind: Kind, shard: torch.Tensor) -> None:
+        """Stop using the current memory without freeing it, and ``place``. See ``ReductionInput.leave``."""
         if self._pool is not None and self._slot is not None and self._slot.user is self:
             self._pool.leave(self._slot)
-        self.place()
+        self.place(kind, shard)
 
     @property
     def is_taken(self) -> bool:
@@ -173,7 +196,7 @@ class UnshardedBuffer:
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
         moved = False
-        for info, compute, wrapping in zip(self._of.layout.params, self.computes, self._of.wrappings, strict=True):
+        for info, compute, wrapping in zip(self._layout.params, self.computes, self._wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if wrapping is None and compute.data_ptr() != view.data_ptr():
                 if compute.shape != view.shape:

@@ -43,6 +43,10 @@ class Unused:
         self._unread = None
         self.found = self._positions.keys() & unused
 
+    def narrow(self, unused: set[int]) -> None:
+        """Of the parameters in ``found``, earlier reductions had no gradients for ``unused`` only."""
+        self.found &= unused
+
     def tell(self, runtime: Runtime, label: Label) -> None:
         """Count this rank for each parameter in ``found``. The next collective of ``runtime`` must be the reduction."""
         progress = runtime.progress

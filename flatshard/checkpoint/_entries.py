@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import units_of_parameters
+from flatshard._composable.find import units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory

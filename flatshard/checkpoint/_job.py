@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.monitor.messages import default_group
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk

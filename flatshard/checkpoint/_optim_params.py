@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, shard_info
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatshard._composable.features.gathering import Gathering, joined
+from flatshard._composable.features.whole_parameters import Gathering, joined
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import on_any_rank

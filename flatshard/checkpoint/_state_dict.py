@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from flatshard._comm.progress import Label
-from flatshard._composable.features.find import units_of
-from flatshard._composable.features.gathering import Gathering
+from flatshard._composable.features.whole_parameters import Gathering
+from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.link import Link
+from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
@@ -61,7 +60,7 @@ class UnitStateDicts(ForwardFeature):
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.link = Link(self)
+        self.link = FeatureLink(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitStateDicts:
         result = UnitStateDicts(copy.deepcopy(self.unit, memo))
@@ -72,7 +71,7 @@ class UnitStateDicts(ForwardFeature):
 class StateDictHooks:
     """Those of the modules of one unit."""
 
-    def __init__(self, link: Link[UnitStateDicts]) -> None:
+    def __init__(self, link: FeatureLink[UnitStateDicts]) -> None:
         self._link = link
 
     @property

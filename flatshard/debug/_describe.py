@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from flatshard._composable.features.find import units_of
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.find import units_below, units_of
+from flatshard._composable.state import Unit
 from flatshard._handle.layout import ParamInfo
 
 

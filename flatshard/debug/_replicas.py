@@ -12,8 +12,8 @@ from torch import nn
 
 from flatshard._comm.progress import Label
 from flatshard._composable.features.buffers import Named, buffers_of_units
-from flatshard._composable.features.find import units_of
-from flatshard._composable.features.left_alone import added_later
+from flatshard._composable.features.not_sharded import added_later
+from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from flatshard._composable.features.find import units_of
+from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import common_runtime

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from flatshard._composable.features.grad_sync import check_reduced
-from flatshard._composable.state import owner_of, units_of_parameters
+from flatshard._composable.find import units_of_parameters
+from flatshard._composable.state import owner_of
 from flatshard._errors import name_list
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm

@@ -26,12 +26,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._composable.extensions import Extension
-from flatshard._composable.features.full_params import copy_names, summoned_units
+from flatshard._composable.features.checked_optimizers import CheckedOptimizers
 from flatshard._composable.features.grad_sync import check_reduced, held_units
-from flatshard._composable.features.left_alone import added_later
-from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.features.not_sharded import added_later
+from flatshard._composable.features.summon import copy_names, summoned_units
+from flatshard._composable.find import all_units, flat_of
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import Unit, UnitConfig, all_units, flat_of
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
@@ -40,7 +42,7 @@ from flatshard.checkpoint._optim_params import params_of, take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
-_looked_at = LookedAt()
+_checked = CheckedOptimizers()
 _watching: list[Any] = []
 
 
@@ -48,7 +50,7 @@ class Optimizers(Extension):
     """Registers the hook that checks optimizers before they step."""
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
-        _looked_at.clear()  # an optimizer may have stepped before its parameters were sharded
+        _checked.clear()  # an optimizer may have stepped before its parameters were sharded
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _see_state_dicts()
@@ -74,7 +76,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _check_held(optimizer)
-    if optimizer not in _looked_at:
+    if optimizer not in _checked:
         _look_at(optimizer)
     if not callable(closure):
         return None
@@ -103,7 +105,7 @@ def _look_at(optimizer: Optimizer) -> None:
         hook_optimizer(optimizer)
         take_loaded(optimizer)
         _check_lost_rule(optimizer)
-    _looked_at.add(optimizer)
+    _checked.add(optimizer)
 
 
 def _check_moment(optimizer: Optimizer) -> None:

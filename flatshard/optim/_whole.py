@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._comm.collectives import Done, Pending, settle
-from flatshard._composable.state import flat_of
+from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import Group, options_of, params_of

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard._composable.context import Context, Forward
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
-from flatshard._composable.features import inner_shards
+from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, called_modules, unit_of
+from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import Runtime, Streams
@@ -125,8 +124,8 @@ class Program:
         rank = self.numels.index(max(self.numels))
         shards = runtime("shards", rank, ranks.shards)
         replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
-        for size in inner_shards.sizes(choice.configs):
-            inner_shards.add_subgroup(shards, runtime("inner", rank % size, size))
+        for size in kept_shards.sizes(choice.configs):
+            kept_shards.add_subgroup(shards, runtime("inner", rank % size, size))
         made = build(choice, Context.of(shards), {None: (shards, replicas)}, prepare=lambda unit: None)
         install(self.root, choice, made, (*extensions(), _Observer(self.books)))
         return list(made.values())

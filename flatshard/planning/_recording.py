@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import here
-from flatshard._composable.features import kept_shards, static_buffers
-from flatshard._handle import gradients, pool, reduction, reduction_input
+from flatshard._composable.features import kept_shards
+from flatshard._handle import gradients, pool, reduction
 from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
 
 
@@ -163,14 +163,14 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _HANDLE = str(Path(reduction.__file__).parent)
-_POOLS = (pool.__file__, static_buffers.__file__)
-_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, reduction_input.__file__, __file__)
+_POOL = pool.__file__
+_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, __file__)
 
 
 def _category(frame: Any) -> str:
     """The category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
     path: str = frame.f_code.co_filename
-    while path in _POOLS and frame.f_back is not None:  # they allocate for their callers
+    while path == _POOL and frame.f_back is not None:  # they allocate for their callers
         frame = frame.f_back
         path = frame.f_code.co_filename
     if path in _OF_REDUCTIONS:

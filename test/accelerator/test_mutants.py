@@ -24,8 +24,8 @@ from torch import Tensor
 import flatshard
 from flatshard import CPUOffload
 from flatshard._composable.backward import Backward
-from flatshard._composable.context import Context as UnitContext
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.state import Context as UnitContext
 from flatshard._composable.state import Unit
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.handle import FlatParamHandle

@@ -38,7 +38,8 @@ import flatshard
 from flatshard import CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Works
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 

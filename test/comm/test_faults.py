@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import CollectiveError, _config, fully_shard, summon_full_params
 from flatshard._comm.collectives import Works
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._handle.lifetime import GradState
 from flatshard.comm import QuantizedCollectives
 

@@ -14,7 +14,7 @@ from suite import fake_world
 from torch import Tensor, nn
 
 from flatshard import ShardingStrategy, fully_shard, summon_full_params
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, fully_shard, summon_full_params
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._handle.slots import SHARDED
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)

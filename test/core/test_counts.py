@@ -36,7 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import Unit
 from flatshard._handle.gradients import SMALL
 from flatshard._handle.tensors.changes import changes
 

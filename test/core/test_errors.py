@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 
 
 @contextlib.contextmanager

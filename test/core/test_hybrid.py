@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._runtime import Runtime
 from flatshard._trace import record_events
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.construct.materialize import shows_pattern
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 
 WIDTH = 13
 

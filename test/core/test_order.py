@@ -24,7 +24,7 @@ from parity import full_params
 from torch import Tensor, nn
 
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, summon_full_params
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
 
@@ -475,7 +475,7 @@ def test_a_complete_unit_waits_for_the_units_inside(pool):
 
 
 def two_graphs(ctx, in_groups: bool) -> list[str]:
-    """Reductions of two backwards, the later forward's first. ``in_groups``: some units are on a process group of their own."""
+    """Reductions of two backwards, the later forward's first. ``in_groups``: some units are on another process group."""
     model = Uneven()
     if in_groups:
         group = dist.new_group([0, 1, 2])

@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard.policies import ModuleWrapPolicy
 
 WORLD_SIZE = 4

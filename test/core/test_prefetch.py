@@ -20,7 +20,8 @@ from parity import adamw, full_params
 from torch import nn
 
 from flatshard import BackwardPrefetch, CustomPolicy, configure, fully_shard, keep_unsharded
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 
 BLOCK_BYTES = 48  # a block's 20 floats over 2 ranks: so small a shard is a multiple of 16 bytes

@@ -26,7 +26,8 @@ from flatshard import (
     register_forward_method,
 )
 from flatshard._composable.features import whole_parameters
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardingStrategy, fully_shard, unshard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.slots import SHARDED
 from flatshard._trace import record_events

@@ -16,7 +16,7 @@ from torch import nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

@@ -22,7 +22,7 @@ import flatshard
 from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.progress import GATHER
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard.comm import (
     CommHookState,
     Pending,

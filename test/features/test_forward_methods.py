@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard, register_forward_method
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._handle.slots import SHARDED
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter

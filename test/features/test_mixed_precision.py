@@ -17,7 +17,7 @@ from torch.distributed import fsdp
 import flatshard
 import flatshard.fsdp2
 from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy, _torch, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

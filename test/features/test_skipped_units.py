@@ -30,7 +30,7 @@ from flatshard import (
     summon_full_params,
     unshard,
 )
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

@@ -30,7 +30,8 @@ from flatshard import (
     summon_full_params,
 )
 from flatshard._composable.features.user_hooks import UserHooksOfUnit
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard.checkpoint import full_state_dict
 from flatshard.optim import register_gradients_reduced_hook
 from flatshard.tensors import ShardedParameter

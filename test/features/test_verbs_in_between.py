@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._handle.lifetime import GradState
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)

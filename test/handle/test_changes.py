@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard.layouts import Rows, Whole
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 
 WIDTH = 21
 FLOAT8 = torch.float8_e4m3fn

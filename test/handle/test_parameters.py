@@ -21,8 +21,8 @@ from torch.nn.utils import parametrizations
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.context import Context
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import Context, unit_of
 from flatshard.tensors import ShardedParameter
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)

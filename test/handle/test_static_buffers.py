@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard.comm import builtin_collectives
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

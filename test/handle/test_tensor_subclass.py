@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, full_shape, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard.tensors import ShardedParameter
 
 WIDTH = 7

@@ -224,7 +224,7 @@ class Messages:
     """Counts the messages between ranks that carry parameters or gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        from flatshard._composable.state import units_below
+        from flatshard._composable.find import units_below
 
         self.builtin = units_below(model)[0].context.runtime._builtin
         self.sent: list[int] = []

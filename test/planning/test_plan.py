@@ -30,10 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
-from flatshard._composable.features.inner_shards import FromInnerShards
+from flatshard._composable.features.kept_shards import FromInnerShards
+from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import units_below
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.planning import Memory, Plan
@@ -93,7 +93,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        files = ("gradients.py", "reduction.py", "unsharded.py", "inner_shards.py")
+        files = ("gradients.py", "reduction.py", "unsharded.py", "kept_shards.py")
         more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
         self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
         return result

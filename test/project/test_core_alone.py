@@ -114,7 +114,7 @@ def test_the_core_alone(tmp_path):
 # What features are about. Identifiers only: docstrings may say where a fact is used.
 OF_FEATURES = (
     *("inner_shard", "anchor", "skip", "pass_by", "ran_inside", "summon", "keep_unsharded", "no_sync", "escape"),
-    *("left_alone", "late_tie", "layerdrop", "layer_drop", "callback", "quantized", "functorch", "dynamo"),
+    *("not_sharded", "late_tie", "layerdrop", "layer_drop", "callback", "quantized", "functorch", "dynamo"),
 )
 
 

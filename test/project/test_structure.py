@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from expecttest import assert_expected_inline
 
 import flatshard
@@ -20,12 +21,12 @@ import flatshard
 PACKAGE = Path(flatshard.__file__).parent
 
 PACKAGES = [
-    ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "layouts"],
+    ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "_frames", "layouts"],
     ["_comm"],
     ["_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
-    ["_composable.features", "_comm.monitor"],
+    ["_composable.features", "_comm.monitor", "_comm.quantized", "_comm.subgroups"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning"],
     ["_extensions"],
@@ -42,11 +43,6 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, what it imports from further up)."""
 
 TYPE_CHECKING_IMPORTS = {
-    # A unit holds its context and its features; the context orders units, and features take part in what they do.
-    "_composable.state": {"_composable.context", "_composable.extensions"},
-    # A flat parameter has its unsharded values and its gradients, and each of their parts reads its layout and memory.
-    **{f"_handle.{name}": {"_handle.flat_param"} for name in ("gradients", "reduction_input", "unsharded")},
-    "_handle.reduction": {"_handle.gradients"},  # which it reduces
     "checkpoint": {
         "checkpoint._reader",
         "checkpoint._writer",
@@ -57,8 +53,8 @@ TYPE_CHECKING_IMPORTS = {
 INNER_IMPORTS = {
     ("checkpoint", "flatshard.checkpoint"),  # as the next
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
-    ("_composable.features.compile", "torch._dynamo"),  # two seconds of `import flatshard`
-    ("_composable.features.compile", "torch._C._dynamo.eval_frame"),
+    ("_composable.features.transforms", "torch._dynamo"),  # two seconds of `import flatshard`
+    ("_composable.features.transforms", "torch._C._dynamo.eval_frame"),
     ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
@@ -161,6 +157,22 @@ def no_imports_go_round():
     order.prepare()
 
 
+def rings() -> list[set[str]]:
+    """Modules that reach each other by their imports, also by those that only a type checker sees."""
+    direct = {name: needed(name) | needed(name, type_checking=True) for name in TREES}
+    reached = {name: set(modules) for name, modules in direct.items()}
+    for middle in reached:
+        for modules in reached.values():
+            if middle in modules:
+                modules |= reached[middle]
+    inside = {name: frozenset({name, *(m for m in found if name in reached[m])}) for name, found in reached.items()}
+    return [set(ring) for ring in sorted(set(inside.values()), key=sorted) if len(ring) > 1]
+
+
+def no_files_know_each_other():
+    assert not rings()
+
+
 def the_core_imports_no_feature_and_no_product():
     core = {n for n in TREES if package_of(n) in CORE}
     known = {(n, m) for n in core for m in needed(n) - core}
@@ -185,6 +197,7 @@ def test_imports_go_down():
     """And no way but down: no rings, nothing hidden, nothing of a feature in the core."""
     imports_go_down()
     no_imports_go_round()
+    no_files_know_each_other()
     the_core_imports_no_feature_and_no_product()
     imports_for_the_type_checker_are_listed()
     imports_inside_functions_are_listed()
@@ -289,7 +302,7 @@ DISTRIBUTED_MODULES = {
 
 
 def only_backends_communicates():
-    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_composable.features.subgroups"):
+    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.subgroups"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
@@ -313,9 +326,9 @@ def only_handles_start_collectives_and_construction_broadcasts():
         for name, node in outside(
             "_runtime",
             "_comm.backends",
-            "_composable.features.quantized",
+            "_comm.quantized",
             "_composable.features.comm_hooks",
-            "_composable.features.subgroups",
+            "_comm.subgroups",
         )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
     }
@@ -326,8 +339,8 @@ def only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.features.filled_later", "all_reduce_now"),
         ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
         ("_composable.features.buffers", "broadcast_now"),
-        ("_composable.features.inner_shards", "all_gather"),  # for a handle, in place of its own
-        ("_composable.features.gathering", "all_gather"),  # whole values, for those who read them
+        ("_composable.features.kept_shards", "all_gather"),  # for a handle, in place of its own
+        ("_composable.features.whole_parameters", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),
         ("checkpoint._gathering", "all_reduce_now"),
         ("_comm.monitor.order_check", "all_gather"),
@@ -370,8 +383,136 @@ def only_torch_asks_for_a_version():
             assert not (of_torch and (asked == "hasattr" or optional)), show(name, node)
 
 
+def attributes_of_the_core() -> dict[str, set[str]]:
+    """The modules of the core's classes that have an attribute, by its name. Not what tensors have, too."""
+    owners, of_tensors = dict[str, set[str]](), set(dir(torch.Tensor))
+    for name in [n for n in TREES if package_of(n) in CORE]:
+        for node in NODES[name]:
+            for each in ast.walk(node) if isinstance(node, ast.ClassDef) else ():
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and dotted(each.value) == "self":
+                    owners.setdefault(each.attr, set()).add(name)
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    owners.setdefault(each.target.id, set()).add(name)
+    return {attribute: names for attribute, names in owners.items() if attribute not in of_tensors}
+
+
+def writers() -> Iterator[tuple[str, str, bool]]:
+    """(attribute, module, whether it is another's) for each attribute that a function assigns. Constructors declare."""
+    for name in [n for n in TREES if package_of(n) in (*CORE, "_composable.features", "_comm.monitor")]:
+        for function in functions(TREES[name]):
+            for node in ast.walk(function):
+                target = node.value if isinstance(node, ast.Subscript) else node
+                stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+                if stores and isinstance(target, ast.Attribute):
+                    base = dotted(target.value)
+                    if base == "self" and function.name in ("__init__", "_reset"):
+                        continue
+                    yield target.attr, name, base != "self"
+
+
+SECOND_WRITERS: dict[str, set[str]] = {
+    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue", "_handle.handle"},
+    "backward_prefetch": {"_composable.features.configure", "_composable.state"},
+    "checks": {"_composable.features.forked", "_composable.state"},
+    "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
+    "filling": {"_composable.features.filled_later", "_handle.flat_shard"},
+    "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
+    "finished_early": {"_composable.backward", "_composable.state"},
+    "forward_prefetch": {"_composable.features.configure", "_composable.state"},
+    "given": {"_composable.features.user_hooks", "_handle.gradients"},
+    "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
+    "kept_unsharded": {"_composable.backward", "_composable.state"},
+    "label": {"_comm.monitor.order_check", "_runtime"},
+    "last_step": {"_composable.backward", "_composable.state"},
+    "leaks": {"_composable.backward", "_composable.hooks"},
+    "module": {"_composable.features.forward_method", "_composable.state"},
+    "needs": {"_composable.fully_shard", "_composable.state"},
+    "param": {"_composable.construct.materialize", "_composable.fully_shard"},
+    "partial": {"_composable.backward", "_handle.reduction"},
+    "pending": {
+        "_composable.backward",
+        "_composable.features.skip",
+        "_composable.hooks",
+        "_composable.reduction_queue",
+        "_handle.unit_gradients",
+    },
+    "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
+    "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
+    "source": {"_composable.features.kept_shards", "_handle.handle"},
+    "steps": {"_composable.backward", "_composable.state"},
+    "user": {"_handle.pool", "_handle.unsharded"},
+}
+"""Attributes of the core's objects that several files write. No more may come."""
+
+
+def no_two_files_write_one_attribute():
+    owners, found, foreign = attributes_of_the_core(), dict[str, set[str]](), set[str]()
+    for attribute, name, is_foreign in writers():
+        if is_foreign or name in owners.get(attribute, ()):
+            found.setdefault(attribute, set()).add(name)
+        if is_foreign and name not in owners.get(attribute, ()):
+            foreign.add(attribute)
+    several = {a: names for a, names in found.items() if len(names) > 1 and a in foreign and a in owners}
+    assert several == SECOND_WRITERS
+
+
+FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"}
+
+
+READS_FRAMES = {
+    "_comm.monitor.watch",
+    "_composable.features.transforms",
+    "_handle.tensors.guard",
+    "_handle.tensors.sharded_parameter",
+    "checkpoint._standard_helpers",
+    "checkpoint._state_dict_hooks",
+    "planning._recording",
+}
+"""Modules that look at who calls, or at code. No more may come."""
+
+
+def frames_are_read_in_one_module():
+    found = set()
+    for name, node in outside("_frames"):
+        word = node.attr if isinstance(node, ast.Attribute) else ""
+        if word in FRAME_WORDS:
+            found.add(name)
+    assert found == READS_FRAMES
+
+
+INSTALLED_AT_IMPORT = {
+    ("_", "_extensions.plug_in"),  # our own features into our own core
+    ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
+    ("_handle.tensors.sharded_gradient", "HANDLERS[UNSCALE]"),
+    ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_max]"),
+    # Types of ours are added to lists of torch. Nothing else's behaviour changes.
+    ("_handle.tensors.sharded_gradient", "_foreach_utils._foreach_supported_types.append"),
+    ("_handle.tensors.sharded_parameter", "_torch_optimizer._foreach_supported_types.append"),
+    ("checkpoint._sharded_value", "torch.serialization.add_safe_globals"),
+    ("integrations.lightning", "StrategyRegistry.register"),  # for who imports it
+}
+"""(module, what it replaces, or calls) when it is imported."""
+
+
+def nothing_is_replaced_at_import():
+    """In what other modules own: attributes, entries, registrations."""
+    found = set()
+    for name, tree in TREES.items():
+        own = {target.id for statement in tree.body for target in written(statement) if isinstance(target, ast.Name)}
+        for statement in tree.body:
+            if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
+                found.add((name, ast.unparse(call.func)))
+            for target in written(statement):
+                if isinstance(target, ast.Attribute | ast.Subscript) and dotted(target.value) not in own:
+                    found.add((name, ast.unparse(target)))
+    assert found == INSTALLED_AT_IMPORT
+
+
 def test_each_fact_has_one_writer():
     """Each rule names the only modules that may do a thing."""
+    no_two_files_write_one_attribute()
+    frames_are_read_in_one_module()
+    nothing_is_replaced_at_import()
     only_lifetime_assigns_a_state()
     only_pool_resizes_storages()
     only_slots_registers_parameters()
@@ -450,22 +591,22 @@ def test_each_private_api_of_torch_is_used_in_one_file():
         """\
 _composable.backward: Variable._execution_engine.queue_callback
 _composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
-_composable.backward: torch._C._current_graph_task_id
 _composable.backward: torch._C._will_engine_execute_node
 _composable.construct.materialize: torch._C._swap_tensor_impl
 _composable.construct.validate: dist.distributed_c10d._get_default_group
 _composable.construct.validate: torch._C._disabled_torch_function_impl
-_composable.features.compile: torch._C._dynamo.eval_frame._FrameAction
-_composable.features.compile: torch._C._dynamo.eval_frame._FrameExecStrategy
-_composable.features.compile: torch._C._dynamo.eval_frame.set_code_exec_strategy
-_composable.features.compile: torch._dynamo.trace_rules
 _composable.features.precision: torch.utils._pytree.tree_map
 _composable.features.transforms: forward_ad._current_level
+_composable.features.transforms: torch._C._dynamo.eval_frame._FrameAction
+_composable.features.transforms: torch._C._dynamo.eval_frame._FrameExecStrategy
+_composable.features.transforms: torch._C._dynamo.eval_frame.set_code_exec_strategy
 _composable.features.transforms: torch._C._functorch.get_unwrapped
 _composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
 _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
+_composable.features.transforms: torch._dynamo.trace_rules
 _composable.outputs: torch.utils._pytree.tree_flatten
 _composable.outputs: torch.utils._pytree.tree_unflatten
+_composable.state: torch._C._current_graph_task_id
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append

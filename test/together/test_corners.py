@@ -15,7 +15,7 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard, no_sync, summon_full_params
 from flatshard import _runtime as runtime_module
 from flatshard._composable.features.escapes import EscapeWatch
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.state import units_below
+from flatshard._composable.find import units_below
 from flatshard._handle.tensors.experts import ExpertRuntime
 from flatshard._runtime import Runtime
 

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import ShardingStrategy, configure, fully_shard, keep_unsharded, register_forward_method
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 

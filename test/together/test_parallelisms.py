@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flatshard
 from flatshard import fully_shard
-from flatshard._composable.state import unit_of, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 
 WIDTH = 6

@@ -11,7 +11,7 @@ from torch import nn
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._composable.construct.custom_collectives import check_factory
 from flatshard._composable.construct.validate import default_device
-from flatshard._composable.state import UnitConfig
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import (
     BackwardPrefetch,
     CPUOffload,

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import UninitializedParameter
 
+from flatshard._composable.find import units_below
 from flatshard._composable.partition import PlannedUnit, walk
 from flatshard._composable.policy import is_never_called
-from flatshard._composable.state import ModuleGroup, Unit, owner_of, unit_of, units_below
+from flatshard._composable.state import ModuleGroup, Unit, owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flatshard._composable.features.find import units_of
+from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit, unit_of
 from flatshard._errors import name_list
 from flatshard._runtime import Runtime

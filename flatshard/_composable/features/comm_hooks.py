@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
+from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real, copy_options
 from flatshard._comm.progress import here
-from flatshard._composable.features.find import units_in
-from flatshard._composable.features.handed_on import hand_on
+from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
@@ -78,7 +77,7 @@ class _Hooked:
         self._inner: Collectives = runtime.collectives
         self._hook = functools.partial(hook, CommHookState(runtime) if state is None else state)
         self.exact = self._inner.exact
-        hand_on(self, self._inner)
+        copy_options(self, self._inner)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._inner.all_gather(output, shard)
@@ -136,7 +135,7 @@ class CommHookHandle:
         for ref in units:
             for flat in () if (unit := ref()) is None else unit.handle.flats:
                 if isinstance(hooked := flat.gradients.runtime.collectives, _Hooked):
-                    flat.gradients.runtime = hooked.before
+                    flat.gradients.use_runtime(hooked.before)
 
 
 def register_comm_hook(
@@ -211,7 +210,7 @@ def register_comm_hook(
     for unit in reduced:
         for flat in unit.handle.flats:
             runtime = flat.gradients.runtime
-            flat.gradients.runtime = runtime.replacing(_Hooked(runtime, state, hook))
+            flat.gradients.use_runtime(runtime.replacing(_Hooked(runtime, state, hook)))
     return CommHookHandle(reduced)
 
 

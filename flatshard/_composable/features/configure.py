@@ -11,10 +11,10 @@ from typing import Any, Final
 from torch import nn
 
 from flatshard._composable.construct.renamed import did_you_mean
-from flatshard._composable.features import inner_shards
-from flatshard._composable.features.find import unit_for, units_in
+from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import set_gradient_sync
 from flatshard._composable.features.kept_storage import check_may_keep, set_kept
+from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit, copies_in, unit_of
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._runtime import Runtime
@@ -124,12 +124,12 @@ def configure(
             changes.append((unit, {"ahead_in_backward": chosen}))
 
     for runtime, size in split.items():
-        inner_shards.split(runtime, size)
+        kept_shards.split(runtime, size)
     for unit in units:
         if reshard_after_forward is not UNCHANGED:
             to = as_reshard_after_forward(reshard_after_forward, unit.context.runtime.world_size)
             unit.config = replace(unit.config, reshard_after_forward=to)
-            inner_shards.set_source(unit)
+            kept_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
             set_gradient_sync(unit, gradient_sync)
         if manual_finalization is not UNCHANGED:
@@ -155,7 +155,7 @@ def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) ->
         try:
             check_reshard_after_forward(value, unit.config.strategy)
             size = as_reshard_after_forward(value, unit.context.runtime.world_size)
-            inner_shards.check_one_mesh(size, unit.handle.flats)
+            kept_shards.check_one_mesh(size, unit.handle.flats)
         except ValueError as e:
             raise ValueError(f"configure: unit {unit.fqn or '<root>'!r}: {e}") from None
         if size is not None and not isinstance(size, bool):

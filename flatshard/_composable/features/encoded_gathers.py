@@ -10,7 +10,8 @@ from collections.abc import Collection
 from torch import nn
 
 from flatshard._composable.extensions import Extension
-from flatshard._composable.state import Unit, units_below
+from flatshard._composable.find import units_below
+from flatshard._composable.state import Unit
 from flatshard._handle.encoded import EncodedFlatParam, Scales
 from flatshard._runtime import Runtime
 

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.context import Forward
-from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.link import Link
+from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit, called_modules
+from flatshard._composable.state import Forward, Unit, called_modules
 from flatshard._names import DDP_IGNORES
 
 # nn.Module's own attributes. They cannot hold an activation.
@@ -41,7 +39,7 @@ class EscapeWatch(ForwardFeature):
     def __init__(self, unit: Unit, modules: Iterable[nn.Module]) -> None:
         self.unit = unit
         self.modules = list(modules)
-        self._link = Link(self)
+        self._link = FeatureLink(self)
         self._caught: list[torch.Tensor] = []  # seen by hooks in the current forward
         # The modules' attributes and buffers; their numbers at the last search; and the places that could hold an
         # activation. The first forward finds them: at construction the modules may be incomplete copies.
@@ -112,7 +110,7 @@ class EscapeWatch(ForwardFeature):
         ]
 
 
-def _catch(link: Link[EscapeWatch], module: nn.Module, args: Any, output: Any) -> None:
+def _catch(link: FeatureLink[EscapeWatch], module: nn.Module, args: Any, output: Any) -> None:
     """The forward hook that is registered on inner modules."""
     if (watch := link.feature) is not None:
         watch.catch((args, output))

@@ -24,9 +24,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern, swap_memory
-from flatshard._composable.context import Context
 from flatshard._composable.extensions import Extension
-from flatshard._composable.state import Unit, units_of_parameters
+from flatshard._composable.find import units_of_parameters
+from flatshard._composable.state import Context, Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FILL

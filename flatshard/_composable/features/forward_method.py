@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from torch import nn
 
-from flatshard._composable.features.find import unit_for, unwrapped
+from flatshard import _frames
+from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
@@ -48,7 +48,7 @@ class ForwardMethod:
         """Call ``function`` between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
         output = None
         try:
-            changed = self.hooks.pre_forward(self.module, args, kwargs, sys._getframe())
+            changed = self.hooks.pre_forward(self.module, args, kwargs, _frames.of_caller())
             args, kwargs = (args, kwargs) if changed is None else changed
             output = function(*args, **kwargs)
         finally:

@@ -15,8 +15,8 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.find import units_of
-from flatshard._composable.features.full_params import shows_gradients
+from flatshard._composable.features.summon import shows_gradients
+from flatshard._composable.find import units_of
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list

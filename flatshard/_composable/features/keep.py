@@ -1,17 +1,178 @@
-"""``keep_unsharded``: units are gathered once, and stay unsharded."""
+"""``keep_unsharded``: units are gathered once, and stay unsharded. With ``threads=True`` any threads run forwards meanwhile.
+
+[Note: Forwards without a record]
+A forward keeps a record for what comes after it: freeing, a backward, the order of collectives. The records of a process
+group are one stack, so one thread at a time may run forwards. While units stay unsharded, show their unsharded parameters,
+and run without gradients, a forward has nothing to note, and its hooks do no more than cast inputs and outputs. What keeps
+this true is checked in each forward: gradients are off, and the parameters have not changed since they were gathered.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
+from flatshard import _frames
 from flatshard._composable.claims import Claim
-from flatshard._composable.features.find import settle, units_of
-from flatshard._composable.features.unrecorded import Threads
+from flatshard._composable.extensions import ForwardFeature
+from flatshard._composable.find import settle, units_of
+from flatshard._composable.hooks import UnitHooks, overridden
 from flatshard._composable.state import Unit
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.slots import SHARDED, UNSHARDED
+
+
+class Threads:
+    """Units that run forwards without a record. ``units``: they and what they need; all ranks make one together."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        needed = list(dict.fromkeys(each for unit in units for each in unit.needs))
+        for unit in needed:
+            _check(unit)
+        self._running: dict[int, list[nn.Module]] = {}  # forwards under way, the outermost first, by thread
+        self._ended = threading.Condition()
+        self._units: list[_Unrecorded] = []
+        try:
+            for unit in needed:
+                unit.context.check(unit)
+                self._units.append(_Unrecorded(unit, self))
+            for each in self._units:
+                each.wait()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Wait until the forwards on other threads have ended, and record forwards again."""
+        with self._ended:
+            while self._runs_elsewhere():
+                self._ended.wait(1.0)
+            for each in reversed(self._units):
+                each.leave()
+            self._units.clear()
+
+    def _runs_elsewhere(self) -> bool:
+        alive = _frames.threads()
+        return any(thread != threading.get_ident() and thread in alive for thread in self._running)
+
+    def begin(self, module: nn.Module) -> bool:
+        """A forward begins on this thread. Returns whether it is the outermost one."""
+        with self._ended:
+            if not self._units:
+                raise RuntimeError("keep_unsharded(threads=True) has ended while a forward began on another thread")
+            running = self._running.setdefault(threading.get_ident(), [])
+            running.append(module)
+            return len(running) == 1
+
+    def end(self, module: nn.Module) -> bool:
+        """One has ended. Returns False if it had not begun."""
+        thread = threading.get_ident()
+        with self._ended:
+            running = self._running.get(thread)
+            if not running or running[-1] is not module:
+                return False
+            running.pop()
+            if not running:
+                del self._running[thread]
+                self._ended.notify_all()
+        return True
+
+
+class _Unrecorded(Claim):
+    """One unit of them: its claim to be unsharded, and what runs in place of its hooks."""
+
+    def __init__(self, unit: Unit, threads: Threads) -> None:
+        self.unit, self._threads = unit, threads
+        self._before = overridden(unit.features, ForwardFeature.before_unrecorded)
+        self._after = overridden(unit.features, ForwardFeature.after_unrecorded)
+        handle = unit.handle
+        if not unit.claims.use:
+            unit.show()
+            handle.reshard()  # what an earlier forward left may be outdated
+            handle.check_parameters()
+        self.shows = UNSHARDED
+        unit.claims.append(self)
+        self._hooks = UnitHooks.of(unit)
+        self._around = self._hooks.record(self)
+        handle.unshard(unit.context.pass_id)
+        self._version = handle.version()
+
+    def wait(self) -> None:
+        """Show the parameters once they are gathered."""
+        self.unit.handle.wait()
+        self.unit.show()
+        self.unit.context.runtime.wait_for_host_reads()
+
+    def leave(self) -> None:
+        unit = self.unit
+        self._hooks.record(self._around)
+        unit.claims.remove(self)
+        if not unit.claims.use:
+            unit.handle.write_back_if_changed()
+        unit.free_if_unused()
+
+    def check(self) -> Callable[[Any], object]:
+        """Raise if a forward needs a record."""
+        unit = self.unit
+        name = f"unit {unit.fqn or '<root>'!r} runs forward inside keep_unsharded(threads=True)"
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} with gradients: run it under torch.no_grad(), which each thread enters for itself, or outside"
+            )
+        if unit.handle.version() != self._version:
+            raise RuntimeError(
+                f"{name}, and its parameters have changed since (by an optimizer step, for example): leave the context, "
+                "change them, and enter it again"
+            )
+        return _nothing
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Show the parameters to this thread's stream, and cast the inputs."""
+        outermost = self._threads.begin(module)
+        for needed in self.unit.needs:
+            needed.handle.wait()
+            if needed.handle.slots.shows is not UNSHARDED:  # `state_dict` has shown the sharded ones
+                needed.show()
+        changed: tuple[Any, Any] | None = None
+        for before in self._before:
+            if (new := before(args, kwargs, outermost)) is not None:
+                args, kwargs = changed = new
+        return changed
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """Cast the output."""
+        changed = None
+        if self._threads.end(module) and output is not None:
+            for after in self._after:
+                if (new := after(output)) is not None:
+                    output = changed = new
+        return changed
+
+
+def _nothing(output: Any) -> None:
+    """What is left to do after a forward without a record."""
+
+
+def _check(unit: Unit) -> None:
+    name = unit.fqn or "<root>"
+    if any(claim.uses and not isinstance(claim, _Unrecorded) for claim in unit.claims):
+        raise RuntimeError(
+            f"keep_unsharded(threads=True): unit {name!r} is in a forward or in summon_full_params. Enter it outside"
+        )
+    if unit.config.mixed_precision.full_precision_in_eval:
+        raise ValueError(
+            f"keep_unsharded(threads=True): unit {name!r} has full_precision_in_eval=True, by which each forward chooses the "
+            "dtype of the parameters. Shard with MixedPrecision(full_precision_in_eval=False), or use one thread"
+        )
+    if unit.handle.has_static_buffers:
+        raise ValueError(
+            f"keep_unsharded(threads=True): unit {name!r} shares static buffers with others, which cannot all be unsharded. "
+            "Shard with static_buffers=False, or use one thread"
+        )
 
 
 @contextlib.contextmanager

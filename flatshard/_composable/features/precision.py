@@ -18,14 +18,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from flatshard._composable.context import Forward
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.full_params import summoned_units
+from flatshard._composable.features.checked_optimizers import CheckedOptimizers
 from flatshard._composable.features.keep import Keep
-from flatshard._composable.features.looked_at import LookedAt
+from flatshard._composable.features.summon import summoned_units
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Forward, Unit
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
@@ -176,22 +175,22 @@ class FullPrecisionModule:
 
 
 _LOW = (torch.bfloat16, torch.float16)
-_looked_at = LookedAt()
+_checked = CheckedOptimizers()
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _watching: list[Callable[[], None]] = []
 
 
 def warn_about_low_precision_masters(params: Iterable[nn.Parameter]) -> None:
     """Warn in the first step of an optimizer that keeps its state for sharded parameters in bf16 or fp16."""
-    _looked_at.clear()
+    _checked.clear()
     if not _watching and any(p.requires_grad and p.dtype in _LOW for p in params):
         _watching.append(register_optimizer_step_post_hook(_check_optimizer).remove)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _looked_at or optimizer in _warned:
+    if optimizer in _checked or optimizer in _warned:
         return
-    _looked_at.add(optimizer)
+    _checked.add(optimizer)
     found = [
         info.fqn
         for p, state in optimizer.state.items()

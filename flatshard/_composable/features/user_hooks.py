@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.find import unit_for, unwrapped
+from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam

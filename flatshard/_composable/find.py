@@ -1,4 +1,4 @@
-"""Finds the units of the module that a user passes to a public function. If there are none, the error says where they are.
+"""Finds the units of a module, of its parameters, and of what a user passes to a public function. Errors say where they are.
 
 [Note: Which units a module stands for]
 Verbs on parameters and their gradients (``summon_full_params``, ``full_state_dict``, ``unshard``, ``no_sync``, ...) are for
@@ -10,13 +10,57 @@ and the error names the unit around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from flatshard._composable.state import Unit, unit_of, units_below, units_of_parameters
+from flatshard._composable.state import Unit, made_units, owner_of, unit_of
 from flatshard._errors import name_list
+from flatshard._handle.flat_param import FlatParam
 from flatshard._names import HIDDEN
+
+
+def all_units() -> list[Unit]:
+    """All units of this process, also those that own no parameters."""
+    return [
+        unit for unit in made_units.values() if unit_of(unit.module) is unit
+    ]  # not those of an unfinished deep copy
+
+
+def flat_of(param: nn.Parameter) -> FlatParam | None:
+    """The flat parameter that a sharded parameter is in, or None."""
+    unit = owner_of(param)
+    return None if unit is None else next((f for f in unit.handle.flats if f.index_of(param) is not None), None)
+
+
+def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
+    modules = module.modules() if recurse else iter([module])
+    return list(dict.fromkeys([unit for m in modules if (unit := unit_of(m)) is not None]))
+
+
+def units_of_parameters(module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """The units that own the parameters registered in ``module``, wherever their modules are: in it, around it, or beside it
+    (for a tied parameter). Those in it also if they own none. First in module order, and the same on all ranks.
+
+    ``recurse``: also in units below ``module``.
+    """
+    found: dict[Unit, None] = {}
+    for each in module.modules() if recurse else _in_no_unit_below(module):
+        if (unit := unit_of(each)) is not None:
+            found.update(dict.fromkeys(unit.needs))
+        for param in each._parameters.values():
+            if param is not None and (owner := owner_of(param)) is not None:
+                found.setdefault(owner)
+    return list(found)
+
+
+def _in_no_unit_below(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and the modules in it, but not those in a unit below it."""
+    yield module
+    for child in module.children():
+        if unit_of(child) is None:
+            yield from _in_no_unit_below(child)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
-from flatshard._composable.features.find import settle, units_of
 from flatshard._composable.features.whole_parameters import WholeParameters
-from flatshard._composable.state import Unit, own_copies, units_of_parameters
+from flatshard._composable.find import settle, units_of, units_of_parameters
+from flatshard._composable.state import Unit, own_copies
 from flatshard._errors import cannot_trace
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED, Slots

@@ -7,7 +7,7 @@ import weakref
 from torch.optim import Optimizer
 
 
-class LookedAt:
+class CheckedOptimizers:
     """A set of optimizers. One that got more parameters since (``add_param_group``) is no longer in it."""
 
     def __init__(self) -> None:

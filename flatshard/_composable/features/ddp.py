@@ -20,14 +20,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard._composable.extensions import Extension
-from flatshard._composable.features.left_alone import leave_to_others
-from flatshard._composable.state import Unit, UnitConfig, all_units
+from flatshard._composable.features.not_sharded import leave_to_others
+from flatshard._composable.find import all_units
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
 from flatshard._names import DDP_IGNORES
 from flatshard._runtime import Runtime
 
 
-class Replicated(Extension):
+class IgnoredByDDP(Extension):
     """Registers the hook that makes DDP ignore sharded parameters."""
 
     def __init__(self) -> None:

@@ -1,0 +1,40 @@
+"""The options of one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard._comm.collectives import CollectivesFactory
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard.layouts import LayoutChoice
+
+MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
+"""The mesh of a parameter, by its FQN; None: that of the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitConfig:
+    """The options of one unit."""
+
+    strategy: ShardingStrategy
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    collectives: CollectivesFactory | None = None  # None: the backend's own
+    # None: as the strategy says, but the outermost unit keeps its parameters. An int: as True, and a feature reads it.
+    reshard_after_forward: bool | int | None = None
+    prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
+    layout: LayoutChoice = None
+    static_buffers: bool = False  # [Note: Static buffers]
+    shard_mesh_fn: MeshChoice = None
+
+    def stays_for_backward(self, outermost: bool) -> bool:
+        """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
+        if self.reshard_after_forward is None:
+            return outermost or self.strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        return not self.reshard_after_forward

@@ -1,0 +1,54 @@
+"""Frames of running code: only this file looks at them.
+
+A forward is running as long as the frame that called it is. This is asked after exceptions that skipped hooks (an interrupt
+does), and when several threads run forwards. Nothing else depends on who calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from torch import nn
+
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+
+
+def of_caller(depth: int = 0) -> FrameType:
+    """The frame of the caller, or ``depth`` callers further out."""
+    return sys._getframe(1 + depth)
+
+
+def of_module_call(depth: int, outer: FrameType | None) -> tuple[FrameType, bool]:
+    """The frame of the ``nn.Module.__call__`` that is running, as seen from ``depth`` callers further out; and whether it was
+    called, directly or indirectly, from ``outer``.
+    """
+    frame = sys._getframe(1 + depth)
+    while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # the hook may be wrapped
+        frame = frame.f_back
+    at: FrameType | None = None if outer is None else frame
+    while at is not None and at is not outer:
+        at = at.f_back
+    return frame, at is not None
+
+
+def is_inside(frame: FrameType, outer: FrameType) -> bool:
+    """Whether ``frame`` was called, directly or indirectly, from ``outer``."""
+    at: FrameType | None = frame
+    while at is not None:
+        if at is outer:
+            return True
+        at = at.f_back
+    return False
+
+
+def runs(frame: FrameType, elsewhere: bool = False) -> bool:
+    """Whether ``frame`` is running on any thread, or (``elsewhere``) on one that is not the caller's."""
+    here = threading.get_ident() if elsewhere else None
+    return any(thread != here and is_inside(running, frame) for thread, running in sys._current_frames().items())
+
+
+def threads() -> set[int]:
+    """The threads that run Python code now."""
+    return set(sys._current_frames())
