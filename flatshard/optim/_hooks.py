@@ -6,6 +6,9 @@ reduced, gradients are accumulated, but are not in ``.grad``. Inside ``summon_fu
 exit overwrites them by the unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which
 nobody reads afterwards. Other steps only check that no queue holds gradients, and that no such context is active.
 
+A fourth one is the step of a flat parameter, or of a whole one, after ``p.data = ...``: it would change the memory that ``p``
+had, and the next forward adopts the new one. So a step adopts what was replaced since the last one.
+
 [Note: Optimizers that look at shapes]
 Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
 checked before their first step, and again when they got more parameters or more modules were sharded. All ranks come to the
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -36,6 +40,7 @@ from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
+from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import params_of, take_loaded
@@ -43,6 +48,7 @@ from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
 _checked = CheckedOptimizers()
+_adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
 _watching: list[Any] = []
 
 
@@ -76,6 +82,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _check_held(optimizer)
+    if _adopted.get(optimizer) != changes.count:
+        for unit in _stepped(all_units(), {id(p) for p in params_of(optimizer)}):
+            if not unit.claims.use:
+                unit.handle.check_parameters()
+        _adopted[optimizer] = changes.count
     if optimizer not in _checked:
         _look_at(optimizer)
     if not callable(closure):

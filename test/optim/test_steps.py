@@ -101,6 +101,26 @@ def test_inside_no_sync(pool, kind):
     pool.run(run_inside_no_sync, kind, world_size=2)
 
 
+def run_after_a_replacement(ctx, kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = sharded(ctx)
+    optimizers = MAKE[kind](model), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        each(X).sum().backward()
+        for param in each.parameters():
+            param.data = 0.5 * param.data + 0.25
+        optimizer.step()
+    for name, whole in flatshard.checkpoint.full_state_dict(model).items():
+        torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
+
+
+@pytest.mark.parametrize("kind", list(MAKE))
+def test_after_values_were_replaced(pool, kind):
+    """Flat and whole parameters have memory of their own, in which the new values are not."""
+    pool.run(run_after_a_replacement, kind, world_size=2)
+
+
 def run_replicas_to_come(ctx) -> None:
     """Reduced within the shard group, and not yet over the replicas."""
     mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
