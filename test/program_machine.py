@@ -1486,6 +1486,8 @@ class Machine:
         infos = [flatshard.tensors.shard_info(p) for p in module.parameters()]
         if any(info is not None and info.never_cut for info in infos):
             return  # what is computed from such a gradient is its owner's
+        if self.program.optimizer == "flat":
+            return  # only the flat parameters have gradients
         got, expected = (
             sum(p.grad.pow(2).sum() for p in m.parameters() if p.grad is not None) for m in (module, plain)
         )

@@ -472,7 +472,9 @@ class _Parts:
         empty = torch.empty(0, dtype=dtype, device=flat.kind.device)
         self._empties = [empty.new_empty(p.shape if not p.numel() else (0,)) for p in flat.params]
         for part_of, info in zip(self._empties, infos, strict=True):
-            if info.runtime is not None:
+            # Ranks don't agree whether a parameter of no elements has a gradient, as nothing is reduced that could tell them.
+            # Its gradient is plain, so that no norm of it communicates.
+            if info.runtime is not None and info.numel:
                 mark(part_of, info)
 
     def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:

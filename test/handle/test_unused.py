@@ -141,3 +141,27 @@ def counters(ctx: Context) -> set[str]:
 
 def test_more_parameters_than_a_counter_holds(pool):
     pool.run(many_parameters, world_size=3)
+
+
+class NoElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        return x + self.nothing.sum() if used else x
+
+
+def norms_of_nothing(ctx: Context) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), NoElements()])
+    for part in model:
+        fully_shard(part, process_group=ctx.group)
+    first, empty = model
+    empty(first(torch.ones(2)), ctx.rank == 0).sum().backward()
+    assert nn.utils.clip_grad_norm_(empty.parameters(), 1.0) == flatshard.clip_grad_norm_(empty, 1.0) == 0
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+def test_a_gradient_of_no_elements_communicates_nothing(pool):
+    """Ranks don't agree whether there is one."""
+    pool.run(norms_of_nothing, world_size=2)
