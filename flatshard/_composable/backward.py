@@ -4,7 +4,8 @@
 When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
 ``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter
 that is not in the graph is unused here, and is not waited for. If no parameter is in the graph (the unit is unused, or inside
-a reentrant checkpoint), the unit is complete when backward reaches a unit before it.
+a reentrant checkpoint), the unit is complete when backward reaches a unit before it, unless it will come to the unit again:
+to its forward in an earlier pass, if losses of two passes were added.
 
 [Note: Nested backwards]
 Reentrant checkpointing runs a backward inside a backward: another *graph task*. A unit is completed in the graph task
@@ -61,6 +62,12 @@ def _expected(unit: Unit) -> int:
 def _may_come(unit: Unit) -> bool:
     """Whether gradients of ``unit`` may still come, in the running graph task or one around it."""
     return bool(unit.record is not None and unit.record.expected) or _expected(unit) > 0
+
+
+def _comes_again(unit: Unit) -> bool:
+    """Whether the running graph task will reach another forward of ``unit``. [Note: What completes a unit]"""
+    task = current_graph_task()
+    return any(leave.ran_in != task and _will_accumulate(leave) for leave in unit.leaves)
 
 
 def _may_come_inside(unit: Unit) -> bool:
@@ -161,7 +168,8 @@ class Backward:
         around, over = (step.unit, *step.outer), []
         for unit in self._idle:
             assert unit.record is not None
-            if unit.record.task == task and not unit.handle.gradients.arrivals.pending and unit not in around:
+            is_over = unit.record.task == task and not unit.handle.gradients.arrivals.pending and unit not in around
+            if is_over and not _comes_again(unit):
                 over.append(unit)
         if over:
             to_come = any(map(_expected, self._queue.units()))

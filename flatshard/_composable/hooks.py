@@ -21,7 +21,8 @@ the graph. But the value of a frozen parameter is also needed for the gradient o
 the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
 inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
 module called twice, or another module of a group). Whether all gradients have come before depends on a rank's data. So a unit
-with trainable parameters is freed when its first forward is left. A unit without is gathered again for each, on all ranks.
+with trainable parameters is freed when its first forward of a pass is left, and gathered again for an earlier pass. A unit
+without is gathered again for each forward, on all ranks.
 """
 
 from __future__ import annotations
@@ -416,7 +417,8 @@ class UnitHooks:
         unit, record = self.unit, self.unit.record
         if record is not None:
             record.leave()
-        if self._is_left(record) and unit.handle.gradients.arrivals.pending == 0:
+        gradients = unit.handle.gradients
+        if self._is_left(record) and (gradients.arrivals.pending == 0 or not gradients.accumulators.are_all):
             backward = unit.context.backward
             if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()
@@ -447,10 +449,13 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
+        ctx.ran_in = -1  # the last graph task that ran it
+        hooks.unit.leaves.add(ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.ran_in = current_graph_task()
         ctx.hooks.leave()
         return None, *grads
 

@@ -180,6 +180,8 @@ class Unit:
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
         # Backward.
+        # The autograd nodes through which backward leaves live forwards: hooks.py, [Note: Freeing in backward].
+        self.leaves: weakref.WeakSet[Any] = weakref.WeakSet()
         # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
         self.stand_ins: list[Node] = []
         self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit

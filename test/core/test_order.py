@@ -497,6 +497,31 @@ def test_every_graph_of_a_forward_is_reduced_in_one_order(pool, in_groups):
     assert order == [*units, *units]
 
 
+def added_losses(ctx, frozen: str) -> None:
+    """Of two passes. Each rank leaves out the trainable branch of another unit."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), Fork(), Fork(), nn.Linear(4, 2)).double()
+    for fork in plain[1:3]:
+        fork.get_submodule(frozen).requires_grad_(False)
+    model = sharded(ctx, copy.deepcopy(plain), {Fork})
+    inputs = torch.randn(2, 2, 3, 4, dtype=torch.double)
+    left_out = "a" if frozen == "b" else "b"
+    for net, ranks in ((plain, range(2)), (model, [ctx.rank])):
+        for rank in ranks:
+            for number, fork in enumerate(net[1:3]):
+                fork.skip = left_out if number == rank else None
+            (sum(net(x).square().mean() for x in inputs[rank]) / len(ranks)).backward()
+    with summon_full_params(model, writeback=False, with_grads=True):
+        for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("frozen", ["a", "b"])
+def test_added_losses_of_partly_frozen_units(pool, frozen):
+    """A rank whose graph has none of a unit's parameters gathers and reduces it as often, and as late, as the others."""
+    pool.run(added_losses, frozen, world_size=2, timeout=20)
+
+
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
     """Not at the end of backward: other ranks may have gradients of it, and wait for this one."""
     world(8)
