@@ -137,6 +137,7 @@ def train(ctx: Any) -> None:
         {"reshard_after_forward": False},
         {"mixed_precision": MixedPrecision(keep_cast_shard=True)},
         {"strategy": ShardingStrategy.NO_SHARD},
+        {"static_buffers": True},
     ):
         ctx.note(str(options))
 
