@@ -358,8 +358,8 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
     # A package beside torch, which annotates plain tensors. FSDP2 of torch 2.15 makes DTensors of these.
     if (spmd := sys.modules.get("spmd_types")) is not None and (types := spmd.get_local_type(param)):
         raise NotImplementedError(
-            f"parameter {fqn!r} is annotated by spmd_types with {types}, which flatshard does not read: its gradient would not "
-            "be reduced over other axes than those to shard over. Use DTensors in its place (torch's parallelize_module), or "
+            f"parameter {fqn!r} is annotated by spmd_types with {types}, which flatshard does not read: its gradient would "
+            "not be reduced over other axes than those to shard over. Use DTensors in its place (parallelize_module), or "
             "pass it in ignored_states"
         )
     if (subclass := TensorSubclass.of(param)) is not None:
