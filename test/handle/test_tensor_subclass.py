@@ -507,7 +507,7 @@ def refuse(ctx) -> None:
     mesh = ctx.device_mesh((ctx.world_size,), ("tp",))
     distributed = DTensor.from_local(weight, mesh, [Replicate()])
     cases = {
-        r"is a Quantised, which requires grad, but has 3 tensors inside.*freeze it": linear(quantised, True),
+        r"is a Quantised, which requires grad, but has 3 tensors inside.*Freeze it": linear(quantised, True),
         r"is a Copying, which copies the tensors that its __tensor_unflatten__ is given": linear(Copying.of(weight)),
         r"is a Opaque, a tensor subclass that does not say which tensors are inside": linear(
             weight.as_subclass(Opaque)
