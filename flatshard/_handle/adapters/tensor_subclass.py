@@ -34,7 +34,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_dtenso
 from flatshard._handle.adapters.wrapping import Wrapping, remembered
 from flatshard._handle.layout import dense_stride
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.grad_dtype import hand_on
+from flatshard._handle.tensors.sharded_parameter import take_place
 
 _ALIGNMENT = 16  # bytes; the size of the widest dtype
 
@@ -150,17 +150,14 @@ class TensorSubclass(Wrapping):
 
 
 def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
-    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay, and all hooks on it.
+    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay, and what is registered on it.
 
     It is another leaf for autograd then, which has another AccumulateGrad node: this counts as a change.
     """
     fresh = nn.Parameter(made, param.requires_grad)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (registered := getattr(param, hooks)) is not None:
-            setattr(fresh, hooks, registered)
     for name, value in param.__dict__.items():
         fresh.__dict__.setdefault(name, value)
-    hand_on(param, fresh)
+    take_place(fresh, param)
     torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
     changes.count += 1
 
