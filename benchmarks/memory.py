@@ -4,13 +4,14 @@
 
 A GPT of 12 blocks, the fake group of 8, forward, backward and a step of AdamW (foreach). Bytes are those of all storages
 that are live, counted exactly after every operation (``LiveBytes`` in ``counting.py``); Python's collector is off. The first
-table is the peak. ``4 x reduced`` and ``4 x no_sync`` are four microbatches: each is reduced (flatshard's default), or the
-last alone.
+table is the peak, the second the peak until the (last) forward ends. ``4 x reduced`` and ``4 x no_sync`` are four
+microbatches: each is reduced (flatshard's default), or the last alone.
 
 The floor of the peak: this rank's shards of parameters, gradients and AdamW's two moments (4 P / 8, P being the parameters
 in float32), the two largest whole units (the one in work and the one gathered ahead, in the dtype that they compute in), and
 what a plain model in that dtype keeps for its backward. It is a sum of what has to be there, not all of it at one moment: a
-step may stay below it. The floor between steps: the shards, gradients and moments alone.
+step may stay below it. That of the forward is the same without gradients (3 P / 8). The floor between steps: the shards,
+gradients and moments alone.
 
 On CPU flatshard ends a reduction when a sixth of the next unit's gradients are there; on an accelerator, which would stand
 idle, when all of them are (``_composable/backward.py``). And over gloo it sends bfloat16 gradients as they are, to be added
@@ -23,7 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -58,23 +59,42 @@ def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     return made
 
 
-def held(name: str, setting: Setting) -> tuple[int, int]:
-    """Bytes at the peak of a step, and after it with its gradients. Within a fake group."""
+@dataclass(frozen=True)
+class Held:
+    """Bytes."""
+
+    peak: int
+    """Of a step."""
+    forward: int
+    """The peak until its last forward has ended."""
+    after: int
+    """The step, with its gradients."""
+
+
+def held(name: str, setting: Setting) -> Held:
+    """What a step of a contender holds. Within a fake group."""
     with LiveBytes() as live:
         adamw = functools.partial(torch.optim.AdamW, foreach=True)
+        forward = 0
+
+        def loss(logits: torch.Tensor) -> torch.Tensor:
+            nonlocal forward
+            forward = live.peak
+            return mean_logit(logits)
+
         if name == LATER:
-            job = Job(OURS, CONFIG, replace(setting, collectives=as_nccl), TOKENS, adamw)
+            job = Job(OURS, CONFIG, replace(setting, collectives=as_nccl), TOKENS, adamw, loss)
             for unit in units_below(job.model):
                 unit.context.reductions.waits_early = False
         else:
-            job = Job(name, CONFIG, setting, TOKENS, adamw)
+            job = Job(name, CONFIG, setting, TOKENS, adamw, loss)
         live.add(job.model.parameters())
         for _ in range(2):
             job.step()
         with live.watch():
             job.step()
         gc.collect()
-        return live.peak, live.now()
+        return Held(live.peak, forward, live.now())
 
 
 def activations(bf16: bool) -> int:
@@ -90,22 +110,26 @@ def activations(bf16: bool) -> int:
     return kept
 
 
-def floor(bf16: bool) -> float:
+def floor(bf16: bool, state: float = STATE) -> float:
     """Of the peak."""
-    return STATE + sum(sorted(unit_bytes())[-2:]) / (2 if bf16 else 1) + activations(bf16)
+    return state + sum(sorted(unit_bytes())[-2:]) / (2 if bf16 else 1) + activations(bf16)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
     peaks: dict[str, dict[str, Figure]] = {}
+    forwards: dict[str, dict[str, Figure]] = {}
     between: dict[str, dict[str, Figure]] = {}
     floors = {bf16: floor(bf16) for bf16 in (False, True)}
+    ends = {bf16: floor(bf16, STATE * 3 / 4) for bf16 in (False, True)}
     with fake_world(RANKS):
         for column, setting in CASES.items():
             progress(f"memory, {column}")
             counted = {name: held(name, setting) for name in NAMES}
-            peaks[column] = {name: Figure(peak / floors[setting.bf16]) for name, (peak, _) in counted.items()}
+            peaks[column] = {name: Figure(found.peak / floors[setting.bf16]) for name, found in counted.items()}
+            if setting.microbatches == 1:
+                forwards[column] = {name: Figure(found.forward / ends[setting.bf16]) for name, found in counted.items()}
             if column in ("fp32", "bf16"):
-                between[column] = {name: Figure(after / STATE) for name, (_, after) in counted.items()}
+                between[column] = {name: Figure(found.after / STATE) for name, found in counted.items()}
     what = f"GPT of 12 blocks, fake group of {RANKS}"
     return [
         Table(
@@ -115,6 +139,14 @@ def measure(args: argparse.Namespace) -> list[Table]:
             by_column(peaks),
             {OURS: TARGETS},
             [f"The floor is {floors[False] / 2**20:.2f} MiB in fp32 and {floors[True] / 2**20:.2f} MiB in bf16."],
+            digits=3,
+        ),
+        Table(
+            "memory_of_the_forward",
+            f"peak of live bytes until the forward of a training step has ended, over the floor ({what})",
+            "shards and AdamW's moments, two largest whole units, what a plain forward keeps; counted",
+            by_column(forwards),
+            notes=[f"The floor is {ends[False] / 2**20:.2f} MiB in fp32 and {ends[True] / 2**20:.2f} MiB in bf16."],
             digits=3,
         ),
         Table(

@@ -12,7 +12,8 @@ tag for each unit, and nothing more is needed. Over NCCL both kinds share the gr
   ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at the same time.
 - ``new_group`` is collective over all ranks of the world, not only over the group's. With ``use_local_synchronization``
   it names the group by a count that each process keeps, so ranks that are in different other groups disagree, and hang.
-  With an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank.
+  With an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank. Since torch
+  2.15 each "nccl" (``ProcessGroupNCCL2``) is initialised so, with or without ``device_id``.
 - A communicator costs GPU memory.
 
 [Note: Averages of the backend]

@@ -131,12 +131,9 @@ class EncodedFlatParam(FlatParam):
     def largest(self) -> torch.Tensor:
         """The largest magnitude in this rank's part of each parameter."""
         dtype = torch.float64 if self.kind.dtype is torch.float64 else torch.float32
-        result = torch.zeros(len(self.slices), dtype=dtype, device=self.shard.device)
-        here = [index for index, part in enumerate(self.slices) if part.numel]
-        if here:
-            parts = [self.shard[self.slices[i].start : self.slices[i].stop] for i in here]
-            result[here] = torch.stack(torch._foreach_norm(parts, math.inf)).to(dtype)
-        return result
+        here = [self.shard[part.start : part.stop] for part in self.slices if part.numel]
+        found, nothing = iter(torch._foreach_norm(here, math.inf) if here else ()), self.shard.new_zeros(())
+        return torch.stack([next(found) if part.numel else nothing for part in self.slices]).to(dtype)
 
     def write_back(self, own: torch.Tensor | None = None) -> None:
         """See ``FlatParam``. Values that a forward has changed cannot be written back from what was encoded.

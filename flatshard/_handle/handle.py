@@ -394,7 +394,9 @@ class FlatParamHandle:
             if flat.gradients.is_chosen_anew:
                 self.gradients.check_not_deferred("p.grad_dtype was set")
                 flat.gradients.follow_parameters()
-        if any([flat.sync_requires_grad(thawed_only) for flat in self.flats]):
+        synced = [flat.sync_requires_grad(thawed_only) for flat in self.flats]
+        # A wrapped parameter may have become another leaf: see `swap_inside`.
+        if any(synced) or any([any(flat.wrappings) for flat in self.flats]):
             self.gradients.find_accumulators()
 
     def write_back_if_changed(self, keep: bool = True) -> None:

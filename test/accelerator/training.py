@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator.harness import Block, Cases, Env, Net, mean_square, numbers, sgd
+from accelerator.harness import WIDTH, Block, Cases, Env, Net, mean_square, numbers, sgd
+from encoded import Linear8
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -293,6 +294,59 @@ def offload_evaluates(env: Env, then: str) -> Any:
 @cases.add(ranks=1, fake=False)
 def alone(env: Env) -> Any:
     return env.train(env.shard(env.make()))
+
+
+# -- parameters that travel encoded --------------------------------------------------------------------------------------
+
+
+class Encoded(nn.Sequential):
+    """A block with a weight that is gathered in float8."""
+
+    def __init__(self) -> None:
+        super().__init__(Linear8(torch.float32, WIDTH, later=True), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def encoded_net(env: Env, **options: Any) -> nn.Module:
+    model = env.make(functools.partial(Net, Encoded))
+    for module in model.modules():
+        if isinstance(module, Linear8):
+            module.encode()
+    return env.shard(model, policy={Encoded}, **options)
+
+
+@cases.add(
+    {
+        "": {},
+        "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "static_buffers": {"static_buffers": True},
+        "offload": {"cpu_offload": CPUOffload(True)},
+        "offload_accumulates": {"cpu_offload": CPUOffload(True), "micro": 2},
+    },
+    **BF16,
+)
+def encoded(env: Env, micro: int = 1, **options: Any) -> Any:
+    return env.train(encoded_net(env, **options), micro=micro, waits="cpu_offload" in options)
+
+
+@cases.add({"": {}, "offload": {"cpu_offload": CPUOffload(True)}}, ranks=4, **BF16)
+def encoded_replicated(env: Env, **options: Any) -> Any:
+    return encoded(env, device_mesh=env.mesh((2, 2), "replicas", "shards"), strategy=S.HYBRID_SHARD, **options)
+
+
+@cases.add(**BF16)
+def encoded_on_streams(env: Env) -> Any:
+    """The scales are shared on whichever stream runs the first of the units that gather ahead."""
+    model = encoded_net(env)
+    optimizer, outputs = sgd(model.parameters()), []
+    for step in range(3):
+        with env.side_streams(2) as streams:
+            for i, stream in enumerate(streams):
+                with stream:
+                    outputs.append(model(env.batch(2 * step + i)))
+        sum(mean_square(o) for o in outputs[-2:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, numbers(model)
 
 
 # -- the order of computation ----------------------------------------------------------------------------------------

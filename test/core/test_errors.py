@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -409,9 +411,21 @@ def _dtensor() -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Replicate()]))
 
 
+def _annotated() -> nn.Parameter:
+    """As the package spmd_types does it, of which the test has a stand-in."""
+    made = nn.Parameter(torch.ones(4, 4))
+    made._local_type = {"tp": "R"}
+    return made
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
+        (
+            _annotated,
+            NotImplementedError,
+            "parameter 'blocks.1.linear.weight' is annotated by spmd_types with {'tp': 'R'}, which flatshard does not read",
+        ),
         (
             _dtensor,
             ValueError,
@@ -435,10 +449,12 @@ def _dtensor() -> nn.Parameter:
             "parameter 'blocks.1.linear.weight' is lazy and has no shape yet: run one",
         ),
     ],
-    ids=["DTensor", "dispatch", "function", "sparse", "lazy"],
+    ids=["spmd_types", "DTensor", "dispatch", "function", "sparse", "lazy"],
 )
 @pytest.mark.parametrize("policy", [None, {Block}], ids=["root", "blocks"])
-def test_a_parameter_that_cannot_be_flattened(fake_group, make, kind, message: str, policy):
+def test_a_parameter_that_cannot_be_flattened(fake_group, monkeypatch, make, kind, message: str, policy):
+    spmd_types = SimpleNamespace(get_local_type=lambda param: param.__dict__.get("_local_type", {}))
+    monkeypatch.setitem(sys.modules, "spmd_types", spmd_types)
     model = Net()
     model.blocks[1].linear.weight = make()
     with refused(model, kind, message):

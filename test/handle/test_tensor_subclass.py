@@ -171,11 +171,12 @@ def vectors(step: int, n: int) -> Tensor:
 def train(ctx, name: str) -> None:
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
-        for policy in (None, {Adapted, nn.Linear} if name in ("wrapped", "nested") else {Adapted}):
-            ctx.note(f"{strategy.name}, {policy}")
+        units = {Adapted, nn.Linear} if name in ("wrapped", "nested") else {Adapted}
+        for options in ({}, {"policy": units}, {"policy": units, "static_buffers": True}):
+            ctx.note(f"{strategy.name}, {options}")
 
-            def shard(model: nn.Module, group: Any, policy: Any = policy, strategy: Any = strategy) -> None:
-                fully_shard(model, policy=policy, strategy=strategy, process_group=group)
+            def shard(model: nn.Module, group: Any, options: Any = options, strategy: Any = strategy) -> None:
+                fully_shard(model, strategy=strategy, process_group=group, **options)
 
             check_parity(
                 ctx,
@@ -286,6 +287,28 @@ def shown(ctx) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_summoned_copied_and_evaluated(pool, world_size):
     pool.run(shown, world_size=world_size)
+
+
+def converted(ctx) -> None:
+    """For autograd they are other tensors then, on which the user's hooks and ours are registered, too."""
+    torch.manual_seed(0)
+    plain = wrapped()
+    model = made(ctx, copy.deepcopy(plain), policy={nn.Linear})
+    seen: list[Any] = []
+    model[0].weight.register_hook(lambda grad: seen.append(grad.dtype))
+    x = vectors(0, 2)
+    expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)(x.to(dtype)).sum().backward()
+        with flatshard.summon_full_params(model, with_grads=True):
+            for param, grad in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(param.grad.to(dtype), grad.to(dtype), rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+    assert seen == [torch.float32, torch.float64]
+
+
+def test_gradients_and_hooks_after_a_change_of_dtype(pool):
+    pool.run(converted, world_size=2)
 
 
 def from_rank_0(ctx) -> None:
@@ -484,7 +507,7 @@ def refuse(ctx) -> None:
     mesh = ctx.device_mesh((ctx.world_size,), ("tp",))
     distributed = DTensor.from_local(weight, mesh, [Replicate()])
     cases = {
-        r"is a Quantised, which requires grad, but has 3 tensors inside.*freeze it": linear(quantised, True),
+        r"is a Quantised, which requires grad, but has 3 tensors inside.*Freeze it": linear(quantised, True),
         r"is a Copying, which copies the tensors that its __tensor_unflatten__ is given": linear(Copying.of(weight)),
         r"is a Opaque, a tensor subclass that does not say which tensors are inside": linear(
             weight.as_subclass(Opaque)

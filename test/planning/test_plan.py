@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from counting import Wire, storages
+from encoded import Linear8
 from expecttest import assert_expected_inline
 from models import SMALL_WIDTH, WIDTH
 from models import NormBlock as Block
@@ -746,6 +747,7 @@ def test_errors(world):
     refused(ValueError, "that the plan does not shard", optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     refused(ValueError, "ranks_per_node must be an int of at least 1", ranks_per_node=0)
     refused(TypeError, "fully_shard takes an nn.Module", model=3)
+    refused(NotImplementedError, "'weight' is a Weight, and tensor subclasses cannot be planned", Linear8())
     refused(
         NotImplementedError,
         "the policy overrides collectives",

@@ -354,8 +354,10 @@ def only_hooks_registers_hooks():
     # Those of a copy on meta; and hooks of no forward.
     others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_state_dict", "optim._hooks")
     for name, node in outside("_composable.hooks", *features, *others):
-        if name == "_handle.tensors.sharded_parameter" and dotted(getattr(node, "value", node)) == "":
-            continue  # super().register_hook: what a user may call on a parameter includes this
+        if name == "_handle.tensors.sharded_parameter" and (
+            dotted(getattr(node, "value", node)) == "" or getattr(node, "attr", "") == "_backward_hooks"
+        ):
+            continue  # super().register_hook: what a user may call on a parameter includes this. And a tensor's hooks
         if isinstance(node, ast.Attribute):
             assert not re.fullmatch(r"_?register_\w*hook\w*", node.attr), show(name, node)
             writes_hooks = re.fullmatch(r"_(forward|backward)_(pre_)?hooks", node.attr)

@@ -233,6 +233,18 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def parallelize_two_dtypes(model: nn.Module, mesh: Any) -> None:
+    """The columns compute in fp32, by choice."""
+    parallelize(model, mesh)
+    mark_norms(model, mesh)
+    for block in model.blocks:
+        for module, dtype in ((block.up, FP32), (block.down, BF16)):
+            module.register_forward_pre_hook(lambda module, args, dtype=dtype: (args[0].to(dtype),))
+        for p in block.up.parameters():
+            assert isinstance(p, DTensor)
+            p.is_norm = True
+
+
 def freeze_in_bf16(model: nn.Module, mesh: Any) -> None:
     """As LoRA on a low-precision model: two dtypes in a unit."""
     for block in model.blocks:
@@ -328,6 +340,11 @@ STEPPED = {
 HYBRID = {
     "fp32, offload": Case(offload=True),
     "bf16, reduced in bf16": Case(precision={"param_dtype": BF16, "reduce_dtype": BF16}),
+    "bf16, norms in fp32": Case(
+        before=mark_norms,
+        precision={"param_dtype": BF16, "reduce_dtype": FP32, "param_dtype_override_fn": norms_in_their_own},
+        needs=IS_NEW,
+    ),
     "accumulated in bf16, each reduced": Case(
         step=microbatches, precision={"param_dtype": BF16, "reduce_dtype": FP32}, steps=1
     ),
@@ -339,6 +356,11 @@ ParallelCase = functools.partial(Case, make=functools.partial(Net, hidden=(8, 10
 TENSOR_PARALLEL = {
     "fp32, accumulated": ParallelCase(step=functools.partial(microbatches, sync="last")),
     "bf16, reduced in fp32": ParallelCase(precision={"param_dtype": BF16, "reduce_dtype": FP32}),
+    "bf16, norms and columns in fp32": ParallelCase(
+        before=parallelize_two_dtypes,
+        precision={"param_dtype": BF16, "param_dtype_override_fn": norms_in_their_own},
+        needs=IS_NEW,
+    ),
 }
 
 SEVERAL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -355,6 +356,13 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
     """Raise if ``param`` cannot be sharded."""
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter {fqn!r} is lazy and has no shape yet: run one forward before fully_shard")
+    # A package beside torch, which annotates plain tensors. FSDP2 of torch 2.15 makes DTensors of these.
+    if (spmd := sys.modules.get("spmd_types")) is not None and (types := spmd.get_local_type(param)):
+        raise NotImplementedError(
+            f"parameter {fqn!r} is annotated by spmd_types with {types}, which flatshard does not read: its gradient would "
+            "not be reduced over other axes than those to shard over. Use DTensors in its place (parallelize_module), or "
+            "pass it in ignored_states"
+        )
     if (subclass := TensorSubclass.of(param)) is not None:
         if any(t.is_meta for t in plain_tensors(param)):
             raise ValueError(

@@ -6,8 +6,10 @@ protocol that ``torch.compile`` and FSDP2 use.
 [Note: Bytes of several tensors]
 If there is one tensor inside, it is sharded in its own dtype. If there are several (int8 values, scales and zero points of a
 quantised weight), their bytes are sharded as one frozen ``uint8`` parameter: end to end, each tensor aligned to 16 bytes. So
-all of them are gathered in the unit's one all-gather, and are never cast. Bytes have no gradient, so such a parameter must
-be frozen.
+all of them are gathered in the unit's one all-gather, and are never cast. Such a parameter must be frozen. Its gradient would
+be one tensor of floating-point numbers, so of another dtype and size than the bytes that are sharded; and an optimizer would
+have to change this rank's part by the class's own operators (torchao's rounds at random, for each row anew), while a sharded
+parameter has none: it is plain memory, cut anywhere.
 
 [Note: Classes that FSDP2 asks what to gather]
 FSDP2 asks a class with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to send of a part, and to build the whole
@@ -31,7 +33,8 @@ from torch import nn
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_dtensor, local_tensor
 from flatshard._handle.adapters.wrapping import Wrapping, remembered
 from flatshard._handle.layout import dense_stride
-from flatshard._handle.tensors.grad_dtype import hand_on
+from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.sharded_parameter import take_place
 
 _ALIGNMENT = 16  # bytes; the size of the widest dtype
 
@@ -128,7 +131,10 @@ class TensorSubclass(Wrapping):
             return "has a DTensor inside, which cannot be sharded: use the subclass without tensor parallelism"
         if tensor.requires_grad:
             if len(self.leaves) > 1:
-                return f"requires grad, but has {len(self.leaves)} tensors inside, so it has no gradient to shard: freeze it"
+                return (
+                    f"requires grad, but has {len(self.leaves)} tensors inside: a step would go through the class, and a "
+                    "sharded parameter is plain memory. Freeze it, and train parameters beside it (adapters)"
+                )
             if self.leaves[0].shape != self.shape or not self.leaves[0].dtype.is_floating_point:
                 return (
                     "requires grad, but the tensor inside is not a floating-point tensor of the same shape: freeze it"
@@ -144,12 +150,16 @@ class TensorSubclass(Wrapping):
 
 
 def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
-    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay."""
+    """Give ``param`` the tensors inside ``made``. The user's attributes of it stay, and what is registered on it.
+
+    It is another leaf for autograd then, which has another AccumulateGrad node: this counts as a change.
+    """
     fresh = nn.Parameter(made, param.requires_grad)
     for name, value in param.__dict__.items():
         fresh.__dict__.setdefault(name, value)
-    hand_on(param, fresh)
+    take_place(fresh, param)
     torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
+    changes.count += 1
 
 
 def is_wrapper(tensor: object) -> bool:

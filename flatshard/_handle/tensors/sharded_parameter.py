@@ -481,3 +481,12 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
             dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
             tensor = dense.copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def take_place(new: Any, old: Any) -> None:
+    """Make ``new`` for autograd what ``old`` is: it has the hooks on ``old``, and the same choice of a gradient's dtype."""
+    if old._backward_hooks is not None:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks is not None:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    hand_on(old, new)
