@@ -399,7 +399,7 @@ def replicated(ctx) -> None:
     torch.manual_seed(ctx.rank)
     model.init_weights()
     model(torch.zeros(2, dtype=torch.int64))
-    parts = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    parts = torch.cat([p.detach().clone().reshape(-1) for p in model.parameters()])
     others = [torch.empty_like(parts) for _ in range(2)]
     dist.all_gather(others, parts, group=mesh.get_group("replicate"))
     assert torch.equal(*others)

@@ -14,6 +14,7 @@ class OperationKind(enum.Enum):
     """What an operation needs of a tensor."""
 
     ELEMENTWISE = "each element alone: works on the part, and gives a part"
+    RANDOM = "a number for each element, by its place in the whole: in place, or as a new tensor (`rand_like`)"
     REDUCTION = "all elements, in any order: gives the number of the whole, and communicates"
     ALIAS = "the same elements, perhaps in another dtype or on another device: gives a part"
     MEMORY = "what this rank holds: its address, dtype, shape, bytes; a copy or a new tensor like it, which is plain"
@@ -28,7 +29,7 @@ class OperationKind(enum.Enum):
 
 
 _OPERATIONS = {
-    # Arithmetic, functions of one number, comparisons, logic, random numbers, activations, quotients for optimizers.
+    # Arithmetic, functions of one number, comparisons, logic, activations, quotients for optimizers.
     OperationKind.ELEMENTWISE: """
         abs absolute add addcdiv addcmul and bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
         bitwise_xor ceil clamp clamp_max clamp_min clip copysign div divide floor floor_divide floordiv fmax fmin fmod frac
@@ -40,10 +41,12 @@ _OPERATIONS = {
         tan tanh xlogy heaviside real imag resolve_conj resolve_neg
         eq ge greater greater_equal gt isfinite isinf isnan isneginf isposinf isreal le less less_equal logical_and
         logical_not logical_or logical_xor lt ne not_equal signbit where masked_fill
-        bernoulli cauchy exponential geometric log_normal normal random uniform dropout
         copy fill zero
         elu celu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
         softshrink softsign tanhshrink threshold
+    """,
+    OperationKind.RANDOM: """
+        bernoulli cauchy exponential geometric log_normal normal random uniform rand_like randn_like randint_like
     """,
     OperationKind.REDUCTION: """
         all amax amin any count_nonzero dot item max mean min norm sum vdot vector_norm
@@ -52,7 +55,7 @@ _OPERATIONS = {
         detach data to float double half bfloat16 cpu cuda type_as contiguous view_as_real
     """,
     OperationKind.MEMORY: """
-        clone deepcopy zeros_like ones_like empty_like full_like rand_like randn_like new new_empty new_empty_strided
+        clone deepcopy zeros_like ones_like empty_like full_like new new_empty new_empty_strided
         new_full new_ones new_tensor new_zeros as_subclass
         allclose equal isclose is_same_size is_set_to
         array array_wrap dlpack dlpack_device numpy tolist repr str format hash sizeof dir reduce reduce_ex setstate getstate
