@@ -320,6 +320,11 @@ def load(ctx, directory: str) -> None:
                 assert model.head.weight.shape == (11, WIDTH)
             fill(model)
             model.inv_freq.copy_(expected.inv_freq)
+            for name, value in whole.items():  # who reads a parameter that has its values finds a part
+                module, _, attribute = name.rpartition(".")
+                param = getattr(model.get_submodule(module), attribute)
+                assert (info := flatshard.tensors.shard_info(param)) is None or param.shape == info.part_shape, name
+                torch.testing.assert_close(param.norm(), value.norm())
             same_as(model, expected)
             trains(ctx, model, plain())
 

@@ -70,6 +70,9 @@ class Filling(Protocol):
     def show(self, param: ShardedParameter) -> nn.Parameter:
         """What code gets that reads ``param`` from its module: itself, or the whole."""
 
+    def shows(self, param: ShardedParameter) -> bool:
+        """Whether ``param`` is whole now."""
+
     def cut(self) -> None:
         """Keep this rank's part of what is shown whole, as the unit is used."""
 
@@ -204,7 +207,7 @@ def _is_part(param: ShardedParameter) -> bool:
     if info.runtime is None or info.shard_world_size == 1:
         return False
     home = _homes.get(id(param))
-    return home is None or home.filling is None or param.shape != info.shape  # [Note: Filled later]
+    return home is None or home.filling is None or not home.filling.shows(param)  # [Note: Filled later]
 
 
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
