@@ -101,3 +101,9 @@ def cannot_trace(what: str, who: str) -> RuntimeError:
         f"{what} cannot trace a sharded module: {who} is gathered for each forward, which a trace cannot contain. Trace "
         "a new model that is not sharded, with the values of flatshard.checkpoint.full_state_dict(module)"
     )
+
+
+RESTRUCTURE_BEFORE = (
+    "parametrize, prune, normalise or delete parameters before fully_shard. A model that is sharded already: build it again, "
+    "load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
+)

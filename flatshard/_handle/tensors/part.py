@@ -185,7 +185,8 @@ def refuse(info: PartInfo, name: str) -> NoReturn:
     raise RuntimeError(
         f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
         "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If a "
-        "method of yours computes with it, register the method by flatshard.register_forward_method"
+        "method of yours computes with it, register the method by flatshard.register_forward_method. To parametrize, prune "
+        "or normalise weights, do it before fully_shard"
     )
 
 
@@ -252,6 +253,13 @@ def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return part.dim() if part.is_meta else len(part._flatshard_info.full_shape)
 
 
+def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _plainly(func, args, kwargs)
+    except IndexError:
+        refuse(args[0]._flatshard_info, name_of(func))
+
+
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The part's own shape, or 1-D."""
     part = args[0]
@@ -262,7 +270,7 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _plainly(func, args, kwargs)
     try:
         result = _plainly(func, args, kwargs)
-    except RuntimeError:  # the sizes don't fit
+    except (RuntimeError, IndexError):  # the sizes don't fit
         _rows_only(part._flatshard_info, name_of(func))
         raise
     with plainly():
@@ -558,6 +566,7 @@ BY_KIND: dict[OperationKind, Handler | None] = {
     OperationKind.ALIAS: _same,
     OperationKind.MEMORY: None,
     OperationKind.DIMENSIONS: _dimensions,
+    OperationKind.SIZE: _size,
     OperationKind.FLAT: _flat,
     OperationKind.SELECT: _select,
     OperationKind.SHAPE: _by_rows,

@@ -42,6 +42,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._errors import RESTRUCTURE_BEFORE
 from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
@@ -307,9 +308,12 @@ class ShardedParameter(nn.Parameter):
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """As in torch: like ``p.data = ...``."""
-        super().set_(*args, **kwargs)
-        changes.count += 1
+        """As in torch, if it changes nothing: a part stays where it is."""
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not _is_same(self, args[0]):
+            raise RuntimeError(
+                f"parameter {self._flatshard_info.fqn!r} is sharded, and set_ would give it other memory: "
+                f"{RESTRUCTURE_BEFORE}. For other values use copy_, or assign to p.data"
+            )
         return self
 
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
