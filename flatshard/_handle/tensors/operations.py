@@ -93,7 +93,7 @@ def is_pointwise(name: str) -> bool:
         torch.Tag.pointwise in getattr(packet, overload).tags
         for packet in packets
         if isinstance(packet, torch._ops.OpOverloadPacket)
-        for overload in packet.overloads()
+        for overload in packet.overloads()  # type: ignore[no-untyped-call]
     )
 
 
