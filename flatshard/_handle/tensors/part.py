@@ -86,10 +86,10 @@ class PartTensor(torch.Tensor):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
-        if len(types) > 1 or cls is OwnedTensor:
-            settled = settle(func, args, kwargs or {})
-            if settled is not None:
-                return func(*settled[0], **settled[1])
+        if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
+            make_whole(args, kwargs)
+        if OwnedTensor in types and (settled := settle(func, args, kwargs or {})) is not None:
+            return func(*settled[0], **settled[1])
         if handler is not None:
             return handler(func, args, kwargs or {})
         try:
@@ -383,11 +383,9 @@ def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def settle(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Make numbers of this rank that ``func`` needs those of the whole: partial ones in place, and those of owners in the
-    arguments that this returns. None: there are none of these.
+    """The arguments of ``func`` with the numbers of owners in them, where all ranks need these: they leave their parameter.
+    None: none does.
     """
-    if func is not UNSCALE:  # that one leaves its flag partial
-        make_whole(args, kwargs)
     with plainly():
         tensors = list(tensors_in((args, kwargs)))
         numbers = {id(t): t for t in tensors if type(t) is OwnedTensor and not t.dim()}

@@ -51,6 +51,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
 from flatshard._handle.tensors.part import draw, handler_of, refuse, settle
+from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
 
@@ -218,8 +219,8 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
     def of_a_part(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
             if has_torch_function((*args, *kwargs.values())):
-                settled = settle(method, (self, *args), kwargs)
-                if settled is not None:
+                make_whole(args, kwargs)
+                if (settled := settle(method, (self, *args), kwargs)) is not None:
                     return handler(method, *settled)
             return handler(method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
