@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
-from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace
+from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
@@ -33,7 +33,6 @@ _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
 # The function in `named_parameters` that lists one module's own parameters.
 _LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
-_OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _RECOMPUTE = CheckpointFunction.backward.__code__
 
 Parameters = dict[str, nn.Parameter | None]
@@ -125,7 +124,7 @@ class GuardedParameters(Parameters):
             writer = sys._getframe(1)
             if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
                 return
-            _refuse_other_sharding(held, writer)
+            refuse_other_sharding(held._flatshard_info.fqn, writer)
             if writer.f_code is _SWAP:
                 self._check_swap(name, held)
         elif type(param) is ShardedParameter and any(param is own for own in super().values()) and held is not param:
@@ -146,7 +145,7 @@ class GuardedParameters(Parameters):
 
     def __delitem__(self, name: str) -> None:
         if type(held := super().get(name)) is ShardedParameter:
-            _refuse_other_sharding(held, sys._getframe(1))
+            refuse_other_sharding(held._flatshard_info.fqn, sys._getframe(1))
             if not isinstance(self.attributes.get(name), nn.Parameter) and name in self.own:
                 _refuse_removal(held, name)
         super().__delitem__(name)
@@ -215,19 +214,6 @@ def _lists_own(reader: FrameType) -> bool:
     """Whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
     caller = reader.f_back
     return reader.f_code is _LIST and caller is not None and caller.f_locals.get("recurse") is False
-
-
-def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
-    """Raise if torch's FSDP takes ``held`` out of its module: it would shard this rank's part once more."""
-    frame: FrameType | None = writer
-    for _ in range(4):  # nn.Module's __setattr__ or __delattr__, and the methods of this dict, may be in between
-        if frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHER_SHARDING):
-            raise RuntimeError(
-                f"parameter {held._flatshard_info.fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard "
-                "this rank's part of it once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn "
-                "its FSDP off), and build the module again"
-            )
-        frame = None if frame is None else frame.f_back
 
 
 def _refuse_early(param: ShardedParameter, reader: FrameType | None) -> None:

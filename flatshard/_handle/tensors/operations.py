@@ -92,7 +92,7 @@ def is_pointwise(name: str) -> bool:
     return any(
         torch.Tag.pointwise in getattr(packet, overload).tags
         for packet in packets
-        if isinstance(packet, torch._ops.OpOverloadPacket)
+        if hasattr(packet, "overloads")
         for overload in packet.overloads()  # type: ignore[no-untyped-call]
     )
 

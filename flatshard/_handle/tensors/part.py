@@ -19,12 +19,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from flatshard._errors import refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
@@ -182,11 +184,11 @@ def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
 
 def refuse(info: PartInfo, name: str) -> NoReturn:
     """Raise: ``name`` needs more than the elements that this rank has."""
+    refuse_other_sharding(info.fqn, sys._getframe(1))
     raise RuntimeError(
         f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
         "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If a "
-        "method of yours computes with it, register the method by flatshard.register_forward_method. To parametrize, prune "
-        "or normalise weights, do it before fully_shard"
+        "method of yours computes with it, register the method by flatshard.register_forward_method"
     )
 
 
