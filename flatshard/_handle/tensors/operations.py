@@ -9,6 +9,7 @@ elementwise without being named here. Anything else that is not in the table is 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import torch
 
@@ -88,12 +89,12 @@ NAMED: dict[str, OperationKind] = {
 
 def is_pointwise(name: str) -> bool:
     """Whether torch tags the operation ``name`` so."""
-    packets = [getattr(torch.ops.aten, each, None) for each in (name, name.rstrip("_"), f"special_{name}")]
+    packets: list[Any] = [getattr(torch.ops.aten, each, None) for each in (name, name.rstrip("_"), f"special_{name}")]
     return any(
         torch.Tag.pointwise in getattr(packet, overload).tags
         for packet in packets
         if hasattr(packet, "overloads")
-        for overload in packet.overloads()  # type: ignore[no-untyped-call]
+        for overload in packet.overloads()
     )
 
 
