@@ -116,7 +116,7 @@ def first_line(error: Exception) -> Figure:
 
 def values(job: Job) -> torch.Tensor:
     """This rank's parameters, on the host."""
-    return torch.cat([p.detach().flatten().float().cpu() for p in job.model.parameters()])
+    return torch.cat([p.detach().clone().flatten().float().cpu() for p in job.model.parameters()])
 
 
 @dataclass(frozen=True)

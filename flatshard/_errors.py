@@ -7,6 +7,7 @@ A user's mistake is a ``ValueError``, ``TypeError`` or ``RuntimeError`` whose me
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import FrameType
 
 
 class InternalError(AssertionError):
@@ -101,3 +102,24 @@ def cannot_trace(what: str, who: str) -> RuntimeError:
         f"{what} cannot trace a sharded module: {who} is gathered for each forward, which a trace cannot contain. Trace "
         "a new model that is not sharded, with the values of flatshard.checkpoint.full_state_dict(module)"
     )
+
+
+RESTRUCTURE_BEFORE = (
+    "parametrize, prune, normalise or delete parameters before fully_shard. A model that is sharded already: build it again, "
+    "load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
+)
+
+
+def refuse_other_sharding(fqn: str, frame: FrameType | None) -> None:
+    """Raise if ``frame`` is in torch's FSDP, which would shard this rank's part of the parameter ``fqn`` once more."""
+    for _ in range(6):  # nn.Module's __setattr__ or __delattr__, and what noticed it, may be in between
+        if frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHER_SHARDING):
+            raise RuntimeError(
+                f"parameter {fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard this rank's part of it "
+                "once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn its FSDP off), and "
+                "build the module again"
+            )
+        frame = None if frame is None else frame.f_back
+
+
+_OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")

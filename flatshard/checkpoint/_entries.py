@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from flatshard._composable.find import units_of_parameters
@@ -91,11 +92,13 @@ class InPlace(Stateful):
     def __init__(self, key: str, value: nn.Module, strict: bool, shown: dict[str, Any]) -> None:
         super().__init__(key, value, strict)
         self._shown = shown
+        self._names: Mapping[str, Any] = {}  # what the checkpoint has
 
     def saved(self) -> Any:
         return self._shown
 
     def template(self, names: Mapping[str, Any]) -> Any:
+        self._names = names
         return self._shown
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:
@@ -103,6 +106,11 @@ class InPlace(Stateful):
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         pass
+
+    def result(self, loaded: Any) -> Any:
+        read = [p for name, p in self.value.named_parameters() if f"{self.key}.{name}" in self._names]
+        increment_version(read)  # a rank that has no elements of one must see the change, too
+        return self.value
 
 
 class Optimized(Stateful):

@@ -23,6 +23,7 @@ from torch import nn
 from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit
 from flatshard._handle.slots import SHARDED
+from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._standard_helpers import Request, callers, request
@@ -126,12 +127,13 @@ def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: st
         (prefix + name, param)
         for name, param in module._parameters.items()
         if type(param) is ShardedParameter
-        and type(value := destination.get(prefix + name)) is torch.Tensor
+        and (value := destination.get(prefix + name)) is not None
+        and type(value) in (torch.Tensor, PartTensor)
         and value.shape == param.shape
     ]
     asked = request("model") if sharded else None
     for name, param in sharded:
-        destination[name] = sharded_value(destination[name], param)
+        destination[name] = sharded_value(destination[name].as_subclass(torch.Tensor), param)
         if asked is not None and asked.whole and isinstance(destination[name], ShardedValue):
             destination[name] = _wholes(destination, asked)[id(param)]
 

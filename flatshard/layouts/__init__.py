@@ -117,9 +117,10 @@ class Whole(_Aligned):
     ``max_padding``, its parameters are cut as by ``Elements``, with a warning. ``max_padding=math.inf`` never cuts.
 
     Use it for optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB). Each rank steps its own parameters,
-    without communication: what is computed from ``p`` or ``p.grad`` is the owner's. Ranks get about the same number of
-    elements in each unit, and about the same work over all units. It takes little padding where units have several times more
-    matrices than there are ranks (experts), or ranks are few.
+    without communication: what is made of rows, columns or its state is the owner's. A number of it that leaves the matrix
+    (``float(update.norm())``) is sent to all ranks, so all must ask for it. Ranks get about the same number of elements in
+    each unit, and about the same work over all units. It takes little padding where units have several times more matrices
+    than there are ranks (experts), or ranks are few.
 
     Example::
 

@@ -102,7 +102,7 @@ class Owned(Stepped):
             assert self._grad is not None
             value, grad = self._whole, self._grad
         else:
-            value, grad = self.param.detach(), plain(grad)
+            value, grad = plain(self.param), plain(grad)
         self.proxy.data = value if value.shape == info.shape else value.as_strided(info.shape, info.stride)
         if self.proxy.grad_dtype is not grad.dtype:
             self.proxy.grad_dtype = grad.dtype
@@ -153,7 +153,7 @@ def _chosen(holders: range, work: int, loads: list[int]) -> int:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient as a plain tensor, whose norm does not communicate."""
+    """A parameter or gradient as a plain tensor, whose norm does not communicate."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 

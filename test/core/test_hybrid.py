@@ -153,7 +153,7 @@ def start_from_rank_0(ctx) -> None:
             device_id="cpu",
         )
         with flatshard.summon_full_params(model, writeback=False):
-            mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+            mine = torch.cat([p.detach().clone().flatten() for p in model.parameters()])
         everyone = [torch.empty_like(mine) for _ in range(ctx.world_size)]
         dist.all_gather(everyone, mine)
         assert all(torch.equal(e, everyone[0]) for e in everyone)

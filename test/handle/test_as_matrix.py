@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,7 @@ def run_vector(ctx, layout: Any) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'cat' needs the whole"):
         nn.utils.parameters_to_vector(model.parameters())
-    for vector in (whole, torch.cat([p.detach().view(-1) for p in model.parameters()])):
+    for vector in (whole, torch.ones(sum(p.numel() for p in model.parameters()))):
         with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'vector_to_parameters' needs the whole"):
             nn.utils.vector_to_parameters(vector, model.parameters())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -85,7 +86,7 @@ def run_vector(ctx, layout: Any) -> None:
         assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), whole)
 
 
-@pytest.mark.parametrize("layout", [None, layouts.Rows()], ids=["elements", "rows"])  # not seen under Whole()
+@pytest.mark.parametrize("layout", [None, layouts.Rows(), layouts.Whole(math.inf)], ids=["elements", "rows", "whole"])
 def test_parameters_from_a_vector(pool, layout: Any):
     pool.run(run_vector, layout, world_size=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import fully_shard, summon_full_params
-from flatshard._handle.tensors.operations import OperationKind, kind_of
+from flatshard._handle.tensors.operations import NAMED, OperationKind, is_pointwise, kind_of
+from flatshard.layouts import Whole
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda t: t.sum(),
@@ -44,22 +46,22 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def run_table(ctx) -> None:
+def run_table(ctx, layout) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(5, 3).double()
-    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group)
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
     x = torch.randn(4, 5).double()
     for each in (plain, model):
         each(x).square().sum().backward()
     for name, reduction in REDUCTIONS.items():
         ctx.note(name)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            for part, whole in ((p.grad, q.grad), (p, q)):
+            for part, whole in ((p.grad, q.grad), (p, q), (p.detach(), q), (p.data, q)):
                 torch.testing.assert_close(reduction(part).detach(), reduction(whole).detach(), rtol=1e-12, atol=1e-12)
     before = [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
-    for name, use in REFUSED.items():
+    for name, use in REFUSED.items() if layout is None else ():
         ctx.note(name)
-        for part in (model.weight, model.weight.grad):
+        for part in (model.weight, model.weight.grad, model.weight.detach(), model.weight.data):
             with pytest.raises((RuntimeError, NotImplementedError), match=r"'weight' is sharded: .*summon_full_params"):
                 use(part)
     assert all(
@@ -81,15 +83,89 @@ def run_table(ctx) -> None:
         info = model.weight._flatshard_info
         torch.testing.assert_close(
             model.weight.grad.as_subclass(Tensor),
-            plain.weight.grad.flatten()[info.start : info.stop],
+            info.shaped(plain.weight.grad.flatten()[info.start : info.stop]),
             rtol=1e-12,
             atol=1e-12,
         )
 
 
+@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_kinds_of_operations(pool, world_size):
-    pool.run(run_table, world_size=world_size)
+def test_kinds_of_operations(pool, world_size, layout):
+    pool.run(run_table, layout, world_size=world_size)
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "normal": lambda t: t.normal_(),
+    "uniform": lambda t: t.uniform_(-1, 1),
+    "rand_like": lambda t: t.copy_(torch.rand_like(t)),
+}
+
+
+def run_draws(ctx, layout) -> None:
+    """Ranks that are seeded alike draw what one process draws, wherever the part is taken from."""
+    plain = nn.Linear(5, 3).double()
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
+    for name, use in DRAWS.items():
+        for shown in (lambda p: p.data, lambda p: p.detach(), lambda p: p.grad):
+            ctx.note(name)
+            for each in (plain, model):
+                torch.manual_seed(3)
+                for p in each.parameters():
+                    p.grad = torch.zeros_like(p)
+                    use(shown(p))
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                info = p._flatshard_info
+                for part, whole in ((p, q), (p.grad, q.grad)):
+                    assert info.in_memory_order(part.detach()).equal(whole.detach().flatten()[info.start : info.stop])
+
+
+@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
+def test_draws_are_those_of_the_whole(pool, layout):
+    pool.run(run_draws, layout, world_size=3)
+
+
+OWNERS: dict[str, Callable[[Tensor], Any]] = {
+    "matrices": lambda t: (t @ t.T).trace(),
+    "with a tensor of this rank": lambda t: (t * t.clone()).sum().sqrt(),
+    "largest of a row's": lambda t: t.amax(-1).clone().mul(t.amax(-1)).max() + 1,
+    "without elements": lambda t: (t - t.clone() + 2).max(),
+    "of one and another": lambda t: torch.stack([(t * t.clone()).sum(), (t @ t.T).norm()]).sum(),
+    "beside a plain one": lambda t: torch.ones(()) + (t @ t.T).norm(),
+    "in place": lambda t: torch.zeros(()).double().add_((t @ t.T).norm()),
+    "not in the table": lambda t: torch.linalg.svdvals(t).sum(),
+}
+
+
+def run_owners(ctx) -> None:
+    """What only the owner of a matrix can compute: it sends nothing, until all ranks need a number of it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 4, bias=False)).double()
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=Whole(max_padding=math.inf))
+    for each in (plain, model):
+        each(torch.arange(10.0).view(2, 5).double()).square().sum().backward()
+    for name, use in OWNERS.items():
+        ctx.note(name)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            for part, whole in ((p.grad, q.grad), (p.detach(), q)):
+                assert float(use(part)) == pytest.approx(float(use(whole)), rel=1e-12)
+            if p.numel():  # as an optimizer: others need not take part
+                p.grad.mul_(1 / (p.grad * p.grad.clone()).sum().sqrt())
+            q.grad.mul_(1 / q.grad.norm())
+    for each in (plain, model):  # a loss
+        each.zero_grad()
+        sum(torch.ones(()) + (p * p.detach().clone()).sum() for p in each.parameters()).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        info = p._flatshard_info
+        assert info.in_memory_order(p.grad).equal(q.grad.flatten()[info.start : info.stop])
+    with pytest.raises(RuntimeError, match=r"is sharded: .*'@' needs the whole"):
+        model[1].weight @ model[0].weight
+    assert type(nn.Parameter(model[0].weight.data)) is nn.Parameter
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_only_an_owner_computes(pool, world_size):
+    pool.run(run_owners, world_size=world_size)
 
 
 def clip_adaptively(parameters: Any, clip_factor: float = 0.01) -> None:
@@ -131,12 +207,11 @@ def test_adaptive_clipping_needs_whole_gradients(pool, world_size):
     pool.run(run_adaptive, world_size=world_size)
 
 
-def test_the_table_agrees_with_torchs_tags():
-    """What torch tags as pointwise and the table knows is elementwise."""
-    known = {OperationKind.ELEMENTWISE, OperationKind.MEMORY, OperationKind.REDUCTION}
-    for name in dir(torch.Tensor):
-        packet = None if name.startswith("_") else getattr(torch.ops.aten, name, None)
-        if hasattr(packet, "overloads") and all(
-            torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()
-        ):
-            assert kind_of(name) in known, name
+def test_the_table_names_only_what_torch_does_not_tag():
+    for name, kind in NAMED.items():
+        assert kind is not OperationKind.ELEMENTWISE or not is_pointwise(name), name
+    # These are more than that.
+    assert sorted(n for n in NAMED if is_pointwise(n)) == ["clone", "equal", "max", "min"]
+    for name in ("mul", "mul_", "__rmul__", "__imul__", "lerp_", "special_entr", "logit", "silu", "__rpow__"):
+        assert kind_of(name) is OperationKind.ELEMENTWISE, name
+    assert not any(map(kind_of, ("cov", "dropout", "multinomial", "linalg_svd")))  # refused

@@ -221,7 +221,7 @@ def test_each_replica_steps_its_own(pool):
 
 
 class Messages:
-    """Counts the messages between ranks that carry parameters or gradients."""
+    """Counts what ranks send each other: parameters, gradients, numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         from flatshard._composable.find import units_below
@@ -238,11 +238,15 @@ class Messages:
             self.sent += [t.nbytes for t, _ in sent]
             return original(sent, received)
 
-        self.builtin.exchange = exchange
+        def combine(*args, **kwargs):
+            self.calls += 1
+            return type(self.builtin).combine(self.builtin, *args, **kwargs)
+
+        self.builtin.exchange, self.builtin.combine = exchange, combine
         return self
 
     def __exit__(self, *error: object) -> None:
-        del self.builtin.exchange
+        del self.builtin.exchange, self.builtin.combine
 
 
 def traffic(ctx) -> None:

@@ -8,7 +8,8 @@ initialiser is code that reads a parameter from its module (``self.weight`` in `
 part kept, when code comes to another unit or the unit is used: one unit is whole at a time, and nothing is communicated. A
 DTensor is shown as a DTensor again, over this rank's whole local tensor. A parameter that has values already is shown with
 NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not summed. What still shows the
-pattern at the first forward was never filled, and is an error.
+pattern at the first forward was never filled, and is an error. Code that writes to a part as it lies here (a load, or the end
+of ``summon_full_params``) ends this for the parameter, on all ranks: its version tells. Then whoever reads it finds a part.
 Before a pass starts, all ranks find out together whether everything in the pass has been filled.
 """
 
@@ -57,6 +58,7 @@ class FillFlat:
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
         self._whole: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by index: the memory, and what is shown of it
+        self._versions: dict[int, int] = {}  # by index: that of a parameter to which only initialisers have written
         fillings.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FillFlat:
@@ -84,6 +86,7 @@ class FillFlat:
             real = nn.Parameter(_data.__get__(flat.part_view(index)), param.requires_grad)  # with its own version
             hand_on(param, real)
             swap_memory(param, real)  # `param.data = ...` cannot leave the meta device
+            self._versions[index] = param._version
         changes.count += 1
 
     def show(self, param: nn.Parameter) -> nn.Parameter:
@@ -94,6 +97,8 @@ class FillFlat:
         index = next(i for i, own in enumerate(flat.params) if own is param)
         if index in self._whole:
             return self._whole[index][1]
+        if param._version != self._versions.setdefault(index, param._version):
+            return param  # it was loaded, or filled where all of it was whole
         if _shown and _shown[0]._flat.placement.label.unit != flat.placement.label.unit:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
@@ -105,7 +110,7 @@ class FillFlat:
             in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own.reshape(-1)
         wrapping, shown = flat.wrappings[index], param
         if wrapping is None:
-            self._point(param, whole)
+            self._point(index, whole)
         else:
             shown = nn.Parameter(wrapping.wrap(whole), param.requires_grad)
         self._whole[index] = whole, shown
@@ -131,12 +136,17 @@ class FillFlat:
             if part.numel:
                 mine = in_memory_order(memory, info.stride)[part.offset : part.offset + part.numel]
                 flat.shard[part.start : part.stop].copy_(mine)
-            self._point(param, flat.part_view(index))
+            self._point(index, flat.part_view(index))
 
-    @staticmethod
-    def _point(param: nn.Parameter, data: torch.Tensor) -> None:
+    def shows(self, param: nn.Parameter) -> bool:
+        """Whether ``param`` is whole now."""
+        return any(shown is param for _, shown in self._whole.values())
+
+    def _point(self, index: int, data: torch.Tensor) -> None:
+        param = self._flat.params[index]
         _data.__set__(param, data)
         increment_version(param)
+        self._versions[index] = param._version
         changes.count += 1
 
 

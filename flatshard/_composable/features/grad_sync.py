@@ -31,8 +31,9 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     them. To drop them, call :func:`recover`; an exception in a backward drops them, too. With a single rank gradients are
     added to ``.grad`` at once.
 
-    Norms, clipping and an optimizer's step raise as long as gradients are held, inside and after the block: they would miss
-    them. If all backwards ran inside, call :func:`reduce_gradients`.
+    flatshard's norms, its clipping and an optimizer's step raise as long as gradients are held, inside and after the block:
+    they would miss them. (torch's own ``clip_grad_norm_`` finds ``.grad`` None, and returns 0; the step raises.) If all
+    backwards ran inside, call :func:`reduce_gradients`.
 
     Example::
 

@@ -2,8 +2,10 @@
 
 [Note: Layers that are dropped]
 A dropped layer is never called, so nothing tells when. But the layers of a list run in its order. So a layer that has not run
-when a later one of its list starts, or when the module that holds the list ends, was left out. It is passed by there
-(``skip``). Then every rank gathers and reduces the same layers in the same order, and the numbers are the model's own.
+when a later one of its list starts, or another unit behind the list, or when the module that holds the list ends, was left
+out. It is passed by there (``skip``). A unit is behind the list if layers have run before it, and where all were left out, if
+it is registered behind the list. Then every rank gathers and reduces the same layers in the same order, and the numbers are
+the model's own.
 
 This may happen inside the checkpoint of the later layer. Their backward belongs in front of that checkpoint, so they are
 hidden from it: it does not recompute them. That does not work for a reentrant checkpoint, which has no graph, nor where a
@@ -15,6 +17,7 @@ dropped layer *and use its result*: they drop nothing. So flatshard does not set
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -75,6 +78,19 @@ class _DroppedLayers:
         holder.register_forward_hook(self.end, prepend=True, always_call=True)  # inside its unit
         for layer in self.layers:
             layer.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        inside, is_behind = set(stack.modules()), False
+        for module in holder.modules():
+            is_behind |= module is stack
+            if module is not holder and module not in inside and unit_of(module) is not None:
+                hook = functools.partial(self.before_other, is_behind)
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def before_other(self, is_behind: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit of the holder starts that is not in the list. ``is_behind``: it is registered behind the list."""
+        if not (self.ran or (self.ran == 0 and is_behind)):
+            return None
+        left, self.ran = self.layers[self.ran :], len(self.layers)
+        return _pass_by(left, (args, kwargs), module)
 
     def begin(self, holder: nn.Module, args: Any) -> None:
         self.ran, self.graph = (0 if holder.training else None), torch.is_grad_enabled()

@@ -13,7 +13,7 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.find import settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
-from flatshard._errors import cannot_trace
+from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.slots import SHARDED, UNSHARDED, Slots
 from flatshard._handle.tensors.sharded_parameter import shard_info
@@ -232,10 +232,7 @@ class _Summoned(Claim):
             fqn = getattr(shard_info(sharded), "fqn", "")
             if now is None or shard_info(now) is not None:
                 what = "deleted" if now is None else f"tied to {getattr(shard_info(now), 'fqn', '')!r}"
-                raise RuntimeError(
-                    f"parameter {fqn!r} was {what} inside summon_full_params: change a module's structure before "
-                    "fully_shard"
-                )
+                raise RuntimeError(f"parameter {fqn!r} was {what} inside summon_full_params: {RESTRUCTURE_BEFORE}")
             if now.shape != shown.shape:
                 raise RuntimeError(
                     f"parameter {fqn!r} of shape {tuple(shown.shape)} was replaced inside summon_full_params by one of shape "

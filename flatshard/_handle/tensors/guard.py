@@ -18,13 +18,13 @@ import operator
 import sys
 from collections.abc import ItemsView, Iterator, ValuesView
 from types import CodeType, FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
-from flatshard._errors import cannot_trace
+from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
@@ -33,17 +33,7 @@ _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
 # The function in `named_parameters` that lists one module's own parameters.
 _LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
-_OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _RECOMPUTE = CheckpointFunction.backward.__code__
-
-# The modules of torch that put other parameters in the place of a module's, and their functions that do: they read it first.
-_RESTRUCTURING = {
-    f"torch.nn.utils.{name}" for name in ("parametrize", "parametrizations", "prune", "weight_norm", "spectral_norm")
-}
-_RESTRUCTURE = {
-    "register_parametrization", "remove_parametrizations", "orthogonal", "spectral_norm", "apply", "remove", "<genexpr>",
-    "<listcomp>", "global_unstructured",
-}  # fmt: skip
 
 Parameters = dict[str, nn.Parameter | None]
 
@@ -54,10 +44,11 @@ class GuardedParameters(Parameters):
     It always stores the sharded parameters. While compute parameters are in ``attributes``, reads return those.
     """
 
-    __slots__ = ("attributes",)
+    __slots__ = ("attributes", "own")
 
     def __init__(self, parameters: Parameters, attributes: dict[str, Any]) -> None:
         super().__init__(parameters)
+        self.own = frozenset(parameters)  # names that the unit registers: others are ties that came too late
         self.attributes = attributes  # the module's own ``__dict__``
         attributes.update(
             (name, None) for name, param in parameters.items() if param is None and name not in attributes
@@ -110,11 +101,11 @@ class GuardedParameters(Parameters):
         ``model.head.weight.grad``.
         """
         if reader.f_code is not _GETATTR:
-            _refuse_restructuring(param, reader)
+            _refuse_early(param, reader)
             return param
         if param._flatshard_info.shard_world_size > 1:
             self._check_reader(param, reader)
-        _refuse_restructuring(param, reader.f_back)
+        _refuse_early(param, reader.f_back)
         return show_whole(param)
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
@@ -133,9 +124,11 @@ class GuardedParameters(Parameters):
             writer = sys._getframe(1)
             if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
                 return
-            _refuse_other_sharding(held, writer)
+            refuse_other_sharding(held._flatshard_info.fqn, writer)
             if writer.f_code is _SWAP:
                 self._check_swap(name, held)
+        elif type(param) is ShardedParameter and any(param is own for own in super().values()) and held is not param:
+            _refuse_removal(param, name)
         super().__setitem__(name, param)
         self.attributes.pop(name, None)
         changes.count += 1
@@ -152,7 +145,9 @@ class GuardedParameters(Parameters):
 
     def __delitem__(self, name: str) -> None:
         if type(held := super().get(name)) is ShardedParameter:
-            _refuse_other_sharding(held, sys._getframe(1))
+            refuse_other_sharding(held._flatshard_info.fqn, sys._getframe(1))
+            if not isinstance(self.attributes.get(name), nn.Parameter) and name in self.own:
+                _refuse_removal(held, name)
         super().__delitem__(name)
         self.attributes.pop(name, None)
         changes.count += 1
@@ -221,30 +216,26 @@ def _lists_own(reader: FrameType) -> bool:
     return reader.f_code is _LIST and caller is not None and caller.f_locals.get("recurse") is False
 
 
-def _refuse_other_sharding(held: ShardedParameter, writer: FrameType) -> None:
-    """Raise if torch's FSDP takes ``held`` out of its module: it would shard this rank's part once more."""
-    frame: FrameType | None = writer
-    for _ in range(4):  # nn.Module's __setattr__ or __delattr__, and the methods of this dict, may be in between
-        if frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHER_SHARDING):
-            raise RuntimeError(
-                f"parameter {held._flatshard_info.fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard "
-                "this rank's part of it once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn "
-                "its FSDP off), and build the module again"
-            )
-        frame = None if frame is None else frame.f_back
-
-
-def _refuse_restructuring(param: ShardedParameter, reader: FrameType | None) -> None:
-    """Raise if ``reader`` puts other parameters in the place of ``param``. What it does first depends on the part: without
-    this check some ranks would go on, and the others raise errors about dimensions.
+def _refuse_early(param: ShardedParameter, reader: FrameType | None) -> None:
+    """Raise if ``reader`` is of ``torch.nn.utils`` (weight_norm, parametrize, prune, ...). It would come to what
+    ``_refuse_removal`` refuses. But first it computes with the part: some ranks would raise other errors, or crash.
     """
-    names = {} if reader is None else reader.f_globals
-    if reader is not None and names.get("__name__") in _RESTRUCTURING and reader.f_code.co_name in _RESTRUCTURE:
+    name = "" if reader is None else reader.f_globals.get("__name__", "")
+    if name.startswith("torch.nn.utils.") and not name.startswith("torch.nn.utils._"):  # those are of functional_call
         raise RuntimeError(
-            f"parameter {param._flatshard_info.fqn!r} is sharded, and {names['__name__']} would put other parameters in its "
-            "place: parametrize, prune or normalise weights before fully_shard. A model that is sharded already: build it "
-            "again, load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
+            f"parameter {param._flatshard_info.fqn!r} is sharded, and {name} would compute with this rank's part of it: "
+            f"{RESTRUCTURE_BEFORE}"
         )
+
+
+def _refuse_removal(param: ShardedParameter, name: str) -> NoReturn:
+    """Raise: ``param`` would leave its module, or be there under a second ``name``. So begins what parametrizes, prunes or
+    normalises a weight: it puts other parameters in its place.
+    """
+    raise RuntimeError(
+        f"parameter {param._flatshard_info.fqn!r} is sharded, and {name!r} would be taken out of its module or renamed: "
+        f"{RESTRUCTURE_BEFORE}"
+    )
 
 
 def _self_of(frame: FrameType) -> Any:

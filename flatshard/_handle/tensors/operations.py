@@ -2,24 +2,30 @@
 
 A rank has a part of each parameter and gradient: some elements, as 1-D, or some rows. What an operation means for a part
 follows from its kind, whoever calls it. Names are those of ``torch.Tensor``, ``torch`` and ``torch.nn.functional``. A name
-stands for the operation in place, too (``mul_``), and for the operators (``__rmul__``). What is not in the table is refused.
+stands for the operation in place, too (``mul_``), and for the operators (``__rmul__``). What torch tags as pointwise is
+elementwise without being named here. Anything else that is not in the table is refused.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Any
+
+import torch
 
 
 class OperationKind(enum.Enum):
     """What an operation needs of a tensor."""
 
     ELEMENTWISE = "each element alone: works on the part, and gives a part"
+    RANDOM = "a number for each element, by its place in the whole: in place, or as a new tensor (`rand_like`)"
     REDUCTION = "all elements, in any order: gives the number of the whole, and communicates"
     ALIAS = "the same elements, perhaps in another dtype or on another device: gives a part"
     MEMORY = "what this rank holds: its address, dtype, shape, bytes; a copy or a new tensor like it, which is plain"
     DIMENSIONS = (
         "how many dimensions a rule asks for (`ndim`): those of the whole. `dim()` and `shape` are this rank's memory"
     )
+    SIZE = "a size of this rank's memory (`size(0)`): refused for a dimension that only the whole has"
     FLAT = "the elements in a row (`view(-1)`): gives a part, and any other shape is refused"
     SELECT = "some elements: all of them (`[:]`) or a mask of the part's shape; anything else is refused"
     SHAPE = "rows, columns, places or the shape: refused, unless this rank's part is whole rows"
@@ -28,22 +34,14 @@ class OperationKind(enum.Enum):
 
 
 _OPERATIONS = {
-    # Arithmetic, functions of one number, comparisons, logic, random numbers, activations, quotients for optimizers.
+    # Those that torch does not tag as pointwise.
     OperationKind.ELEMENTWISE: """
-        abs absolute add addcdiv addcmul and bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-        bitwise_xor ceil clamp clamp_max clamp_min clip copysign div divide floor floor_divide floordiv fmax fmin fmod frac
-        invert ldexp lerp lshift maximum minimum mod mul multiply nan_to_num neg negative or pos positive pow
-        reciprocal remainder round rshift rsqrt rsub sgn sign sqrt square sub subtract true_divide truediv trunc fix xor
-        acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh conj
-        conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 float_power frexp gcd hypot i0 igamma igammac
-        lcm lgamma log log10 log1p log2 logaddexp logaddexp2 logit mvlgamma nextafter polygamma rad2deg sigmoid sin sinc sinh
-        tan tanh xlogy heaviside real imag resolve_conj resolve_neg
-        eq ge greater greater_equal gt isfinite isinf isnan isneginf isposinf isreal le less less_equal logical_and
-        logical_not logical_or logical_xor lt ne not_equal signbit where masked_fill
-        bernoulli cauchy exponential geometric log_normal normal random uniform dropout
-        copy fill zero
-        elu celu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
-        softshrink softsign tanhshrink threshold
+        absolute and conj copy divide fill fix floor_divide floordiv imag invert isreal lshift mod multiply negative or pos
+        real resolve_conj resolve_neg rshift subtract truediv xor zero arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+        greater greater_equal less less_equal not_equal hardswish logsigmoid softsign tanhshrink
+    """,
+    OperationKind.RANDOM: """
+        bernoulli cauchy exponential geometric log_normal normal random uniform rand_like randn_like randint_like
     """,
     OperationKind.REDUCTION: """
         all amax amin any count_nonzero dot item max mean min norm sum vdot vector_norm
@@ -52,13 +50,13 @@ _OPERATIONS = {
         detach data to float double half bfloat16 cpu cuda type_as contiguous view_as_real
     """,
     OperationKind.MEMORY: """
-        clone deepcopy zeros_like ones_like empty_like full_like rand_like randn_like new new_empty new_empty_strided
+        clone deepcopy zeros_like ones_like empty_like full_like new new_empty new_empty_strided
         new_full new_ones new_tensor new_zeros as_subclass
         allclose equal isclose is_same_size is_set_to
         array array_wrap dlpack dlpack_device numpy tolist repr str format hash sizeof dir reduce reduce_ex setstate getstate
         delattr setattr getattribute class
         data_ptr const_data_ptr storage storage_offset storage_type untyped_storage element_size nbytes itemsize numel
-        nelement shape dim size stride dim_order is_contiguous is_pinned pin_memory is_shared share_memory record_stream
+        nelement shape dim stride dim_order is_contiguous is_pinned pin_memory is_shared share_memory record_stream
         module_load set
         dtype device layout names is_complex is_floating_point is_signed is_inference is_conj is_neg is_distributed
         is_coalesced get_device type is_cpu is_cuda is_xpu is_mps is_mtia is_maia is_meta is_nested is_quantized is_sparse
@@ -68,6 +66,7 @@ _OPERATIONS = {
         register_post_accumulate_grad_hook volatile backward name
     """,
     OperationKind.DIMENSIONS: "ndim",
+    OperationKind.SIZE: "size",
     OperationKind.FLAT: "flatten ravel reshape view view_as reshape_as",
     OperationKind.SELECT: "getitem setitem masked_scatter index_put",
     # Known ones. They differ from what is not in the table only in that parts that are whole rows may use them.
@@ -82,10 +81,26 @@ _OPERATIONS = {
     OperationKind.WHOLE_SHAPE: "ndimension",
 }
 
-KINDS: dict[str, OperationKind] = {
+NAMED: dict[str, OperationKind] = {
     name: kind for kind, names in reversed(_OPERATIONS.items()) for name in names.split()
 }
-"""The kind of each operation, by its name without underscores at its ends."""
+"""The kind of each operation that has to be named, by its name without underscores at its ends."""
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether torch tags the operation ``name`` so."""
+    packets: list[Any] = [getattr(torch.ops.aten, each, None) for each in (name, name.rstrip("_"), f"special_{name}")]
+    return any(
+        torch.Tag.pointwise in getattr(packet, overload).tags
+        for packet in packets
+        if hasattr(packet, "overloads")
+        for overload in packet.overloads()
+    )
+
+
+def _kind(name: str) -> OperationKind | None:
+    return NAMED.get(name) or NAMED.get(name.rstrip("_")) or (OperationKind.ELEMENTWISE if is_pointwise(name) else None)
+
 
 _NUMBERS = {f"__{name}__" for name in ("bool", "nonzero", "float", "int", "index", "complex")}  # as `item()`
 
@@ -96,11 +111,11 @@ def kind_of(name: str) -> OperationKind | None:
         inner = name[2:-2]
         if name in _NUMBERS:
             return OperationKind.REDUCTION
-        return KINDS.get(inner) or (KINDS.get(inner[1:]) if inner[:1] in "ri" else None)
+        return _kind(inner) or (_kind(inner[1:]) if inner[:1] in "ri" else None)
     name = name.removeprefix("linalg_").removeprefix("special_")
     if name.startswith("_"):  # torch's own, between its functions
         return OperationKind.MEMORY
-    return KINDS.get(name) or KINDS.get(name.rstrip("_"))
+    return _kind(name)
 
 
 def is_of_many(name: str) -> bool:

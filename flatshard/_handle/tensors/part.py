@@ -5,10 +5,13 @@ parts: ``p.grad.pow(2).sum()`` and ``p.abs().max()`` are numbers of the whole. L
 an optimizer's: their results are plain tensors.
 
 [Note: Parameters that are never cut]
-The layout ``Whole`` is for optimizers that look at whole matrices, such as Muon. The owner of a matrix has all of it, others
-have nothing, and each computes for itself, without communication: ``update.norm()`` is the owner's number. So what is
-computed from such a parameter or its gradient is plain. Reductions of the gradient itself are those of the whole on all
-ranks, for clipping.
+The layout ``Whole`` is for optimizers that look at whole matrices, such as Muon. The owner of a matrix has all of it, and
+others have nothing. The matrix itself, its gradient, and what is computed from their elements alone are parts as in other
+layouts: their sums are those of the whole on all ranks. What is made of rows and columns, or together with other tensors of
+this rank (an optimizer's state), is an :class:`OwnedTensor`: each rank computes it for itself, without communication, and it
+is right on the owner. A number (0-dim) of it stays the owner's while it is used on the same parameter:
+``update.div_(update.norm())`` sends nothing. Where it leaves (``float(n)``, ``if n > 1``, beside other tensors) all ranks get
+the owner's, by one all-reduce. What would mix several parameters is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
+from torch import nn
 
-from flatshard._handle.tensors.aggregate import Aggregate, local_norms, plainly
+from flatshard._errors import refuse_other_sharding
+from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
-from flatshard._handle.tensors.partial import NORMS, UNSCALE, make_whole, norm_arguments, retype
+from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
 from flatshard._runtime import Runtime
 
 Function = Callable[..., Any]
@@ -54,6 +60,15 @@ class PartInfo(Protocol):
     @property
     def elsewhere(self) -> tuple[tuple[int, int], ...]: ...  # ranges of elements that another rank counts in norms
 
+    @property
+    def start(self) -> int: ...  # this rank's elements, half-open, in memory order
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def stride(self) -> tuple[int, ...]: ...  # of the whole, dense
+
     def describe(self) -> str: ...  # which elements of what this rank has
 
 
@@ -75,6 +90,8 @@ class PartTensor(torch.Tensor):
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
             make_whole(args, kwargs)
+        if OwnedTensor in types and (settled := settle(func, args, kwargs or {})) is not None:
+            return func(*settled[0], **settled[1])
         if handler is not None:
             return handler(func, args, kwargs or {})
         try:
@@ -85,6 +102,13 @@ class PartTensor(torch.Tensor):
                 raise RuntimeError(_IN_A_GRAPH) from e
             raise
 
+    def _become_parameter(self, _: bool) -> None:
+        """``nn.Parameter(part)`` sets ``_is_param`` of what it makes: a parameter of its own, which is plain."""
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+        del self._flatshard_info
+
+    _is_param = property(lambda _: False, _become_parameter)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Returns a plain tensor: the copy belongs to no parameter."""
         result: torch.Tensor = memo.setdefault(id(self), self.clone())
@@ -94,6 +118,10 @@ class PartTensor(torch.Tensor):
         """Pickles as a plain tensor: process groups cannot be pickled."""
         with plainly():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class OwnedTensor(PartTensor):
+    """What is computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
 
 
 _IN_A_GRAPH = (
@@ -131,21 +159,32 @@ def handler_of(name: str) -> Handler | None:
     return REFUSED if kind is None else BY_KIND[kind]
 
 
+def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``arguments``, which may be nested."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, list | tuple | dict):
+        for argument in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from tensors_in(argument)
+
+
 def part_in(*arguments: Any) -> Any:
-    """The first part in ``arguments``, which may be nested: a :class:`PartTensor`, or a sharded parameter."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            if hasattr(argument, "_flatshard_info"):
-                return argument
-        elif isinstance(argument, list | tuple | dict):
-            found = part_in(*(argument.values() if isinstance(argument, dict) else argument))
-            if found is not None:
-                return found
-    return None
+    """The first part in ``arguments``: a :class:`PartTensor`, or a sharded parameter."""
+    return next((t for t in tensors_in(arguments) if hasattr(t, "_flatshard_info")), None)
+
+
+def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
+    """``argument``, which may be nested, with others for the tensors whose ids are in ``by``."""
+    if isinstance(argument, list | tuple):
+        return type(argument)([_replaced(each, by) for each in argument])
+    if isinstance(argument, dict):
+        return {key: _replaced(each, by) for key, each in argument.items()}
+    return by.get(id(argument), argument)
 
 
 def refuse(info: PartInfo, name: str) -> NoReturn:
     """Raise: ``name`` needs more than the elements that this rank has."""
+    refuse_other_sharding(info.fqn, sys._getframe(1))
     raise RuntimeError(
         f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
         "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If a "
@@ -161,6 +200,20 @@ def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*args, **kwargs)
 
 
+def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result for this rank's rows: plain. Of a parameter that is never cut it is the owner's."""
+    info = part_in(args, kwargs)._flatshard_info
+    _rows_only(info, name_of(func))
+    if not info.never_cut:
+        return _plainly(func, args, kwargs)
+    if any(getattr(t, "_flatshard_info", info) is not info for t in tensors_in((args, kwargs))):
+        refuse(info, name_of(func))
+    result = _plainly(func, args, kwargs)
+    made = [t for t in tensors_in(result) if type(t) is torch.Tensor]
+    retype(made, OwnedTensor, "_flatshard_info", itertools.repeat(info))
+    return result
+
+
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a part, too."""
     part = args[0] if args else None
@@ -169,27 +222,30 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     info = part._flatshard_info
     with plainly():
         result = func(*args, **kwargs)
-        if (
-            info.never_cut
-            or type(result) is not torch.Tensor
-            or "out" in kwargs
-            or result is part
-            or result.layout is not torch.strided
-        ):
+        if type(result) is not torch.Tensor or "out" in kwargs or result is part or result.layout is not torch.strided:
             return result
-        if result.shape != part.shape:  # broadcast along rows or columns that this rank has not
+        owned = info.never_cut and not _are_parts(args, kwargs)
+        if result.shape != part.shape and not owned:  # broadcast along rows or columns that this rank has not
             refuse(info, name_of(func))
-    result.__class__ = PartTensor  # as `mark_part`, in fewer calls: optimizers come here
+    result.__class__ = OwnedTensor if owned else PartTensor  # as `mark_part`, in fewer calls: optimizers come here
     result._flatshard_info = info  # type: ignore[attr-defined]
     return result
+
+
+def _are_parts(*arguments: Any) -> bool:
+    """Whether all tensors in ``arguments`` are parts or numbers, and none is the owner's alone."""
+    return all(
+        type(t) is not OwnedTensor and (hasattr(t, "_flatshard_info") or not t.dim()) for t in tensors_in(arguments)
+    )
 
 
 def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result has the same elements: it is a part of the same class."""
     result = _plainly(func, args, kwargs)
     part = args[0]
-    if isinstance(part, PartTensor) and type(result) is torch.Tensor:
-        retype([result], type(part), "_flatshard_info", [part._flatshard_info])
+    if hasattr(part, "_flatshard_info") and type(result) is torch.Tensor:
+        kind = type(part) if isinstance(part, PartTensor) else PartTensor  # of a parameter
+        retype([result], kind, "_flatshard_info", [part._flatshard_info])
     return result
 
 
@@ -197,6 +253,13 @@ def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     part = args[0]
     # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape.
     return part.dim() if part.is_meta else len(part._flatshard_info.full_shape)
+
+
+def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _plainly(func, args, kwargs)
+    except IndexError:
+        refuse(args[0]._flatshard_info, name_of(func))
 
 
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,14 +272,18 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _plainly(func, args, kwargs)
     try:
         result = _plainly(func, args, kwargs)
-    except RuntimeError:  # the sizes don't fit
+    except (RuntimeError, IndexError):  # the sizes don't fit
         _rows_only(part._flatshard_info, name_of(func))
         raise
     with plainly():
         if result.dim() != 1 and result.shape != part.shape:
-            _rows_only(part._flatshard_info, name_of(func))
-            return result
-    return result if result is part or part._flatshard_info.never_cut else mark_part(result, part._flatshard_info)
+            return _by_rows(func, args, kwargs)
+    if result is part:
+        return result
+    retype(
+        [result], type(part) if isinstance(part, OwnedTensor) else PartTensor, "_flatshard_info", [part._flatshard_info]
+    )
+    return result
 
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,8 +296,7 @@ def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
                 return func(*args, **kwargs)
     elif index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return _plainly(func, args, kwargs) if len(args) > 2 else _elementwise(func, args, kwargs)
-    _rows_only(info, name_of(func))
-    return _plainly(func, args, kwargs)
+    return _by_rows(func, args, kwargs)
 
 
 def _rows_only(info: PartInfo, name: str) -> None:
@@ -239,18 +305,10 @@ def _rows_only(info: PartInfo, name: str) -> None:
         refuse(info, name)
 
 
-def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _rows_only(part_in(args, kwargs)._flatshard_info, name_of(func))
-    return _plainly(func, args, kwargs)
-
-
 def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a vector it is the vector."""
     info = args[0]._flatshard_info
-    if len(info.shape) < 2:
-        return _same(func, args, kwargs)
-    _rows_only(info, name_of(func))
-    return _plainly(func, args, kwargs)
+    return _same(func, args, kwargs) if len(info.shape) < 2 else _by_rows(func, args, kwargs)
 
 
 def _whole_shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,8 +319,12 @@ def _whole_shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _plainly(func, args, kwargs)
 
 
-def _refused(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    refuse(part_in(args, kwargs)._flatshard_info, name_of(func))
+def _refused(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Only an owner has what a function needs that is not in the table. One of a list is for several parameters."""
+    info = part_in(args, kwargs)._flatshard_info
+    if not info.never_cut or (args and isinstance(args[0], list | tuple)):
+        refuse(info, name_of(func))
+    return _by_rows(func, args, kwargs)
 
 
 REFUSED: Handler = _refused
@@ -301,7 +363,64 @@ def _of_rows(info: PartInfo, dims: Any) -> bool:
     """Whether ``dims`` are within rows, and this rank's are whole."""
     ndim = len(info.shape)
     dims = (dims,) if isinstance(dims, int) else dims
-    return info.by_rows and bool(dims) and all(isinstance(d, int) and d % ndim for d in dims)
+    return info.by_rows and bool(dims) and (info.never_cut or all(isinstance(d, int) and d % ndim for d in dims))
+
+
+def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A reduction of what only the owner has. Others take any number in its place: theirs are not used."""
+    part: Any = part_in(args, kwargs)
+    info, name = part._flatshard_info, name_of(func)
+    if name == "item" or name.startswith("__"):
+        refuse(info, name)
+    if part.numel() or info.start < info.stop or name in ("dot", "vdot") or len(args) != 1 or kwargs:
+        return _by_rows(func, args, kwargs)
+    with plainly():
+        number = func(part.new_ones([1] * part.dim()))
+        if part.requires_grad:
+            number = number + 0 * part.sum()
+    retype([number], OwnedTensor, "_flatshard_info", [info])
+    return number
+
+
+def settle(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of ``func`` with the numbers of owners in them, where all ranks need these: they leave their parameter.
+    None: none does.
+    """
+    with plainly():
+        tensors = list(tensors_in((args, kwargs)))
+        numbers = {id(t): t for t in tensors if type(t) is OwnedTensor and not t.dim()}
+        if not numbers or _is_metadata(func):
+            return None
+        of = {id(getattr(t, "_flatshard_info", None)) for t in tensors}
+        if len(of) == 1 and kind_of(name_of(func)) in (OperationKind.ELEMENTWISE, OperationKind.ALIAS):
+            return None
+        found = dict(zip(numbers, _of_owners([*numbers.values()], name_of(func)), strict=True))
+    return _replaced(args, found), _replaced(kwargs, found)
+
+
+def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
+    """The owners' ``numbers``, on all ranks: plain. One all-reduce for each process group."""
+    infos = [number._flatshard_info for number in numbers]
+    if complex_of := [i for number, i in zip(numbers, infos, strict=True) if number.is_complex()]:
+        refuse(complex_of[0], name)
+    runtimes = [info.runtime for info in infos]
+    own = [n.detach().to(device_for(numbers, runtimes), torch.float64) * 1 for n in numbers]
+    mine = [n if info.start < info.stop else torch.zeros_like(n) for n, info in zip(own, infos, strict=True)]
+    question = f"numbers of {', '.join(repr(info.fqn) for info in infos)}"
+    whole = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
+    return [
+        _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0)
+        for n, w in zip(numbers, whole.unbind(), strict=True)
+    ]
+
+
+def _is_metadata(func: Function) -> bool:
+    """Whether ``func`` asks for something that a number has on every rank, such as its dtype."""
+    name = name_of(func)
+    is_property = getattr(func, "__name__", "") == "__get__" and kind_of(name) is OperationKind.MEMORY
+    return is_property or func in METADATA or name in ("__hash__", "requires_grad_") or name.startswith("is_")
 
 
 def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -309,13 +428,17 @@ def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     part: Any = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
     if not hasattr(part, "_flatshard_info"):
         return _plainly(func, args, kwargs)
+    if isinstance(part, OwnedTensor):
+        return _of_owner(func, args, kwargs)
     info = part._flatshard_info
     ord, rest = norm_arguments(func, args, kwargs)
     dtype = rest.pop("dtype", None)
     if _of_rows(info, rest.get("dim")):
-        return _plainly(func, args, kwargs)
+        return _by_rows(func, args, kwargs)
     # For a matrix torch.linalg.norm with an order is a matrix norm.
     of_matrix = func is torch.linalg.norm and len(info.shape) > 1 and (len(args) > 1 or kwargs.get("ord") is not None)
+    if info.never_cut and (rest or of_matrix):
+        return _of_owner(func, args, kwargs)
     if rest or of_matrix:
         _no_dims(info, "a norm", sorted(rest) or ["ord"])
     with plainly():
@@ -349,6 +472,8 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     rest = args[1:]
     if any(isinstance(each, torch.Tensor) for each in (*rest, kwargs.get("other"))) and name in ("max", "min"):
         return _elementwise(func, args, kwargs)
+    if isinstance(part, OwnedTensor):
+        return _of_owner(func, args, kwargs)
     if name in ("dot", "vdot"):
         product = _elementwise(torch.mul, (torch.conj(part) if name == "vdot" else part, *rest), kwargs)
         return _reduce(torch.sum, (product,), {})
@@ -356,7 +481,7 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     given = {k: v for k, v in kwargs.items() if k not in ("input", "dtype") and v is not None and v is not False}
     dims = rest[0] if rest else given.get("dim", given.get("axis"))
     if _of_rows(info, dims):
-        return _plainly(func, args, kwargs)
+        return _by_rows(func, args, kwargs)
     if dims is not None or given or len(rest) > 1:
         _no_dims(info, name, sorted(given) or ["dim"])
     if name == "item" or name.startswith("__"):
@@ -418,15 +543,33 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "count_nonzero": _count,
 }
 
+
+def draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers for the whole, of which a part gets its own. So ranks that are seeded alike draw what one process draws,
+    and not each the same numbers.
+    """
+    part, name = args[0], name_of(func)
+    info = part._flatshard_info
+    with plainly():
+        if part.numel() != info.stop - info.start or not name.endswith(("_", "_like")):
+            refuse(info, name)
+        whole = torch.empty_strided(info.shape, info.stride, dtype=part.dtype, device=part.device)
+        drawn = func(whole, *args[1:], **kwargs).as_strided((whole.numel(),), (1,))[info.start : info.stop]
+        drawn = drawn.as_strided(part.shape, part.stride())
+        return drawn.clone() if name.endswith("_like") else part.copy_(drawn)
+
+
 BY_KIND: dict[OperationKind, Handler | None] = {
     OperationKind.ELEMENTWISE: _elementwise,
+    OperationKind.RANDOM: draw,
     OperationKind.REDUCTION: _reduce,
     OperationKind.ALIAS: _same,
     OperationKind.MEMORY: None,
     OperationKind.DIMENSIONS: _dimensions,
+    OperationKind.SIZE: _size,
     OperationKind.FLAT: _flat,
     OperationKind.SELECT: _select,
-    OperationKind.SHAPE: _shape,
+    OperationKind.SHAPE: _by_rows,
     OperationKind.TRANSPOSE: _transpose,
     OperationKind.WHOLE_SHAPE: _whole_shape,
 }

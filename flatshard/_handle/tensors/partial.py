@@ -168,7 +168,7 @@ class PartialFlag(torch.Tensor):
 
 
 def _call_when_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _METADATA:
+    if func in METADATA:
         with plainly():
             return func(*args, **kwargs)
     make_whole(args, kwargs)
@@ -209,7 +209,7 @@ UNSCALE: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 """The function that ``GradScaler`` calls with the gradients of one dtype."""
 
 # Functions that do not need the whole value of a partial number.
-_METADATA: frozenset[Callable[..., Any]] = frozenset(
+METADATA: frozenset[Callable[..., Any]] = frozenset(
     (
         torch.Tensor.device.__get__,
         torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]

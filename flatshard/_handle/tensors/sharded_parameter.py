@@ -17,7 +17,8 @@ holds a sharded parameter.
 [Note: Parts are not matrices]
 For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
 even fit. Code that means the whole parameter uses these on the parameter itself. So they are Python methods of this class,
-which check first; optimizers use none of them. ``p.data`` and functions such as ``torch.matmul`` are not checked.
+which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`PartTensor`, which checks every
+function. Functions such as ``torch.matmul`` of the parameter itself are not checked.
 Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first. They
 are refused for any part, as whole rows have another fan-out, too. Those that treat each element alike are left alone.
 """
@@ -41,6 +42,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._errors import RESTRUCTURE_BEFORE
 from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
@@ -48,7 +50,7 @@ from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import handler_of, refuse
+from flatshard._handle.tensors.part import draw, handler_of, refuse, settle
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 from flatshard._runtime import Runtime
@@ -69,6 +71,9 @@ class Filling(Protocol):
 
     def show(self, param: ShardedParameter) -> nn.Parameter:
         """What code gets that reads ``param`` from its module: itself, or the whole."""
+
+    def shows(self, param: ShardedParameter) -> bool:
+        """Whether ``param`` is whole now."""
 
     def cut(self) -> None:
         """Keep this rank's part of what is shown whole, as the unit is used."""
@@ -182,34 +187,29 @@ class ShardInfo:
         )
 
 
-def _drawn_whole(name: str) -> Any:
-    """The method ``name``, which draws random numbers: for the whole, of which a rank that has a part keeps that part.
-
-    So ranks that are seeded alike draw what one process draws, and not each the same numbers for its part.
-    """
+def _filled_or_drawn(name: str) -> Any:
+    """The method ``name``, which draws random numbers. [Note: Filled later]"""
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
-    def draw(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        shown, info = show_whole(self), self._flatshard_info
-        if shown is not self or self.shape == info.shape:  # this rank has the whole, now or always
+    def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        shown = show_whole(self)
+        if shown is not self or not _is_part(self):
             method(shown, *args, **kwargs)
         else:
-            whole = torch.empty_strided(info.shape, info.stride, dtype=self.dtype, device=self.device)
-            drawn = method(whole, *args, **kwargs).as_strided((info.numel,), (1,))
-            torch.Tensor.copy_(self, info.shaped(drawn[info.start : info.stop]))
+            draw(method, (self, *args), kwargs)
         return self
 
-    return draw
+    return fill
 
 
 def _is_part(param: ShardedParameter) -> bool:
     """Whether ``param`` is a part of something whose other parts are elsewhere."""
     info = param._flatshard_info
-    if info.runtime is None or info.shard_world_size == 1 or info.never_cut:
+    if info.runtime is None or info.shard_world_size == 1:
         return False
     home = _homes.get(id(param))
-    return home is None or home.filling is None or param.shape != info.shape  # [Note: Filled later]
+    return home is None or home.filling is None or not home.filling.shows(param)  # [Note: Filled later]
 
 
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,6 +220,8 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
         if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
             if has_torch_function((*args, *kwargs.values())):
                 make_whole(args, kwargs)
+                if (settled := settle(method, (self, *args), kwargs)) is not None:
+                    return handler(method, *settled)
             return handler(method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
 
@@ -231,7 +233,10 @@ def _methods_of_the_table() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in dir(torch.Tensor):
         kind, attribute, handler = kind_of(name), getattr(torch.Tensor, name), handler_of(name)
-        if handler is None or kind is OperationKind.ALIAS or (kind is None and name.startswith("__")):
+        if handler is None or (kind is None and name.startswith("__")):
+            continue
+        if kind is OperationKind.RANDOM:
+            found[name] = _filled_or_drawn(name)
             continue
         if callable(attribute):
             found[name] = _by_the_table(name, attribute, handler)
@@ -280,7 +285,10 @@ class ShardedParameter(nn.Parameter):
             increment_version(self)
             changes.count += 1
 
-    data = property(torch.Tensor.detach, _set_data)
+    def _get_data(self) -> torch.Tensor:
+        return self.detach()
+
+    data = property(_get_data, _set_data)
 
     def _set_requires_grad(self, requires_grad: bool) -> None:
         _plain_requires_grad.__set__(self, requires_grad)
@@ -301,9 +309,12 @@ class ShardedParameter(nn.Parameter):
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """As in torch: like ``p.data = ...``."""
-        super().set_(*args, **kwargs)
-        changes.count += 1
+        """As in torch, if it changes nothing: a part stays where it is."""
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not _is_same(self, args[0]):
+            raise RuntimeError(
+                f"parameter {self._flatshard_info.fqn!r} is sharded, and set_ would give it other memory: "
+                f"{RESTRUCTURE_BEFORE}. For other values use copy_, or assign to p.data"
+            )
         return self
 
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
@@ -318,16 +329,10 @@ class ShardedParameter(nn.Parameter):
         super().copy_(src, non_blocking)
         return self
 
-    # [Note: Filled later]
-
-    normal_, uniform_, exponential_, log_normal_, cauchy_ = map(
-        _drawn_whole, ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_")
-    )
-    bernoulli_, geometric_, random_ = map(_drawn_whole, ("bernoulli_", "geometric_", "random_"))
-
     def dim(self) -> int:
         """As in torch: of this rank's part."""
-        if sys._getframe(1).f_code is _FAN and _is_part(self) and self.shape != full_shape(self):
+        info = self._flatshard_info
+        if sys._getframe(1).f_code is _FAN and _is_part(self) and not info.never_cut and self.shape != full_shape(self):
             refuse(self._flatshard_info, "dim")
         return super().dim()
 
