@@ -318,7 +318,8 @@ def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads
     config = planned.config
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
-            owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
+            owned.was = weakref.ref(owned.param)
+            owned.replace(wrapping.take_apart(owned.param))
     flats = plan_flats(planned, context.runtime.world_size, loads)
     placements: dict[Groups | None, Placement] = {}
     for groups in planned.groups:

@@ -405,30 +405,19 @@ def writers() -> Iterator[tuple[str, str, bool]]:
                 stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
                 if stores and isinstance(target, ast.Attribute):
                     base = dotted(target.value)
-                    if base == "self" and function.name in ("__init__", "_reset"):
+                    if (base == "self" and function.name in ("__init__", "_reset")) or function.name == "__deepcopy__":
                         continue
                     yield target.attr, name, base != "self"
 
 
 SECOND_WRITERS: dict[str, set[str]] = {
-    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue", "_handle.handle"},
-    "backward_prefetch": {"_composable.features.configure", "_composable.state"},
-    "checks": {"_composable.features.forked", "_composable.state"},
+    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue"},
     "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
-    "filling": {"_composable.features.filled_later", "_handle.flat_shard"},
     "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
     "finished_early": {"_composable.backward", "_composable.state"},
-    "forward_prefetch": {"_composable.features.configure", "_composable.state"},
-    "given": {"_composable.features.user_hooks", "_handle.gradients"},
     "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
     "kept_unsharded": {"_composable.backward", "_composable.state"},
     "label": {"_comm.monitor.order_check", "_runtime"},
-    "last_step": {"_composable.backward", "_composable.state"},
-    "leaks": {"_composable.backward", "_composable.hooks"},
-    "module": {"_composable.features.forward_method", "_composable.state"},
-    "needs": {"_composable.fully_shard", "_composable.state"},
-    "param": {"_composable.construct.materialize", "_composable.fully_shard"},
-    "partial": {"_composable.backward", "_handle.reduction"},
     "pending": {
         "_composable.backward",
         "_composable.features.skip",
@@ -436,11 +425,8 @@ SECOND_WRITERS: dict[str, set[str]] = {
         "_composable.reduction_queue",
         "_handle.unit_gradients",
     },
-    "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
     "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
-    "source": {"_composable.features.kept_shards", "_handle.handle"},
     "steps": {"_composable.backward", "_composable.state"},
-    "user": {"_handle.pool", "_handle.unsharded"},
 }
 """Attributes of the core's objects that several files write. No more may come."""
 
