@@ -420,8 +420,6 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "steps": {"_composable.backward", "_composable.state"},
     "kept_unsharded": {"_composable.backward", "_composable.state"},
     "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue"},
-    # The tag of gloo's messages goes with what users' own collectives call, whose interface has no argument for it.
-    "label": {"_comm.monitor.order_check", "_runtime"},
     # The user's changes are counted where they are seen.
     "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
     "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
