@@ -1,14 +1,16 @@
 """Frames of running code: only this file looks at them.
 
 A forward is running as long as the frame that called it is. This is asked after exceptions that skipped hooks (an interrupt
-does), and when several threads run forwards. Nothing else depends on who calls.
+does), and when several threads run forwards. Errors of the watch say in which collective of the user's a rank is.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Collection
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -52,3 +54,13 @@ def runs(frame: FrameType, elsewhere: bool = False) -> bool:
 def threads() -> set[int]:
     """The threads that run Python code now."""
     return set(sys._current_frames())
+
+
+def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, Any]] | None:
+    """The innermost call, on the main thread, of one of the functions ``names`` of ``file``: its name, and its variables."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name in names and frame.f_code.co_filename == file:
+            return frame.f_code.co_name, frame.f_locals
+        frame = frame.f_back
+    return None

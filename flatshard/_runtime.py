@@ -37,7 +37,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -54,6 +53,7 @@ from flatshard._comm.backends import (
 )
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
+from flatshard._comm.rank_group import RankGroup
 from flatshard._errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
 from flatshard._host_memory import keep_freed_memory
 
@@ -311,10 +311,10 @@ class Users:
                 streams.let_wait(streams.gather, stream)
 
 
-class Runtime:
+class Runtime(RankGroup):
     """The collectives of one process group on one device, with their streams.
 
-    One per group and device (see ``of``), and copies of it with other collectives or streams, which are equal to it.
+    One per group and device (see ``of``), and copies of it with other collectives or streams, which have its number.
     """
 
     _instances: ClassVar[
@@ -327,8 +327,6 @@ class Runtime:
     make_monitor: ClassVar[Callable[[BuiltinCollectives, torch.device, Progress], Monitor] | None] = None
     """Makes the monitor of a group of several processes. None: there is no monitor."""
 
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
-
     def __init__(
         self, builtin: BuiltinCollectives, device: torch.device, streams: Streams | None, host: torch.device | None
     ) -> None:
@@ -339,12 +337,9 @@ class Runtime:
             streams: the device's side streams. None: waiting for a collective blocks.
             host: where CPU offload keeps the shards. None: ``device`` is the host.
         """
-        # Increases in the order in which groups are first used. This order is the same on all ranks.
-        self.number = next(self._numbers)
-        self.device = device
+        super().__init__(device, builtin.rank, builtin.size)
         self.host = host
         self._builtin = builtin
-        self.rank, self.world_size = builtin.rank, builtin.size
         self.collectives: Collectives = self._builtin
         self._made: dict[CollectivesFactory, Collectives] = {}  # see `using`
         self.streams = streams
@@ -394,13 +389,6 @@ class Runtime:
     def exact(self) -> Runtime:
         """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
         return self if self._source is None or self.collectives.exact else self._source.exact
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both have the same ranks: norms of what they shard are added up together."""
-        return isinstance(other, Runtime) and self.number == other.number
-
-    def __hash__(self) -> int:
-        return self.number
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -540,13 +528,7 @@ class Runtime:
                 tensor.detach().copy_(dense)
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
-        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream.
-
-        Args:
-            tensor: the numbers.
-            op: how they are combined.
-            question: what is computed, in words, for the error if a rank waits in vain.
-        """
+        """See :class:`RankGroup`."""
         try:
             self._issue(
                 "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor

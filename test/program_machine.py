@@ -101,6 +101,7 @@ REFUSALS = {
     "state inside": r"are in a forward or in summon_full_params, where state_dict\(\) has whole tensors",
     "state whole": r"are shown whole since unshard\(\): call flatshard.reshard\(module\) first",
     "held": r"units .* hold gradients that have not been averaged over all ranks",
+    "other arguments": r"summon_full_params\(.*inside summon_full_params\(.*or pass the same arguments",
     "rank0 writes": r"summon_full_params\(rank0_only=True\) needs writeback=False",
     "no unit": r"(is part of (a )?unit|is not a unit).*not a unit itself|is not a unit, but contains units|nothing in this",
     "no replicas": r"no replicas to reduce over",
@@ -593,6 +594,9 @@ class Machine:
         if found == "no unit":
             assert module is not None, text
             assert unit_of(module) is None, f"it is a unit: {text}"
+        if found == "other arguments":
+            assert twin, text
+            assert twin.shown, f"not nested: {text}"
         if found == "static":
             assert self._uses("static_buffers"), text
         if found == "replaced inside":

@@ -24,17 +24,18 @@ overflow where their average does not.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
 from flatshard import _torch
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, here, mixed_all_reduce
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with its destination or source: a rank of the group."""
@@ -62,6 +63,13 @@ class BuiltinCollectives(Collectives):
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.may_change = _may_change(group)
+        self._label: Label | None = None  # that messages carry; None: that of the unit whose collective is started
+
+    def under(self, label: Label) -> Self:
+        """The same, whose messages carry ``label``."""
+        result = copy.copy(self)
+        result._label = label
+        return result
 
     def has_changed(self) -> bool:
         """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
@@ -198,7 +206,7 @@ class GlooCollectives(BuiltinCollectives):
     def _messages(
         self, sent: Addressed, received: Addressed, kind: int, then: Callable[[], object] | None = None
     ) -> Pending:
-        group, tag = self.group, here.label.tag + kind
+        group, tag = self.group, (self._label or here.label).tag + kind
         works = [group.recv([tensor], rank, tag) for tensor, rank in received]
         works += [group.send([tensor], rank, tag) for tensor, rank in sent]
 
@@ -210,7 +218,7 @@ class GlooCollectives(BuiltinCollectives):
         return Works(works, then, describe)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        tensor, tag = as_real(tensor), here.label.tag
+        tensor, tag = as_real(tensor), (self._label or here.label).tag
         tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
 
         def average() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,7 @@ class Works:
             self._then = None
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """How the units of one :func:`fully_shard` call communicate. Write a class with these methods to replace it.
 

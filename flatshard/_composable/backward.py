@@ -252,7 +252,7 @@ class Backward:
         for unit in self._reached:
             unit.record = None
             if unit.leaks and not self._retains_graph:
-                unit.leaks -= {step for step in unit.leaks if step.opened_in >= self.task}
+                unit.drop_leaks(self.task)
             if self.keeps_unsharded:
                 unit.show()
             elif unit.claims or unit.handle.slots.shows is not SHARDED or not unit.handle.is_sharded:

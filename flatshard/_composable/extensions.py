@@ -18,6 +18,7 @@ from torch import nn
 
 from flatshard._composable.state import Forward, Unit
 from flatshard._composable.unit_config import UnitConfig
+from flatshard._handle.unit_gradients import Given
 from flatshard._runtime import Runtime
 
 
@@ -51,8 +52,8 @@ class ForwardFeature:
         """Called with grad mode on. Returns tensors besides ``outputs`` through which backward may reach the unit."""
         return ()
 
-    def reduced(self) -> None:
-        """Called when the unit's reduced gradients have been set in ``.grad``."""
+    def reduced(self, given: Given) -> None:
+        """Called when the unit's reduced gradients have been set in ``.grad``, of the parameters ``given``."""
 
 
 class Extension:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._comm.collectives import CollectivesFactory
+from flatshard._comm.collectives import Collectives, CollectivesFactory
 from flatshard._composable.construct import validate
-from flatshard._composable.construct.custom_collectives import check_made
 from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.renamed import renamed
@@ -191,7 +190,12 @@ def fully_shard(
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
-                check_made(runtimes[groups][0].using(factory).collectives, factory)
+                made_by_user = runtimes[groups][0].using(factory).collectives
+                if not isinstance(made_by_user, Collectives):
+                    raise TypeError(
+                        f"collectives={factory!r} made a {type(made_by_user).__name__}, which lacks one of all_gather, "
+                        "reduce_scatter, all_reduce and exact: see flatshard.comm.Collectives"
+                    )
     for extension in extensions():
         extension.prepare(root, choice.configs, context.runtime)
     values.agree(runtimes)
@@ -318,7 +322,8 @@ def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads
     config = planned.config
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
-            owned.was, owned.param = weakref.ref(owned.param), wrapping.take_apart(owned.param)
+            owned.was = weakref.ref(owned.param)
+            owned.replace(wrapping.take_apart(owned.param))
     flats = plan_flats(planned, context.runtime.world_size, loads)
     placements: dict[Groups | None, Placement] = {}
     for groups in planned.groups:

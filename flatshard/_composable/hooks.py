@@ -64,6 +64,7 @@ from flatshard._composable.state import (
 )
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
+from flatshard._handle.unit_gradients import Given
 
 
 class Unrecorded(Protocol):
@@ -253,8 +254,7 @@ class UnitHooks:
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.step is not None and not forward.in_backward:
-                unit.leaks = weakref.WeakSet() if unit.leaks is None else unit.leaks
-                unit.leaks.add(forward.step)
+                unit.note_leak(forward.step)
         finally:
             self.end_forward(forward, comes_back, leaks)
         return changed
@@ -438,9 +438,9 @@ def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[C
     return [getattr(each, name) for each in features if getattr(type(each), name) is not method]
 
 
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+def _call_all(functions: Iterable[Callable[[Given], None]], given: Given) -> None:
     for function in functions:
-        function()
+        function(given)
 
 
 class _Leave(torch.autograd.Function):

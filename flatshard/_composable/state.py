@@ -175,7 +175,9 @@ class Unit:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims = Claims()  # claims.py, [Note: Claims]
-        self.steps: weakref.WeakSet[Step] | None = None  # steps with a live graph; only recorded with static buffers
+        self.live_steps: weakref.WeakSet[Step] | None = (
+            None  # those with a live graph; only recorded with static buffers
+        )
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
@@ -199,6 +201,16 @@ class Unit:
                 unclaimed = claim.shows
                 break
         self.handle.slots.show(unclaimed)
+
+    def note_leak(self, step: Step) -> None:
+        """The outputs of ``step`` are the unsharded parameters, or views of them."""
+        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
+        self.leaks.add(step)
+
+    def drop_leaks(self, since: int) -> None:
+        """The graphs of the steps that backward has reached, in graph task ``since`` or later, are gone."""
+        if self.leaks:
+            self.leaks -= {step for step in self.leaks if step.opened_in >= since}
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
@@ -326,7 +338,7 @@ class Context:
         self.backwards = 0  # counts backwards that have reached a unit
         self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
-        self.last_step: Step | None = None  # the latest step of the current pass
+        self._latest: Step | None = None  # the last step of the current pass
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
@@ -339,6 +351,11 @@ class Context:
         if found is None:
             found = cls._instances[id(runtime)] = cls(runtime)
         return found
+
+    @classmethod
+    def only_check(cls, check: Callable[[Unit], bool]) -> None:
+        """Have ``check`` be the only one from now on."""
+        cls.checks[:] = [check]
 
     def pool_of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
         """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
@@ -395,14 +412,14 @@ class Context:
     def make_step(self, forward: Forward) -> Step:
         """Create the step of a forward that has just ended, for backward to reach."""
         unit, in_backward = forward.unit, forward.in_backward
-        step = Step(unit, None if in_backward else self.last_step, list(map(_unit, self.forwards)))
+        step = Step(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
         forward.step = step
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
-                needed.steps = weakref.WeakSet() if needed.steps is None else needed.steps
-                needed.steps.add(step)
+                needed.live_steps = weakref.WeakSet() if needed.live_steps is None else needed.live_steps
+                needed.live_steps.add(step)
         if not in_backward:
-            self.last_step = step
+            self._latest = step
         return step
 
     def is_outermost(self, unit: Unit) -> bool:
@@ -420,7 +437,7 @@ class Context:
             busy._check_thread(frame)
         self.check(unit)
         self.pass_id += 1
-        self.last_step = None
+        self._latest = None
         self.order = unit.order
         self.order.start()
 
@@ -432,7 +449,7 @@ class Context:
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.free_unused()
-        self.last_step = None
+        self._latest = None
         self.order = ForwardOrder()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
@@ -467,7 +484,7 @@ class Context:
     def make_room(self, unit: Unit) -> None:
         """Free the memory that ``unit`` needs and another unit is using. [Note: Static buffers]"""
         self.free_unused()
-        if not unit.steps:
+        if not unit.live_steps:
             unit.handle.unblock()
 
     def keep_for_next(self, unit: Unit) -> None:

@@ -97,17 +97,20 @@ class EncodedFlatParam(FlatParam):
     unsharded: EncodedBuffer
 
     def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
-        self.scales = Scales(self.placement.runtime)
-        self.scales.join(self)
+        self.share(Scales(self.placement.runtime))
         self.scaled_at = -1  # `version` when scales were last shared; -1: they have been used
         return EncodedBuffer(self, params)
+
+    def share(self, scales: Scales) -> None:
+        """Get its scales from ``scales``, with others."""
+        self.scales = scales
+        scales.join(self)
 
     def follow_copy(self, original: FlatShard, memo: dict[int, Any]) -> None:
         """See ``FlatParam``. The flat parameters of a copied model share their scales."""
         super().follow_copy(original, memo)
         assert isinstance(original, EncodedFlatParam)
-        self.scales = copy.deepcopy(original.scales, memo)
-        self.scales.join(self)
+        self.share(copy.deepcopy(original.scales, memo))
 
     @property
     def decoded_dtype(self) -> torch.dtype:

@@ -81,6 +81,10 @@ class FlatShard:
         result.unsharded.use_slots_of(self.unsharded)
         return result
 
+    def fill_by(self, filling: Filling | None) -> None:
+        """``filling`` gives the parameters memory and values. None: they have them."""
+        self.filling = filling
+
     def follow_copy(self, original: FlatShard, memo: dict[int, Any]) -> None:
         """This is the copy of ``original`` in a deep copy of its module: copy what features have attached."""
         self.filling = copy.deepcopy(original.filling, memo)

@@ -80,7 +80,6 @@ class FlatGradients:
         self.unused = Unused(flat.layout)
         self._partial: Partial | None = None  # what earlier reductions have held
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
-        self.given: Sequence[nn.Parameter] = ()  # the parameters whose ``.grad`` the last reduction set or added to
         self._begin()
 
     def use_runtime(self, runtime: Runtime) -> None:
@@ -331,7 +330,7 @@ class FlatGradients:
     @property
     def is_partial(self) -> bool:
         """Whether gradients of earlier backwards have yet to be averaged over the replicas."""
-        return self._partial is not None or (self.reduction is not None and self.reduction.partial is not None)
+        return self._partial is not None or (self.reduction is not None and self.reduction.held is not None)
 
     def drop_partial(self) -> None:
         """Drop what earlier reductions have held."""
@@ -369,33 +368,30 @@ class FlatGradients:
         with plainly():
             return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
 
-    def finish(self, assign: bool = True) -> bool:
+    def finish(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
         """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
 
-        Returns whether there were gradients to assign; ``given`` then lists the parameters that got one.
+        Returns the parameters that got one. None: there were no gradients to assign.
         """
         filled = self._filled
         if filled is None:
-            return False
+            return None
         shard = None
         if self.reduction is not None:
-            shard, self._partial = self.reduction.take(), self.reduction.partial
+            shard, self._partial = self.reduction.take(), self.reduction.held
         self._drop()
         if not assign:
             self._partial = None
-            return False
+            return None
         if shard is None:  # handed over already, or held
-            self.given = list(itertools.compress(self.flat.params, filled)) if self._input is None else ()
-        elif self.shard_param is None:
-            self.given = self._assign(shard, filled)
-            return True
+            return None if self._input is not None else list(itertools.compress(self.flat.params, filled)) or None
+        if self.shard_param is None:
+            return self._assign(shard, filled)
+        if self.shard_param.grad is None:
+            self.shard_param.grad = shard
         else:
-            if self.shard_param.grad is None:
-                self.shard_param.grad = shard
-            else:
-                self.shard_param.grad.add_(shard)
-            self.given = (self.shard_param,)
-        return bool(self.given)
+            self.shard_param.grad.add_(shard)
+        return (self.shard_param,)
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []

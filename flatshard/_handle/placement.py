@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatshard._comm.progress import Label, digest
+from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pool
-from flatshard._handle.tensors.experts import ExpertRuntime
+from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
@@ -36,7 +37,7 @@ class Placement:
     runtime: Runtime  # issues the collectives: that of the shards or, where nothing is sharded, of the replicas
     shards: Runtime | None  # None: this rank holds whole parameters
     replicas: Runtime | None  # None: no other rank holds the same part
-    norms: Runtime | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
+    norms: RankGroup | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
     pool: Pool | None  # allocates what collectives read and write. [Note: Static buffers]
     ranks: int  # how many have the parameters
     label: Label  # the unit, for collectives and errors
@@ -58,7 +59,7 @@ class Placement:
         """
         runtime = shards or replicas
         assert runtime is not None
-        norms = None if unit is None else ExpertRuntime.within(runtime, unit.runtime)
+        norms = None if unit is None else ExpertRanks.within(runtime, unit.runtime)
         shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
         label = _make_label(fqn, _identity(flats), runtime, replicas)
         ranks = math.prod([each.world_size for each in (shards, replicas) if each is not None])

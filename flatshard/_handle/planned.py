@@ -77,6 +77,10 @@ class PlannedParam:
     groups: Groups | None = None  # None: those of its unit
     was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that ``param`` has replaced
 
+    def replace(self, param: nn.Parameter) -> None:
+        """Shard ``param`` in place of the parameter."""
+        self.param = param
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedFlat:

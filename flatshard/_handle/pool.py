@@ -51,6 +51,10 @@ class Slot:
         self.user = user
         self._storage.resize_(self.flat.nbytes)
 
+    def follow(self, before: Slot) -> None:
+        """Take the place of ``before``, another slot over the same memory."""
+        self.user = before.user
+
     def free(self) -> None:
         """Free the memory."""
         self._storage.resize_(0)

@@ -8,7 +8,7 @@ dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, 
 
 [Note: Accumulating within the shard group]
 With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next
-(``Reduction.partial``), so that only the last microbatch averages over the replicas.
+(``Reduction.held``), so that only the last microbatch averages over the replicas.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Reduction:
         input: torch.Tensor,
         dtypes: tuple[torch.dtype, torch.dtype],
         unused: Unused,
-        partial: Partial | None,
+        held: Partial | None,
     ) -> None:
         """Allocate the output, on the stream that will use it.
 
@@ -124,14 +124,14 @@ class Reduction:
             input: ``padded_numel`` elements.
             dtypes: of the sums, and of the result.
             unused: the parameters that this rank has no gradients for; at the end, those that no rank has any for.
-            partial: what earlier reductions have held. At the end, what this one holds.
+            held: what earlier reductions have held. At the end, what this one holds.
         """
         self.flat = flat
         self._runtime = runtime
         self._input = input
         self._dtype = dtypes[1]
         self._unused = unused
-        self.partial = partial
+        self.held = held
         self._pending: Pending | None = None  # from `start` on
         if self.flat.is_whole:  # reduced in place
             self._output: torch.Tensor | None = input
@@ -175,7 +175,7 @@ class Reduction:
             return runtime.issued(Done())
         if self._pending is not None:
             unused.ask(self._pending)
-        earlier, self.partial = self.partial, None
+        earlier, self.held = self.held, None
         if earlier is not None:
             output.add_(earlier[0])
             unused.narrow(earlier[1])
@@ -185,7 +185,7 @@ class Reduction:
             unused.tell(replicas, placement.label)
             pending = replicas.all_reduce(output, placement.label)
         else:
-            self.partial, self._output = (output, unused.found), None
+            self.held, self._output = (output, unused.found), None
             pending = runtime.issued(Done())
         return holding(pending, earlier)
 

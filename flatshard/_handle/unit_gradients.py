@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
@@ -42,6 +43,9 @@ class Accumulators(NamedTuple):
     are_all: bool  # all parameters of the unit are trainable
 
 
+Given = Sequence[Sequence[nn.Parameter] | None]
+"""Of each flat parameter, the parameters that have got gradients."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -68,7 +72,7 @@ class UnitGradients:
         self._lifetime = lifetime
         self.arrivals = Arrivals()
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
-        self.on_reduced: Callable[[], None]  # called after reduced gradients were set in or added to `.grad`
+        self.on_reduced: Callable[[Given], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
         # The stream that works on the gradients, from the first of them to the end of the reduction: all that is allocated
         # for them belongs to it. None: there are no gradients; and on CPU.
@@ -285,14 +289,16 @@ class UnitGradients:
         return not any([b.is_watched for b in self._flats])
 
     def _finish(self, assign: bool) -> None:
-        given = False
+        given, is_any = list[Sequence[nn.Parameter] | None](), False
         for flat in self._flats:
-            given |= flat.gradients.finish(assign)
+            params = flat.gradients.finish(assign)
+            given.append(params)
+            is_any |= params is not None
         self._lifetime.move_grads("finish")
         if self.home is not None:
             self._leave_home()
-        if given:
-            self.on_reduced()
+        if is_any:
+            self.on_reduced(given)
 
     @_at_home
     def discard(self) -> None:

@@ -104,7 +104,7 @@ class UnshardedBuffer:
             if before.user is None:
                 now.free()
             else:
-                now.user = before.user
+                now.follow(before)
 
     def use_slots_of(self, other: UnshardedBuffer) -> None:
         """As ``other`` does."""

@@ -16,7 +16,7 @@ from flatshard._runtime import Runtime
 def check_one_value(ranks: Iterable[Mapping[str, list[int] | None]]) -> None:
     """Raise if a name is of one value on some ranks, and of another on others: of experts, for one.
 
-    ``ranks``: of each rank, for the names that it has, see ``ExpertRuntime.ranks_around``.
+    ``ranks``: of each rank, for the names that it has, see ``ExpertRanks.ranks_around``.
     """
     found: dict[str, set[tuple[int, ...]]] = {}
     for of_rank in ranks:

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.experts import ExpertRuntime
+from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import (
     ShardedParameter,
     ShardInfo,
@@ -107,9 +107,9 @@ class ShardedValue(torch.Tensor):
 
     @property
     def ranks_around(self) -> list[int] | None:
-        """Internal: see ``ExpertRuntime``; None for what is no expert."""
+        """Internal: see ``ExpertRanks``; None for what is no expert."""
         runtime = None if self._origin is None else self._origin.info.runtime
-        return runtime.ranks_around if isinstance(runtime, ExpertRuntime) else None
+        return runtime.ranks_around if isinstance(runtime, ExpertRanks) else None
 
     def full_tensor(self) -> torch.Tensor:
         """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.

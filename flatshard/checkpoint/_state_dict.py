@@ -22,7 +22,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
 from flatshard._handle.slots import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
-from flatshard._handle.tensors.experts import ExpertRuntime
+from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -320,7 +320,7 @@ def _check_experts(flats: list[Flat]) -> None:
     labels: dict[Runtime, Label] = {}
     for unit, flat in flats:
         for info in (shard_info(p) for p in flat.params):
-            if info is not None and isinstance(info.runtime, ExpertRuntime):
+            if info is not None and isinstance(info.runtime, ExpertRanks):
                 around = unit.handle.runtime
                 labels.setdefault(around, unit.handle.placement.label)
                 apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import owner_of
@@ -22,7 +23,6 @@ from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order,
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._names import plain_name
-from flatshard._runtime import Runtime
 
 
 def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Gradient(NamedTuple):
     fqn: str  # relative to the module
     param: nn.Parameter
     grad: torch.Tensor | None
-    runtime: Runtime | None  # of the ranks that hold the parts; None: each rank has the whole gradient
+    runtime: RankGroup | None  # of the ranks that hold the parts; None: each rank has the whole gradient
 
     @property
     def part(self) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
         counted: torch.Tensor = torch.linalg.vector_norm(aggregate.of(parts, runtimes, question), 0)
         return counted
     device = device_for(parts, runtimes)
-    local: dict[Runtime | None, torch.Tensor] = {}
+    local: dict[RankGroup | None, torch.Tensor] = {}
     for runtime in [None, *in_order(runtimes)]:  # also of those process groups of which this rank has no gradient
         own = [g.part for g in gradients if g.runtime == runtime] or [torch.empty(0, device=device)]
         local[runtime] = torch.linalg.vector_norm(aggregate.local(own, device), p)

@@ -220,7 +220,7 @@ class _ObservedUnit(ForwardFeature):
             self.books.track([param.grad], "arriving")
             self.books.look()
 
-    def reduced(self) -> None:
+    def reduced(self, given: Any) -> None:
         for flat in self.unit.handle.flats:
             self.books.track([p.grad for p in flat.params if p.grad is not None], "gradients")
 

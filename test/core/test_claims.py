@@ -206,50 +206,89 @@ def test_two_threads(pool):
     pool.run(in_threads)
 
 
-def nested_copies(ctx: Any) -> None:
-    """What an outer ``summon_full_params`` shows, changed in it, is what an inner one shows, on whatever device."""
+def nested(ctx: Any) -> None:
+    """An inner ``summon_full_params`` shows what the outer one shows, changed in it. It takes the same arguments."""
     for options in OPTIONS:
-        for outer in ({}, {"offload_to_cpu": True}):
-            for inner in ({}, {"offload_to_cpu": True}):
-                for writeback in (False, True):
-                    ctx.note(f"{options} {outer} {inner} {writeback}")
-                    _, model = pair(ctx, **options)
-                    with torch.no_grad(), summon_full_params(model, **outer):
-                        if writeback:
-                            model.last.weight.fill_(3.0)
-                        else:
-                            model.last.weight.data = torch.full((3, 6), 3.0)
-                        with summon_full_params(model, writeback=writeback, **inner):
-                            assert model.last.weight.eq(3.0).all()
-                            model.last.weight.add_(1.0)
-                        assert model.last.weight.eq(4.0 if writeback else 3.0).all()
-                    with summon_full_params(model):
-                        assert model.last.weight.eq(4.0 if writeback else 3.0).all()
+        for arguments in ({}, {"offload_to_cpu": True}, {"writeback": False}):
+            for assigns in (False, True):
+                ctx.note(f"{options} {arguments} {assigns}")
+                _, model = pair(ctx, **options)
+                keeps = "writeback" not in arguments
+                with torch.no_grad(), summon_full_params(model, **arguments):
+                    if assigns:
+                        model.last.weight.data = torch.full((3, 6), 3.0)
+                    else:
+                        model.last.weight.fill_(3.0)
+                    with summon_full_params(model, recurse=assigns, **arguments):
+                        assert model.last.weight.eq(3.0).all()
+                    with summon_full_params(model.last, **arguments):
+                        model.last.weight.add_(1.0)
+                    assert model.last.weight.eq(4.0 if keeps else 3.0).all()
+                    other = {**arguments, "with_grads": True}
+                    with (
+                        pytest.raises(
+                            RuntimeError, match=r"with_grads=True\) of unit 'last' inside .*the same arguments"
+                        ),
+                        summon_full_params(model.last, **other),
+                    ):
+                        pass
+                with summon_full_params(model):
+                    assert model.last.weight.eq(4.0).all() == keeps
 
 
 def test_summon_inside_summon(pool):
-    pool.run(nested_copies)
+    pool.run(nested)
+
+
+def summoned_in_a_step(ctx: Any) -> None:
+    """It is refused in forward and in backward, and nothing has happened. The cure reads another layer in a forward."""
+    plain, model = pair(ctx)
+    seen: list[Tensor] = []
+
+    def refused(*_: Any) -> None:
+        with (
+            pytest.raises(RuntimeError, match="of unit 'last' inside a forward, a backward"),
+            summon_full_params(model.last),
+        ):
+            pass
+
+    def cured(*_: Any) -> None:
+        flatshard.unshard(model.last)
+        seen.append(model.last.weight.detach().clone())
+        flatshard.reshard(model.last)
+
+    hooks = [model.blocks.register_forward_pre_hook(hook) for hook in (refused, cured)]
+    hooks.append(model.first.register_full_backward_hook(refused))
+    model(X).sum().backward()
+    assert torch.equal(seen[0], plain.last.weight)
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    check(model, plain, True)
+
+
+def test_summon_inside_a_step(pool):
+    pool.run(summoned_in_a_step)
 
 
 def written_by_the_inner_one(ctx: Any) -> None:
     """What an inner ``summon_full_params`` has written back stays, however the outer one ends, and is noticed."""
     for options in OPTIONS:
-        for outer in ({}, {"offload_to_cpu": True}, {"writeback": False}):
-            for inner in ({}, {"offload_to_cpu": True}):
-                ctx.note(f"{options} {outer} {inner}")
-                _, model = pair(ctx, **options)
-                with flatshard.keep_unsharded(model), torch.no_grad():
-                    model(X)
-                    with contextlib.suppress(ValueError), summon_full_params(model, **outer):
-                        model.last.weight.fill_(3.0)
-                        with summon_full_params(model, **inner):
-                            model.last.bias.fill_(2.0)
-                        model.last.bias.fill_(9.0)
-                        raise ValueError
-                    assert model(X).isfinite().all()
-                    with summon_full_params(model):
-                        assert model.last.weight.eq(3.0).all()
-                        assert model.last.bias.eq(2.0).all()
+        for arguments in ({}, {"offload_to_cpu": True}):
+            ctx.note(f"{options} {arguments}")
+            _, model = pair(ctx, **options)
+            with flatshard.keep_unsharded(model), torch.no_grad():
+                model(X)
+                with contextlib.suppress(ValueError), summon_full_params(model, **arguments):
+                    model.last.weight.fill_(3.0)
+                    with summon_full_params(model, **arguments):
+                        model.last.bias.fill_(2.0)
+                    model.last.bias.fill_(9.0)
+                    raise ValueError
+                assert model(X).isfinite().all()
+                with summon_full_params(model):
+                    assert model.last.weight.eq(3.0).all()
+                    assert model.last.bias.eq(2.0).all()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -411,7 +411,6 @@ def test_what_it_looks_like(fake_group):
         ("width", ValueError, "Model.width is not a method"),
         ("later", NotImplementedError, "Model.later is async"),
         (["encode", "nothing"], ValueError, "Model has no method 'nothing'"),
-        ([1], TypeError, "a forward method is given by its name, got 1"),
     ],
 )
 def test_what_cannot_be_registered(fake_group, name, kind, message):

@@ -321,9 +321,7 @@ def summoning(ctx, strategy: ShardingStrategy) -> None:
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(p, q)
                 p.add_(1e-6)
-            with flatshard.summon_full_params(model, writeback=False):
-                model.head.weight.zero_()
-            with flatshard.summon_full_params(model):
+            with flatshard.summon_full_params(model, offload_to_cpu=offload):
                 model.blocks[0].inner.bias.fill_(1 / 3)
             assert model(ids, scale).dtype is FP32
             with torch.enable_grad(), pytest.raises(RuntimeError, match="runs forward with gradients inside summon"):

@@ -407,42 +407,25 @@ def writers() -> Iterator[tuple[str, str, bool]]:
                 stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
                 if stores and isinstance(target, ast.Attribute):
                     base = dotted(target.value)
-                    if base == "self" and function.name in ("__init__", "_reset"):
+                    if (base == "self" and function.name in ("__init__", "_reset")) or function.name == "__deepcopy__":
                         continue
                     yield target.attr, name, base != "self"
 
 
+COMPLETION = {"_composable.backward", "_composable.hooks", "_composable.reduction_queue", "_handle.unit_gradients"}
+
 SECOND_WRITERS: dict[str, set[str]] = {
-    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue", "_handle.handle"},
-    "backward_prefetch": {"_composable.features.configure", "_composable.state"},
-    "checks": {"_composable.features.forked", "_composable.state"},
-    "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
-    "filling": {"_composable.features.filled_later", "_handle.flat_shard"},
+    # What completes a unit, and what it holds, is to be one table with one writer.
+    "pending": {*COMPLETION, "_composable.features.skip"},
     "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
     "finished_early": {"_composable.backward", "_composable.state"},
-    "forward_prefetch": {"_composable.features.configure", "_composable.state"},
-    "given": {"_composable.features.user_hooks", "_handle.gradients"},
-    "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
-    "kept_unsharded": {"_composable.backward", "_composable.state"},
-    "label": {"_comm.monitor.order_check", "_runtime"},
-    "last_step": {"_composable.backward", "_composable.state"},
-    "leaks": {"_composable.backward", "_composable.hooks"},
-    "module": {"_composable.features.forward_method", "_composable.state"},
-    "needs": {"_composable.fully_shard", "_composable.state"},
-    "param": {"_composable.construct.materialize", "_composable.fully_shard"},
-    "partial": {"_composable.backward", "_handle.reduction"},
-    "pending": {
-        "_composable.backward",
-        "_composable.features.skip",
-        "_composable.hooks",
-        "_composable.reduction_queue",
-        "_handle.unit_gradients",
-    },
-    "scales": {"_composable.features.encoded_gathers", "_handle.encoded"},
-    "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},
-    "source": {"_composable.features.kept_shards", "_handle.handle"},
     "steps": {"_composable.backward", "_composable.state"},
-    "user": {"_handle.pool", "_handle.unsharded"},
+    "kept_unsharded": {"_composable.backward", "_composable.state"},
+    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue"},
+    # The user's changes are counted where they are seen.
+    "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
+    "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
+    "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},  # of a claim; of slots
 }
 """Attributes of the core's objects that several files write. No more may come."""
 
@@ -462,13 +445,12 @@ FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "
 
 
 READS_FRAMES = {
-    "_comm.monitor.watch",
-    "_composable.features.transforms",
-    "_handle.tensors.guard",
+    "_composable.features.transforms",  # tells dynamo not to look below a hook's code
+    "_handle.tensors.guard",  # who reads a module's parameters
     "_handle.tensors.sharded_parameter",
-    "checkpoint._standard_helpers",
+    "checkpoint._standard_helpers",  # torch's helpers, by their variables
     "checkpoint._state_dict_hooks",
-    "planning._recording",
+    "planning._recording",  # whose memory an allocation is
 }
 """Modules that look at who calls, or at code. No more may come."""
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
-from flatshard._handle.tensors.experts import ExpertRuntime
+from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
 
 WIDTH, EXPERTS = 6, 4
@@ -272,8 +272,8 @@ def compare_runtimes(ctx) -> None:
     """Experts of a unit of their own, and others over the same ranks by ``shard_mesh_fn``, are added up over other ranks."""
     group = ctx.device_mesh((2, 2), ("dp", "ep"))["dp"].get_group()
     everyone, runtime = Runtime.of(ctx.group, torch.device("cpu")), Runtime.of(group, torch.device("cpu"))
-    among = ExpertRuntime.within(runtime, everyone)
-    assert among == ExpertRuntime.within(runtime, everyone)
+    among = ExpertRanks.within(runtime, everyone)
+    assert among == ExpertRanks.within(runtime, everyone)
     assert among != runtime
     assert runtime == runtime.beside(everyone)
 

@@ -27,7 +27,7 @@ from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
 from flatshard._comm.monitor.differences import CURE, Described, described, difference, flats_of
 from flatshard._comm.monitor.messages import all_set
-from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label, here
+from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label
 from flatshard._errors import OutOfStepError
 
 _LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
@@ -42,7 +42,7 @@ class OrderCheck:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = torch.device("cpu") if has_gloo(group) else device  # of the messages: CPU if possible
-        self._collectives = builtin_collectives(group, self._device)
+        self._collectives = [builtin_collectives(group, self._device).under(label) for label in _LABELS]
         self._one_order = device.type != "cpu"
         self._recent: list[str] = []
         self._hashes = [b"", b""]
@@ -60,15 +60,12 @@ class OrderCheck:
         self._hashes[kind] = ahead
         text = "; ".join(self._recent).encode()[-_TEXT:]
         message = torch.tensor(list((ahead + text).ljust(_HASH + _TEXT, b"\0")), dtype=torch.uint8)
-        rank, size = self._collectives.rank, self._collectives.size
+        collectives = self._collectives[kind]
+        rank, size = collectives.rank, collectives.size
         received = torch.empty(size, _HASH + _TEXT, dtype=torch.uint8, device=self._device)
         received[rank].copy_(message)
-        before, here.label = here.label, _LABELS[kind]
-        try:
-            pending = self._collectives.all_gather(received.view(-1), received[rank])
-        finally:
-            here.label = before
-        return Comparison(issued, pending, received, rank, self._collectives.store)
+        pending = collectives.all_gather(received.view(-1), received[rank])
+        return Comparison(issued, pending, received, rank, collectives.store)
 
 
 class Comparison:

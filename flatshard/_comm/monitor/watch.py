@@ -23,7 +23,6 @@ import atexit
 import inspect
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flatshard import _config, _trace
+from flatshard import _config, _frames, _trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import CURE, described, difference
 from flatshard._comm.monitor.messages import interrupt
@@ -100,15 +99,13 @@ def position(progress: Progress, at: int) -> Position:
 
 def _inside() -> list[Any] | None:
     """The collective of the user's that the main thread is in, and the ranks that it needs. None: in none that is known."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in _SYMMETRIC and code.co_filename == _FILE:
-            group = frame.f_locals.get("group")  # None: all ranks
-            is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
-            return [code.co_name, sorted(dist.get_process_group_ranks(group))] if is_member else None
-        frame = frame.f_back
-    return None
+    found = _frames.main_thread_in(_SYMMETRIC, _FILE)
+    if found is None:
+        return None
+    name, arguments = found
+    group = arguments.get("group")  # None: all ranks
+    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    return [name, sorted(dist.get_process_group_ranks(group))] if is_member else None
 
 
 def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:

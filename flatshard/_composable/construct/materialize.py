@@ -165,7 +165,7 @@ class Materialization:
                 moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
                 hand_on(owned.param, moved)
                 moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
-                owned.param = moved
+                owned.replace(moved)
 
 
 def _check_callable(param_init_fn: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._composable.construct.custom_collectives import check_factory
 from flatshard._composable.construct.validate import default_device
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import (
@@ -63,8 +62,11 @@ def unit_config(
             f"shard_mesh_fn must be a callable (fqn, parameter) -> mesh or None, got a {type(shard_mesh_fn).__name__}: to "
             "shard everything over one mesh, pass device_mesh=mesh"
         )
-    if collectives is not None:
-        check_factory(collectives, gathers=strategy is not ShardingStrategy.NO_SHARD)
+    if strategy is ShardingStrategy.NO_SHARD and getattr(collectives, "reduce", None) is False:
+        raise ValueError(
+            f"collectives={collectives!r} would do nothing for a unit under NO_SHARD, which gathers no parameters: pass "
+            "reduce=True, or omit `collectives`"
+        )
     return UnitConfig(
         strategy,
         backward_prefetch,

@@ -27,5 +27,4 @@ class EncodedGathers(Extension):
                     runtime = flat.placement.runtime
                     if runtime not in joined:
                         joined[runtime] = Scales(runtime)
-                    flat.scales = joined[runtime]
-                    flat.scales.join(flat)
+                    flat.share(joined[runtime])

@@ -45,7 +45,7 @@ class FilledLater(Extension):
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> None:
         for flat in unit.handle.on_meta:
-            flat.filling = FillFlat(flat)
+            flat.fill_by(FillFlat(flat))
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         if any(unit.handle.on_meta for unit in made):
@@ -192,7 +192,7 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
     for flat in filled:
         if flat.placement.replicas is not None:  # they get the values of the first one, as random generators may differ
             flat.placement.replicas.broadcast_now(flat.shard)
-        flat.filling = None
+        flat.fill_by(None)
     made.difference_update(todo)
     return bool(made)
 

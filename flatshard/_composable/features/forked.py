@@ -39,7 +39,7 @@ def _note() -> None:
     """Called by Python in the child process after a fork."""
     if units := all_units():
         _inherited.update(units)
-        Context.checks[:] = [_refuse]
+        Context.only_check(_refuse)
 
 
 def _refuse(unit: Unit) -> bool:

@@ -98,8 +98,6 @@ def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
     names = [names] if isinstance(names, str) else list(names)
     kind = type(module).__name__
     for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"a forward method is given by its name, got {name!r}")
         found = module.__dict__.get(name) or inspect.getattr_static(type(module), name, None)
         if found is None:
             similar = [n for n in dir(type(module)) if n not in dir(nn.Module) and not n.startswith("__")]

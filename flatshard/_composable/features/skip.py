@@ -197,11 +197,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
 
     Raises:
         ValueError: nothing in ``module`` is sharded; or no tensor was given through which backward could reach the unit.
-        TypeError: ``tensors`` are not tensors.
     """
-    for value in tensors:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"skip takes tensors after the module, got a {type(value).__name__}")
     modules = [m for m in module.modules() if unit_of(m) is not None]
     units = units_below(module)
     differentiable = tuple(t for t in tensors if t.is_floating_point() or t.is_complex())

@@ -36,12 +36,12 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Inside, ``module``'s parameters are unsharded: ``nn.Parameter`` of the original shape and dtype, under their FQNs.
 
-    Every rank of the group must enter. Values are exact, even if ``fully_shard(collectives=...)`` gathers approximated values
-    for training. If it is entered inside a forward, the values are those that the forward computes with. Forwards without
-    gradients may run inside; with mixed precision they run in full precision. If the body raises, nothing is written back.
+    Every rank of the group must enter, outside of forward and backward. Values are exact, even if
+    ``fully_shard(collectives=...)`` gathers approximated values for training. Forwards without gradients may run inside; with
+    mixed precision they run in full precision. If the body raises, nothing is written back.
 
-    The context can be nested. The inner one shows the same values as the outer one, with the changes made so far. What the
-    inner one writes back is kept, even if the outer one raises or has ``writeback=False``.
+    The context can be nested, with the same arguments (``recurse`` may differ). The inner one shows what the outer one shows.
+    What the inner one writes back is kept, even if the outer one raises.
 
     Example::
 
@@ -61,6 +61,7 @@ def summon_full_params(
     Raises:
         ValueError: ``writeback`` with ``rank0_only``, by which ranks would get different parameters; or nothing in
             ``module`` is sharded.
+        RuntimeError: called inside a forward or a backward; or inside one with other arguments.
     """
     units = units_of(module, "summon_full_params", recurse)
     if writeback and rank0_only:
@@ -68,11 +69,19 @@ def summon_full_params(
             "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
         )
     settle(units)
+    arguments = {
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": offload_to_cpu,
+        "with_grads": with_grads,
+    }
+    for unit in units:
+        _check_may_enter(unit, arguments)
     shown: list[_Summoned] = []
     summoned_units.append(units)
     try:
         for unit in units:
-            shown.append(_Summoned(unit, with_grads, offload_to_cpu, rank0_only))
+            shown.append(_Summoned(unit, arguments))
             if rank0_only and not unit.handle.placement.is_rank0:
                 shown[-1].hide()
         for context in {unit.context for unit in units}:
@@ -89,23 +98,23 @@ def summon_full_params(
 class _Summoned(Claim):
     """One unit in one ``summon_full_params``. A unit may have several of these claims, for nested contexts."""
 
-    __slots__ = ("before", "on_rank0", "shares_copies", "shows_gradients", "unit", "version")
+    __slots__ = ("arguments", "before", "on_rank0", "shows_gradients", "unit", "version")
 
     by_user = True
 
-    def __init__(self, unit: Unit, with_grads: bool, offload_to_cpu: bool, on_rank0: bool) -> None:
+    def __init__(self, unit: Unit, arguments: dict[str, bool]) -> None:
         self.unit = unit
-        self.on_rank0 = on_rank0  # the other ranks show sharded parameters
+        self.arguments = arguments
+        self.on_rank0 = arguments["rank0_only"]  # the other ranks show sharded parameters
         # The values to restore if nothing is written back: those at entry, or those that an inner context has written back
         # since. Only needed if the body writes into memory that stays in use: the shard itself (a unit that is not cut), or
-        # memory that a forward or another `summon_full_params` around this one shows as well.
+        # memory that another `summon_full_params` around this one shows as well.
         self.before: list[torch.Tensor] | None = None
-        self.shares_copies = False  # shows the copies of an outer `summon_full_params`
-        self.shows_gradients = with_grads and not shows_gradients(unit)
+        self.shows_gradients = arguments["with_grads"] and not shows_gradients(unit)
         self.version = -1  # of the shown parameters at entry; -1: an outer body has assigned other memory to some
         unit.claims.append(self)
         try:
-            self._gather(offload_to_cpu)
+            self._gather(arguments["offload_to_cpu"])
         except BaseException:
             if self.shows_gradients:
                 WholeParameters(unit.handle).drop_full_gradients()
@@ -153,43 +162,39 @@ class _Summoned(Claim):
 
     def _gather(self, offload_to_cpu: bool) -> None:
         unit, handle = self.unit, self.unit.handle
-        whole = WholeParameters(handle)
-        around = [claim.shows for claim in unit.claims if claim.by_user and isinstance(claim.shows, dict)]
-        alone = unit.claims.only(self)
+        around = [summoned for summoned in _summons(unit) if summoned is not self]
         if any([b.unsharded.take_back_moved() for b in handle.flats]):  # `p.data = ...` in an outer body
-            for outer in _summons(unit):
+            for outer in around:
                 outer.version = -1
-        if alone:
-            handle.reshard()  # what an earlier forward left: the shards may have changed since
-            handle.check_parameters()
+        if around:
+            self.shows, self.pins = around[-1].shows, around[-1].pins
+            unit.show()
+            if self.shows is not SHARDED:
+                self._note_values()
+            return
+        handle.reshard()  # what an earlier forward left: the shards may have changed since
+        handle.check_parameters()
+        whole = WholeParameters(handle)
         # With mixed precision the body gets copies, because the unsharded parameters have the compute dtype.
         policy = unit.config.mixed_precision
         casts = policy.param_dtype is not None or policy.output_dtype is not None
         mixed = _is_mixed_precision(unit) or (casts and not any(b.kind.dtype.is_floating_point for b in handle.flats))
         mixed = mixed or handle.has_static_buffers  # they have no room for all units at the same time
         copies: dict[int, nn.Parameter] | None = None
-        if around and not offload_to_cpu:
-            copies, self.shares_copies = around[-1], True
-        elif around:
-            copies = whole.copy_copies(around[-1], torch.device("cpu"))
-        else:
-            if not mixed or not alone:
-                handle.unshard(unit.context.pass_id, exactly=True)
-                handle.wait()
-            if offload_to_cpu or mixed:
-                copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
-                for flat in handle.flats:
-                    names = [info.fqn for info in flat.layout.params]
-                    copy_names.update(zip([copies[id(p)] for p in flat.params], names, strict=True))
-        if copies is not None:
+        if not mixed:
+            handle.unshard(unit.context.pass_id, exactly=True)
+            handle.wait()
+        if offload_to_cpu or mixed:
+            copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)
+            for flat in handle.flats:
+                names = [info.fqn for info in flat.layout.params]
+                copy_names.update(zip([copies[id(p)] for p in flat.params], names, strict=True))
             own_copies(unit, copies.values())
         if self.shows_gradients:
             whole.gather_gradients(copies)
-        elif copies is not None and shows_gradients(unit):
-            whole.copy_shown_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
         self.pins = copies is None
-        if self.shares_copies or (copies is None and (handle.is_alias or not alone)):
+        if copies is None and handle.is_alias:
             self._note_values()
         unit.show()
         if not unit.claims.pin:
@@ -248,7 +253,6 @@ class _Summoned(Claim):
         if copies is not None:
             if writeback:
                 whole.write_back_copies(copies, shows_gradients(unit))
-                self._refresh(copies)
             elif self.before is not None:
                 with torch.no_grad():
                     torch._foreach_copy_([p.data for p in copies.values()], self.before)
@@ -273,25 +277,6 @@ class _Summoned(Claim):
         computes = [c for b in self.unit.handle.flats for c in b.unsharded.computes]
         return sum(p._version for p in (computes if copies is None else copies.values()))
 
-    def _refresh(self, copies: dict[int, nn.Parameter]) -> None:
-        """Copy what was just written back, values and gradients, to the parameters that outer contexts show."""
-        unit, handle = self.unit, self.unit.handle
-        around = [c.shows for c in unit.claims if c is not self and c.by_user and isinstance(c.shows, dict)]
-        if around and not self.shares_copies:
-            for key, copied in around[-1].items():
-                copied.data.copy_(copies[key].data)
-        summons = _summons(unit)
-        while summons and not summons[0].shows_gradients:  # further out, gradients are not shown
-            del summons[0]
-        for outer in summons:
-            if outer is not self and outer.copies is not copies:
-                WholeParameters(handle).copy_gradients(copies, outer.copies)
-        # Refill the unsharded parameters if they are in use.
-        if unit.claims.pin and (before := handle.gathered) is not None:
-            handle.reshard()
-            handle.unshard(before.by, exactly=before.exact)
-            handle.wait()
-
     def _release(self) -> None:
         unit = self.unit
         unit.claims.remove(self)
@@ -305,6 +290,26 @@ class _Summoned(Claim):
 def _is_mixed_precision(unit: Unit) -> bool:
     """Whether the unsharded parameters differ from the user's in dtype."""
     return any([b.kind.compute_dtype is not b.kind.dtype for b in unit.handle.flats])
+
+
+def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:
+    """Raise inside a forward or a backward, and inside a ``summon_full_params`` with other arguments."""
+    name = unit.fqn or "<root>"
+    around = _summons(unit)
+    if unit.context.is_running or any(claim.uses and claim not in around for claim in unit.claims):
+        raise RuntimeError(
+            f"summon_full_params of unit {name!r} inside a forward, a backward or keep_unsharded(threads=True): enter it "
+            "outside. A forward reads another layer's whole parameters between flatshard.unshard(layer) and "
+            "flatshard.reshard(layer)"
+        )
+    outer = around[-1].arguments if around else arguments
+    if others := [key for key in arguments if arguments[key] != outer[key]]:
+        inside = ", ".join(f"{key}={outer[key]}" for key in others)
+        asked = ", ".join(f"{key}={arguments[key]}" for key in others)
+        raise RuntimeError(
+            f"summon_full_params({asked}) of unit {name!r} inside summon_full_params({inside}): leave the outer one first, "
+            "or pass the same arguments"
+        )
 
 
 def _assigned(slots: Slots) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:

@@ -17,6 +17,7 @@ from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.slots import SHARDED
+from flatshard._handle.unit_gradients import Given
 
 
 class UserHooks(Extension):
@@ -37,16 +38,14 @@ class UserHooksOfUnit(ForwardFeature):
         """For the copied unit, without callbacks: as with hooks on a parameter."""
         return UserHooksOfUnit(copy.deepcopy(self.unit, memo))
 
-    def reduced(self) -> None:
+    def reduced(self, given: Given) -> None:
         """Run the post-accumulate-grad hooks of the unit's parameters, then the unit's own hooks."""
         unit = self.unit
-        for flat in unit.handle.flats:
-            grads = flat.gradients
-            given, grads.given = grads.given, ()
-            if grads.shard_param is not None:
+        for flat, params in zip(unit.handle.flats, given, strict=True):
+            if flat.gradients.shard_param is not None:
                 _refuse_unreachable(flat)
             if flat.is_watched:
-                for param in given:
+                for param in params or ():
                     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                         hook(param)
         if self.callbacks:

@@ -94,28 +94,6 @@ class WholeParameters:
                 copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
         return copies
 
-    def copy_copies(self, copies: dict[int, nn.Parameter], device: torch.device) -> dict[int, nn.Parameter]:
-        """Copies of ``copies``, without their gradients."""
-        return {
-            id(param): _copy(copies[id(param)], wrapping, device)
-            for flat in self._handle.flats
-            for param, wrapping in zip(flat.params, flat.wrappings, strict=True)
-        }
-
-    def copy_shown_gradients(self, copies: dict[int, nn.Parameter]) -> None:
-        """Copy the whole gradients of the registered parameters to ``copies``."""
-        for module, name, sharded, _ in self._handle.slots.entries:
-            shown, target = module._parameters[name], copies[id(sharded)]
-            if shown is not None and shown.grad is not None and target.grad is None:
-                _set_gradient(target, shown.grad.to(target.device, copy=True))
-
-    def copy_gradients(self, copies: dict[int, nn.Parameter], targets: dict[int, nn.Parameter] | None) -> None:
-        """Copy the gradients of ``copies`` to ``targets``, other copies. None: to the unsharded parameters."""
-        for flat in self._handle.flats:
-            for param, compute in zip(flat.params, flat.unsharded.computes, strict=True):
-                target, grad = compute if targets is None else targets[id(param)], copies[id(param)].grad
-                _set_gradient(target, None if grad is None else grad.to(target.device, copy=True))
-
     def copy_unsharded(self) -> list[torch.Tensor]:
         """Copies of the unsharded buffers, for ``restore_unsharded``."""
         return [b.unsharded.flat.clone() for b in self._handle.flats]

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._runtime import Runtime
 
@@ -89,7 +90,7 @@ class TensorParallel(Wrapping):
         sizes = [self.mesh.size(i) if p.is_replicate() else 1 for i, p in enumerate(self.placements)]
         return [Runtime.of(self.mesh.get_group(i), device) for i, size in enumerate(sizes) if size > 1]
 
-    def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
+    def norm_runtime(self, runtime: RankGroup | None, device: torch.device) -> RankGroup | None:
         """See ``Wrapping``."""
         sharded = [
             self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard() and self.mesh.size(i) > 1
@@ -97,46 +98,45 @@ class TensorParallel(Wrapping):
         runtimes = [*([] if runtime is None else [runtime]), *(Runtime.of(group, device) for group in sharded)]
         if len(runtimes) < 2:
             return runtimes[0] if runtimes else None
-        return ManyRuntimes.of(runtimes)
+        return ManyGroups.of(runtimes)
 
 
-class ManyRuntimes(Runtime):
+class ManyGroups(RankGroup):
     """The ranks of several orthogonal process groups, as one group. Only for reductions of a few numbers."""
 
-    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyRuntimes]] = weakref.WeakValueDictionary()
+    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyGroups]] = weakref.WeakValueDictionary()
 
-    def __init__(self, runtimes: Sequence[Runtime]) -> None:
-        self.runtimes = tuple(runtimes)
-        self.number = next(self._numbers)
-        self.device = runtimes[0].device
-        self.rank, self.world_size = 0, 1
-        for runtime in runtimes:
-            self.rank = self.rank * runtime.world_size + runtime.rank
-            self.world_size *= runtime.world_size
+    def __init__(self, groups: Sequence[RankGroup]) -> None:
+        self.groups = tuple(groups)
+        rank, world_size = 0, 1
+        for each in groups:
+            rank = rank * each.world_size + each.rank
+            world_size *= each.world_size
+        super().__init__(groups[0].device, rank, world_size)
 
     @classmethod
-    def of(cls, runtimes: Sequence[Runtime]) -> ManyRuntimes:  # type: ignore[override]
-        """The object for ``runtimes``. It is shared, because gradients are grouped by their runtime."""
-        key = tuple(runtime.number for runtime in runtimes)
+    def of(cls, groups: Sequence[RankGroup]) -> ManyGroups:
+        """The object for ``groups``. It is shared, because gradients are grouped by their ranks."""
+        key = tuple(each.number for each in groups)
         found = cls._by_parts.get(key)
         if found is None:
-            found = cls._by_parts[key] = cls(runtimes)
+            found = cls._by_parts[key] = cls(groups)
         return found
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
-        """See :class:`Runtime`."""
-        for runtime in self.runtimes:
-            runtime.all_reduce_now(tensor, op, question)
+        """See :class:`RankGroup`."""
+        for each in self.groups:
+            each.all_reduce_now(tensor, op, question)
 
 
-def common_runtime(runtimes: Sequence[Runtime | None]) -> tuple[Runtime | None, list[bool]]:
+def common_runtime(runtimes: Sequence[RankGroup | None]) -> tuple[RankGroup | None, list[bool]]:
     """One runtime for several tensors, where ``runtimes[i]`` are the ranks that hold parts of tensor ``i``. Also returns, for
     each tensor, whether this rank's part counts in a norm over it. [Note: Norms over two meshes]
     """
-    parts = [r.runtimes if isinstance(r, ManyRuntimes) else () if r is None else (r,) for r in runtimes]
+    parts = [r.groups if isinstance(r, ManyGroups) else () if r is None else (r,) for r in runtimes]
     every = list(dict.fromkeys(itertools.chain(*parts)))
     counts = [all(runtime in own or runtime.rank == 0 for runtime in every) for own in parts]
-    return (ManyRuntimes.of(every) if len(every) > 1 else every[0] if every else None), counts
+    return (ManyGroups.of(every) if len(every) > 1 else every[0] if every else None), counts
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._runtime import Runtime
 
@@ -66,7 +67,7 @@ class Wrapping(ABC):
         """More groups of ranks that must hold the same plain tensor, besides the group that it is sharded over."""
         return []
 
-    def norm_runtime(self, runtime: Runtime | None, device: torch.device) -> Runtime | None:
+    def norm_runtime(self, runtime: RankGroup | None, device: torch.device) -> RankGroup | None:
         """The ranks that hold parts of the whole gradient. ``runtime``: those that hold parts of the plain tensor."""
         return runtime
 

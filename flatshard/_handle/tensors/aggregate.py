@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from flatshard._handle.tensors.experts import ExpertRuntime
-from flatshard._runtime import Runtime
+from flatshard._comm.rank_group import RankGroup
+from flatshard._handle.tensors.experts import ExpertRanks
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """``with plainly():`` functions treat tensors of every subclass as plain tensors, and return plain tensors."""
+
+G = TypeVar("G", bound=RankGroup)
 
 
 class Aggregate(NamedTuple):
@@ -34,7 +36,7 @@ class Aggregate(NamedTuple):
     ord: float = 2.0
     """The order of the norm, if ``op`` is ``"norm"``: any order of a vector norm; 0 counts the nonzero elements."""
 
-    def of(self, parts: Sequence[torch.Tensor], runtimes: Sequence[Runtime | None], question: str) -> torch.Tensor:
+    def of(self, parts: Sequence[torch.Tensor], runtimes: Sequence[RankGroup | None], question: str) -> torch.Tensor:
         """The number of each whole tensor: 1-D, float64. ``parts[i]``: what this rank has of it. See ``over_groups``."""
         return self.over_groups(self.local(parts, device_for(parts, runtimes)), runtimes, question)
 
@@ -66,7 +68,7 @@ class Aggregate(NamedTuple):
             return torch.full((), -math.inf if self.op == "max" else math.inf, dtype=torch.float64, device=part.device)
         return (part.amax() if self.op == "max" else part.amin()).double()
 
-    def over_ranks(self, numbers: torch.Tensor, runtime: Runtime, question: str) -> torch.Tensor:
+    def over_ranks(self, numbers: torch.Tensor, runtime: RankGroup, question: str) -> torch.Tensor:
         """Combine the local ``numbers`` of the ranks of ``runtime``, which hold the parts: one all-reduce.
 
         Args:
@@ -91,7 +93,7 @@ class Aggregate(NamedTuple):
             flat = torch.where(any_nan > 0, math.nan, most if op == "max" else -most)
         return flat.reshape(numbers.shape).to(numbers.device)
 
-    def over_groups(self, numbers: torch.Tensor, runtimes: Sequence[Runtime | None], question: str) -> torch.Tensor:
+    def over_groups(self, numbers: torch.Tensor, runtimes: Sequence[RankGroup | None], question: str) -> torch.Tensor:
         """Combine the local ``numbers[i]`` over the ranks of ``runtimes[i]``: one all-reduce for each process group.
 
         A tensor whose runtime is None is whole on every rank, so its number stays as it is.
@@ -105,7 +107,7 @@ class Aggregate(NamedTuple):
         return torch.stack(rows) if rows else numbers
 
 
-def device_for(parts: Sequence[torch.Tensor], runtimes: Iterable[Runtime | None]) -> torch.device:
+def device_for(parts: Sequence[torch.Tensor], runtimes: Iterable[RankGroup | None]) -> torch.device:
     """Where numbers of ``parts`` are combined: where ranks communicate, if they do."""
     devices = [runtime.device for runtime in in_order(runtimes)] + [part.device for part in parts]
     return devices[0] if devices else torch.device("cpu")
@@ -128,7 +130,7 @@ def local_norms(parts: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | 
 
 
 def total_norm(
-    sharded: Mapping[Runtime, torch.Tensor],
+    sharded: Mapping[RankGroup, torch.Tensor],
     whole: torch.Tensor | None,
     ord: float,
     question: str,
@@ -145,9 +147,9 @@ def total_norm(
         average_whole: replace ``whole`` by its average over the ranks of the first group, in the same all-reduce.
     """
     totals = [] if whole is None else [whole]
-    together: dict[Runtime, list[torch.Tensor]] = {}
+    together: dict[RankGroup, list[torch.Tensor]] = {}
     for runtime, norm in sharded.items():
-        every = runtime.around if isinstance(runtime, ExpertRuntime) else runtime
+        every = runtime.around if isinstance(runtime, ExpertRanks) else runtime
         together.setdefault(every, []).append(norm)
     sharded = {
         r: norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
@@ -165,13 +167,13 @@ def total_norm(
     return result
 
 
-def in_order(runtimes: Iterable[Runtime | None]) -> list[Runtime]:
+def in_order(runtimes: Iterable[G | None]) -> list[G]:
     """The process groups among ``runtimes``, in an order that is the same on all ranks."""
     return sorted({runtime for runtime in runtimes if runtime is not None}, key=lambda runtime: runtime.number)
 
 
 def checked_all_reduce(
-    values: torch.Tensor, op: Literal["sum", "max"], runtime: Runtime, question: str
+    values: torch.Tensor, op: Literal["sum", "max"], runtime: RankGroup, question: str
 ) -> torch.Tensor:
     """The sum or maximum of 1-D ``values`` over the ranks, with a fingerprint. [Note: Different questions]"""
     tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: the sum of its square is exact for up to 2^13 ranks

@@ -8,25 +8,25 @@ from typing import ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._runtime import Runtime
 
 
-class ExpertRuntime(Runtime):
+class ExpertRanks(RankGroup):
     """The ranks of ``runtime``, which hold the same experts. Other ranks of ``around`` hold others under the same names.
 
     A norm of one expert is over these ranks; a total norm adds up those of all ranks of ``around``. Only for reductions of a
     few numbers.
     """
 
-    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, int], ExpertRuntime]] = weakref.WeakValueDictionary()
+    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, int], ExpertRanks]] = weakref.WeakValueDictionary()
 
     def __init__(self, runtime: Runtime, around: Runtime) -> None:
+        super().__init__(runtime.device, runtime.rank, runtime.world_size)
         self.runtime, self.around = runtime, around
-        self.number = next(self._numbers)
-        self.device, self.rank, self.world_size = runtime.device, runtime.rank, runtime.world_size
 
     @classmethod
-    def within(cls, runtime: Runtime, around: Runtime) -> ExpertRuntime | None:
+    def within(cls, runtime: Runtime, around: Runtime) -> ExpertRanks | None:
         """The object for these process groups, which is shared, because gradients are grouped by their runtime. None unless
         ``runtime`` has some of the ranks of ``around``, and no others.
         """
@@ -50,5 +50,5 @@ class ExpertRuntime(Runtime):
         return [every.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
-        """See :class:`Runtime`."""
+        """See :class:`RankGroup`."""
         self.runtime.all_reduce_now(tensor, op, question)

@@ -26,11 +26,11 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 from torch import nn
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._errors import refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
-from flatshard._runtime import Runtime
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -55,7 +55,7 @@ class PartInfo(Protocol):
     def never_cut(self) -> bool: ...  # [Note: Parameters that are never cut]
 
     @property
-    def runtime(self) -> Runtime | None: ...  # of the ranks that hold the parts; None: there are no others
+    def runtime(self) -> RankGroup | None: ...  # of the ranks that hold the parts; None: there are no others
 
     @property
     def elsewhere(self) -> tuple[tuple[int, int], ...]: ...  # ranges of elements that another rank counts in norms

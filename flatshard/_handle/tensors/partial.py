@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.aggregate import Aggregate, in_order, plainly, total_norm
-from flatshard._runtime import Runtime
 
 consume = collections.deque[Any](maxlen=0).extend
 """Exhaust an iterator, in C."""
@@ -32,7 +32,7 @@ def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute:
 class _Origin(NamedTuple):
     """What a partial norm is a part of: the ranks that hold the parts, the order of the norm, and its device."""
 
-    runtime: Runtime
+    runtime: RankGroup
     ord: float
     device: torch.device
 
@@ -47,7 +47,7 @@ class PartialNorm(torch.Tensor):
     _origin: _Origin
 
     @classmethod
-    def mark(cls, norms: Sequence[torch.Tensor], runtime: Runtime, ord: float, device: torch.device) -> None:
+    def mark(cls, norms: Sequence[torch.Tensor], runtime: RankGroup, ord: float, device: torch.device) -> None:
         """Turn 0-dim plain ``norms`` on ``device`` into partial norms, in place. ``runtime``: its ranks hold the parts."""
         retype(norms, cls, "_origin", itertools.repeat(_Origin(runtime, ord, device)))
 
@@ -141,10 +141,10 @@ class PartialFlag(torch.Tensor):
     gradients of all dtypes together.
     """
 
-    _runtimes: frozenset[Runtime]
+    _runtimes: frozenset[RankGroup]
 
     @classmethod
-    def mark(cls, flag: torch.Tensor, runtimes: Iterable[Runtime]) -> None:
+    def mark(cls, flag: torch.Tensor, runtimes: Iterable[RankGroup]) -> None:
         """Turn ``flag`` into a partial flag of ``runtimes``, in addition to those that it has already."""
         before = flag._runtimes if isinstance(flag, cls) else frozenset()
         retype([flag], cls, "_runtimes", [before.union(runtimes)])

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.utils import _foreach_utils
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.aggregate import local_norms, plainly
 from flatshard._handle.tensors.part import HANDLERS, PartInfo, PartTensor, local_norm
 from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, consume, retype
-from flatshard._runtime import Runtime
 
 
 class ShardedGradient(PartTensor):
@@ -105,13 +105,15 @@ def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return grad._flatshard_info.elsewhere if isinstance(grad, PartTensor) else ()
 
 
-def _by_runtime(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> dict[Runtime, Sequence[torch.Tensor]]:
+def _by_runtime(
+    grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> dict[RankGroup, Sequence[torch.Tensor]]:
     """Select the ``values`` (one per gradient) that belong to sharded gradients, by the ranks that hold these."""
     if set(map(type, grads)) == {ShardedGradient}:
         runtimes = set(map(_runtime, grads))
         if len(runtimes) == 1:  # the usual case
             return {runtimes.pop(): values}
-    found: dict[Runtime, Sequence[torch.Tensor]] = {}
+    found: dict[RankGroup, Sequence[torch.Tensor]] = {}
     for grad, value in zip(grads, values, strict=True):
         if isinstance(grad, PartTensor):
             found.setdefault(_runtime(grad), []).append(value)  # type: ignore[attr-defined]

@@ -42,6 +42,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._comm.rank_group import RankGroup
 from flatshard._errors import RESTRUCTURE_BEFORE
 from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
@@ -53,7 +54,6 @@ from flatshard._handle.tensors.operations import OperationKind, kind_of
 from flatshard._handle.tensors.part import draw, handler_of, refuse, settle
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
-from flatshard._runtime import Runtime
 
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
@@ -118,7 +118,7 @@ class ShardInfo:
     owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
     # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
     # unpickled copy.
-    runtime: Runtime | None = field(default=None, repr=False, compare=False)
+    runtime: RankGroup | None = field(default=None, repr=False, compare=False)
     # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
     wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
     # Another tensor-parallel rank holds the same values (perhaps cut differently), and writes them into checkpoints.

@@ -1,0 +1,40 @@
+"""Ranks over which a few numbers can be reduced: those of a process group, or of several, or of some among others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+import torch
+
+
+class RankGroup:
+    """Some ranks, over which a few numbers can be reduced. Two with the same ``number`` are equal: norms of what they shard
+    are added up together.
+    """
+
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        """``device``: of the numbers. ``rank``: of this process in the group of ``world_size`` ranks."""
+        # Increases in the order in which groups are first used. This order is the same on all ranks.
+        self.number = next(self._numbers)
+        self.device = device
+        self.rank, self.world_size = rank, world_size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankGroup) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
+        """Replace ``tensor`` (a few numbers, dense) by its sum or maximum over the ranks, on the current stream.
+
+        Args:
+            tensor: the numbers.
+            op: how they are combined.
+            question: what is computed, in words, for the error if a rank waits in vain.
+        """
+        raise NotImplementedError
