@@ -423,7 +423,12 @@ SECOND_WRITERS: dict[str, set[str]] = {
     "kept_unsharded": {"_composable.backward", "_composable.state"},
     "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue"},
     # The user's changes are counted where they are seen.
-    "count": {"_composable.features.filled_later", "_handle.tensors.guard", "_handle.tensors.sharded_parameter"},
+    "count": {
+        "_composable.features.filled_later",
+        "_handle.adapters.tensor_subclass",
+        "_handle.tensors.guard",
+        "_handle.tensors.sharded_parameter",
+    },
     "is_watched": {"_composable.features.user_hooks", "_handle.tensors.sharded_parameter"},
     "shows": {"_composable.features.precision", "_composable.hooks", "_handle.slots"},  # of a claim; of slots
 }
