@@ -300,7 +300,8 @@ class FlatGradients:
     @property
     def comes_late(self) -> bool:
         """Whether gradients become ``.grad`` when a reduction ends. False: when autograd has computed them."""
-        return self.flat.is_trainable and self._input is not None and self.flat.layout.padded_numel > 0
+        is_trained = any(p.requires_grad for p in self._owners)  # those of frozen parameters are dropped
+        return is_trained and self._input is not None and self.flat.layout.padded_numel > 0
 
     def complete(self, accumulates: bool) -> None:
         """Make the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
