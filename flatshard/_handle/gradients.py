@@ -300,8 +300,12 @@ class FlatGradients:
     @property
     def comes_late(self) -> bool:
         """Whether gradients become ``.grad`` when a reduction ends. False: when autograd has computed them."""
-        is_trained = any(p.requires_grad for p in self._owners)  # those of frozen parameters are dropped
-        return is_trained and self._input is not None and self.flat.layout.padded_numel > 0
+        return self._input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether the user trains some of the parameters. Gradients of those frozen since their forward are dropped."""
+        return any(p.requires_grad for p in self._owners)
 
     def complete(self, accumulates: bool) -> None:
         """Make the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.

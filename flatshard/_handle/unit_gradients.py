@@ -199,7 +199,9 @@ class UnitGradients:
 
         Also called if this rank has no gradients: other ranks may hold some, and the next reduction includes all ranks.
         """
-        if self._lifetime.grads is GradState.NONE:
+        if not any([flat.gradients.are_wanted for flat in self._flats]):
+            self.discard()
+        elif self._lifetime.grads is GradState.NONE:
             self._lifetime.move_grads("receive")
         if self._lifetime.grads is GradState.FILLING:
             self.arrivals.task = -1
