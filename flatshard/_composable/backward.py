@@ -64,6 +64,17 @@ def _may_come(unit: Unit) -> bool:
     return bool(unit.record is not None and unit.record.expected) or _expected(unit) > 0
 
 
+def _is_before(step: Step, unit: Unit) -> bool:
+    """Whether ``step`` was before the forward by which backward reached ``unit``, an idle one, in the same graph task.
+
+    Backward also reaches a later one after it, at the same node, if that returned its input.
+    """
+    record = unit.record
+    assert record is not None
+    earlier = record.last_step is None or step.number < record.last_step.number
+    return earlier and record.task == current_graph_task()
+
+
 def _comes_again(unit: Unit) -> bool:
     """Whether the running graph task will reach another forward of ``unit``. [Note: What completes a unit]"""
     task = current_graph_task()
@@ -165,12 +176,8 @@ class Backward:
         record.last_step = step
         if not self._idle:
             return
-        around, over = (step.unit, *step.outer), []
-        for unit in self._idle:
-            assert unit.record is not None
-            is_over = unit.record.task == task and not unit.handle.gradients.arrivals.pending and unit not in around
-            if is_over and not _comes_again(unit):
-                over.append(unit)
+        over = [u for u in self._idle if u is not step.unit and u not in step.outer and _is_before(step, u)]
+        over = [u for u in over if not u.handle.gradients.arrivals.pending and not _comes_again(u)]
         if over:
             to_come = any(map(_expected, self._queue.units()))
             self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks))

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
@@ -57,10 +58,13 @@ class Step:
     ``previous`` links the steps of one pass, so that backward knows what to prefetch. A list of steps could leak instead.
     """
 
-    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = ("__weakref__", "number", "opened_in", "outer", "previous", "unit", "version")
+
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
+        self.number = next(self._numbers)  # increases in the order in which forwards end
         self.previous = previous
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         gathered = unit.handle.gathered

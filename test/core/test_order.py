@@ -22,6 +22,7 @@ from models import Block, Net
 from pairs import some
 from parity import full_params
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._composable.find import units_below
@@ -472,6 +473,39 @@ def inner_unused_on_rank_0(ctx) -> list[str]:
 def test_a_complete_unit_waits_for_the_units_inside(pool):
     order = same_everywhere(pool.run(inner_unused_on_rank_0, world_size=2, timeout=20))
     assert order == ["reduce-scatter 1.fork", "reduce-scatter 1", "reduce-scatter <root>"]
+
+
+class Recomputed(nn.Module):
+    """Its parameters have their gradients in a backward inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class Passing(nn.Module):
+    """May return its input, so that backward reaches it after the unit before, at the same node."""
+
+    passes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.passes else x * 1.0
+
+
+def input_passed_on_rank_0(ctx) -> list[str]:
+    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), Recomputed(), Passing()), {Recomputed, Passing})
+    model[2].passes = ctx.rank == 0
+    with record_events() as events:
+        model(torch.ones(2, 4)).sum().backward()
+    return [line for line in events if line.startswith("reduce-scatter")]
+
+
+def test_a_unit_that_returns_its_input_completes_nothing_before_it(pool):
+    order = same_everywhere(pool.run(input_passed_on_rank_0, world_size=2, timeout=20))
+    assert order == ["reduce-scatter 1", "reduce-scatter <root>"]
 
 
 def two_graphs(ctx, in_groups: bool) -> list[str]:
