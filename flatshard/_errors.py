@@ -7,7 +7,8 @@ A user's mistake is a ``ValueError``, ``TypeError`` or ``RuntimeError`` whose me
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import FrameType
+
+from flatshard import _frames
 
 
 class InternalError(AssertionError):
@@ -110,16 +111,14 @@ RESTRUCTURE_BEFORE = (
 )
 
 
-def refuse_other_sharding(fqn: str, frame: FrameType | None) -> None:
-    """Raise if ``frame`` is in torch's FSDP, which would shard this rank's part of the parameter ``fqn`` once more."""
-    for _ in range(6):  # nn.Module's __setattr__ or __delattr__, and what noticed it, may be in between
-        if frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHER_SHARDING):
-            raise RuntimeError(
-                f"parameter {fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard this rank's part of it "
-                "once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn its FSDP off), and "
-                "build the module again"
-            )
-        frame = None if frame is None else frame.f_back
+def refuse_other_sharding(fqn: str) -> None:
+    """Raise if torch's FSDP has called, which would shard this rank's part of the parameter ``fqn`` once more."""
+    if _frames.called_by(_OTHER_SHARDING):
+        raise RuntimeError(
+            f"parameter {fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard this rank's part of it "
+            "once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn its FSDP off), and "
+            "build the module again"
+        )
 
 
 _OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")

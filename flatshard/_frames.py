@@ -64,3 +64,13 @@ def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, An
             return frame.f_code.co_name, frame.f_locals
         frame = frame.f_back
     return None
+
+
+def called_by(modules: tuple[str, ...]) -> bool:
+    """Whether code of a module whose name starts with one of ``modules`` is among the nearest callers."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):  # nn.Module's __setattr__ or __delattr__, and what noticed it, may be in between
+        if frame is not None and frame.f_globals.get("__name__", "").startswith(modules):
+            return True
+        frame = None if frame is None else frame.f_back
+    return False

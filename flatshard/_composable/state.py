@@ -142,18 +142,14 @@ class ModuleGroup(nn.ModuleList):
 
 
 class Unit:
-    """One module, or several, whose parameters are gathered together. It has one handle.
-
-    A unit works standalone: which unit is outermost is found anew in each call.
-    """
+    """One module, or several, whose parameters are gathered together. Which one is outermost is found anew in each call."""
 
     def __init__(self, module: nn.Module, handle: FlatParamHandle, context: Context, config: UnitConfig) -> None:
         self.module = module  # or a `ModuleGroup`
         self.handle = handle
         self.context = context
         self.config = config
-        # This unit, and the units that own parameters which are also registered here (a tied embedding). All of them are
-        # unsharded for its forward and backward.
+        # What is unsharded for its forward: itself, and the owners of parameters that are registered here, too (tied ones).
         self.needs: tuple[Unit, ...] = (self,)
         self.order = ForwardOrder()  # for passes in which this unit is outermost
         self.requires_gradient_sync = True  # whether backwards reduce gradients
@@ -161,8 +157,7 @@ class Unit:
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_prefetch: Iterable[Unit] | None = None
         self.backward_prefetch: Iterable[Unit] | None = None
-        # Whether its shards have changed between an all-gather and a use of it in one pass. [Note: Gathered before it
-        # changes]
+        # Its shards have changed between an all-gather and a use in one pass. [Note: Gathered before it changes]
         self.changes_in_passes = False
         self._reset()
         self._own_parameters()
@@ -179,9 +174,7 @@ class Unit:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims = Claims()  # claims.py, [Note: Claims]
-        self.live_steps: weakref.WeakSet[Step] | None = (
-            None  # those with a live graph; only recorded with static buffers
-        )
+        self.live_steps: weakref.WeakSet[Step] | None = None  # with a live graph; None without static buffers
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
@@ -337,8 +330,7 @@ class Context:
         self.runtime = runtime
         self.reductions: ReductionQueue[Unit] = ReductionQueue.of(runtime.device)
         self.waits_early = runtime.streams is None  # reduction_queue.py, [Note: Reductions in flight]
-        # That is running, or has failed, if it has reached a unit of this context.
-        self.backward: RunningBackward | None = None
+        self.backward: RunningBackward | None = None  # that has reached a unit of it, and is running, or has failed
         self.backwards = 0  # counts backwards that have reached a unit
         self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward

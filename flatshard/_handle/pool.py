@@ -125,7 +125,8 @@ class Pool:
         return self._add(self._inputs, numel, dtype)
 
     def _add(self, slots: list[StaticSlot], numel: int, dtype: torch.dtype) -> StaticSlot:
-        slots.append(StaticSlot(self.allocate(numel, dtype), self._runtime.current_stream))
+        with torch.inference_mode(False):  # the next user may be no inference
+            slots.append(StaticSlot(self.allocate(numel, dtype), self._runtime.current_stream))
         return slots[-1]
 
     def leave(self, slot: Slot) -> None:

@@ -77,6 +77,10 @@ def export_safetensors(
             forward or ``summon_full_params``, or not by all ranks.
     """
     flats = idle_flats(module, "export_safetensors")
+    if not flats:
+        raise ValueError(
+            f"export_safetensors: nothing in this {type(module).__name__} is sharded: its units have no parameters"
+        )
     check_dtype(dtype, "export_safetensors")
     tensors: dict[int, tuple[str, torch.Tensor]] = {}  # each once, by its id
     for name, value in module.state_dict(keep_vars=True).items():

@@ -336,9 +336,10 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
+    reached = [u.fqn or "<root>" for u in units if u.record is not None]
+    if reached and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
+        raise RuntimeError(f"{verb}: {name_list(reached)} are in a backward. Call it when loss.backward() has returned")
     whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.slots.shows is not SHARDED]
-    if whole and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
-        raise RuntimeError(f"{verb}: {name_list(whole)} are in a backward. Call it when loss.backward() has returned")
     if whole:
         raise RuntimeError(
             f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"

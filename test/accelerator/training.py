@@ -863,7 +863,7 @@ class Momentum(nn.Module):
 # What was gathered ahead is gathered again when the shard has changed, so what a gather read too late is not used. After the
 # first time the unit is not gathered ahead.
 GATHERED_AHEAD = (
-    r"first:\n    (all_gather|copy_) reads .*flatshard/_handle/flat_param.py:\d+ gather\n.*/training.py:\d+ follow"
+    r"first:\n    (all_gather|copy_) reads .*flatshard/_handle/flat_shard.py:\d+ gather\n.*/training.py:\d+ follow"
 )
 
 

@@ -124,7 +124,7 @@ class GuardedParameters(Parameters):
             writer = sys._getframe(1)
             if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
                 return
-            refuse_other_sharding(held._flatshard_info.fqn, writer)
+            refuse_other_sharding(held._flatshard_info.fqn)
             if writer.f_code is _SWAP:
                 self._check_swap(name, held)
         elif type(param) is ShardedParameter and any(param is own for own in super().values()) and held is not param:
@@ -145,7 +145,7 @@ class GuardedParameters(Parameters):
 
     def __delitem__(self, name: str) -> None:
         if type(held := super().get(name)) is ShardedParameter:
-            refuse_other_sharding(held._flatshard_info.fqn, sys._getframe(1))
+            refuse_other_sharding(held._flatshard_info.fqn)
             if not isinstance(self.attributes.get(name), nn.Parameter) and name in self.own:
                 _refuse_removal(held, name)
         super().__delitem__(name)

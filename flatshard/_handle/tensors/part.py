@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -184,7 +183,7 @@ def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
 
 def refuse(info: PartInfo, name: str) -> NoReturn:
     """Raise: ``name`` needs more than the elements that this rank has."""
-    refuse_other_sharding(info.fqn, sys._getframe(1))
+    refuse_other_sharding(info.fqn)
     raise RuntimeError(
         f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
         "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If a "
