@@ -30,7 +30,7 @@ from torch.autograd.graph import Node
 
 from flatshard._composable.find import units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import BackwardRecord, Context, Step, Unit, current_graph_task
+from flatshard._composable.state import BackwardRecord, Step, Unit, current_graph_task
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED
 
@@ -64,6 +64,12 @@ def _may_come(unit: Unit) -> bool:
     return bool(unit.record is not None and unit.record.expected) or _expected(unit) > 0
 
 
+def _may_come_inside(unit: Unit) -> bool:
+    """Whether the backward may yet reach a unit inside ``unit`` that ran after it."""
+    inside = [u for u in units_below(unit.module) if u.turn > unit.turn]
+    return any(u.record is None or not u.record.is_reached for u in inside)
+
+
 def _is_before(step: Step, unit: Unit) -> bool:
     """Whether ``step`` was before the forward by which backward reached ``unit``, an idle one, in the same graph task.
 
@@ -81,19 +87,13 @@ def _comes_again(unit: Unit) -> bool:
     return any(leave.ran_in != task and _will_accumulate(leave) for leave in unit.leaves)
 
 
-def _may_come_inside(unit: Unit) -> bool:
-    """Whether the backward may yet reach a unit inside ``unit`` that ran after it."""
-    inside = [u for u in units_below(unit.module) if u.turn > unit.turn]
-    return any(u.record is None or not u.record.is_reached for u in inside)
-
-
 class Backward:
-    """One backward on one device, from the first unit that it reaches until it ends or fails. See ``of``."""
+    """One backward on one process group, from the first unit that it reaches until it ends or fails. See ``of``."""
 
-    def __init__(self, queue: ReductionQueue[Unit]) -> None:
-        """``queue``: of the device."""
-        self._queue = queue
-        self._contexts: dict[Context, None] = {}  # those with units that it has reached
+    def __init__(self, unit: Unit) -> None:
+        """``unit``: one of the group."""
+        self._context = unit.context
+        self._queue = unit.context.reductions
         self.task = current_graph_task()  # the outermost one; ids increase
         self._retains_graph = _keeps_graph()
         # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
@@ -108,28 +108,21 @@ class Backward:
 
     @classmethod
     def of(cls, unit: Unit) -> Backward:
-        """The running backward, which is reaching or gathering ``unit``."""
+        """The running backward, on the process group of ``unit``, which it is reaching or gathering."""
         context, task = unit.context, current_graph_task()
         backward = context.backward
         if isinstance(backward, Backward) and next(reversed(backward._tasks)) == task:
             return backward
-        queue = context.reductions
-        if queue.backward is not None and queue.backward.has_failed:
-            queue.backward.drop()
-        running = queue.backward
-        if not isinstance(running, Backward):
-            queue.backward = running = cls(queue)
-        running._enter(context, task)
-        return running
-
-    def _enter(self, context: Context, task: int) -> None:
-        if context.backward is None:
-            context.backward = self
+        if backward is not None and backward.has_failed:
+            backward.drop()
+        backward = context.backward
+        if not isinstance(backward, Backward):
+            context.backward = backward = cls(unit)
             context.backwards += 1
-            self._contexts[context] = None
-        if task in self._tasks:
-            return
+        backward._enter(task)
+        return backward
 
+    def _enter(self, task: int) -> None:
         def end() -> None:
             self._end(task)
 
@@ -152,14 +145,14 @@ class Backward:
         record, task = unit.record or self.touch(unit), current_graph_task()
         if task in record.expected:
             return record
-        self.keeps_unsharded |= torch.is_grad_enabled() or (unit.context.kept_unsharded and _keeps_graph())
+        self.keeps_unsharded |= torch.is_grad_enabled() or (self._context.kept_unsharded and _keeps_graph())
         if not record.expected:
             self._queue.add_back(unit)
         record.expected[task] = expected = _expected(unit)
         others = sum(map(_will_run, unit.stand_ins))
         if expected > others or not others:
             unit.partial |= expected - others < len(unit.handle.gradients.accumulators.nodes)
-        unit.handle.gradients.arrivals.expect(expected, unit.context.waits_early)
+        unit.handle.gradients.arrivals.expect(expected, self._queue.waits_early)
         if expected:
             self._bringing.add(task)
             self._ready.discard(unit)
@@ -209,7 +202,7 @@ class Backward:
         if self._tasks.pop(task, None) is None:  # this backward has been dropped
             return
         if not self._tasks:
-            self._leave()  # before hooks of the user, which run outside of it
+            self._context.backward = None  # before hooks of the user, which run outside of it
         try:
             self._finish(task, task in self._bringing)
         except BaseException:
@@ -228,34 +221,29 @@ class Backward:
         self._complete_all([u for u in self._queue.units() if u.record and u.record.task == task], brings_gradients)
         if self._tasks:
             return
-        if brings_gradients:
-            self._ready.update(self._held())
-        contexts = {*self._contexts, *(unit.context for unit in self._ready)}
+        if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none to them
+            self._ready.update(
+                u for u in self._queue.units() if u.handle.gradients.wants_reduction and u.requires_gradient_sync
+            )
         self._queue.reduce_all(self._ready)
+        if brings_gradients and ReductionQueue.holding:
+            self._reduce_held_inside()
         self._drop_records()
-        for context in contexts:
-            context.runtime.join()
-            context.runtime.wait_for_host_reads()
+        self._context.runtime.join()
+        self._context.runtime.wait_for_host_reads()
 
-    def _held(self) -> list[Unit]:
-        """Units with gradients of earlier backwards, which are reduced now, even if this one added none to them.
-
-        Of process groups that this backward has not met: those inside its units, which it might have run.
-        """
-        held = [u for u in self._queue.units() if u.handle.gradients.wants_reduction and u.requires_gradient_sync]
-        if all([u.context in self._contexts for u in held]):
-            return held
-        inside = {below for unit in self._reached for below in units_below(unit.module)}
-        return [u for u in held if u.context in self._contexts or u in inside]
-
-    def _leave(self) -> None:
-        self._queue.backward = None
-        for context in self._contexts:
-            context.backward = None
+    def _reduce_held_inside(self) -> None:
+        """Also reduce what units on other process groups hold, if they are inside units of this backward and were not run."""
+        others = ReductionQueue.holding - {self._queue}
+        if not others:
+            return
+        inside = dict.fromkeys(below for unit in self._reached for below in units_below(unit.module))
+        contexts = {u.context for u in inside if u.context.reductions in others and u.context.backward is None}
+        for context in sorted(contexts, key=lambda context: context.runtime.number):
+            context.reductions.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
 
     def _drop_records(self) -> None:
-        for context in self._contexts:
-            context.kept_unsharded = self.keeps_unsharded
+        self._context.kept_unsharded = self.keeps_unsharded
         for unit in self._reached:
             unit.record = None
             if unit.leaks and not self._retains_graph:
@@ -284,7 +272,7 @@ class Backward:
         This includes reductions in flight: the user may have called ``zero_grad`` already, and they would set ``.grad`` after
         it. It includes gradients held by earlier backwards, as this backward has added to some of them.
         """
-        self._leave()
+        self._context.backward = None
         self._tasks.clear()
         self.keeps_unsharded = False
         self._queue.discard(self._reached)

@@ -1,10 +1,9 @@
-"""Which units of one device have yet to be reduced, in which order, and the reductions in flight.
+"""Which units have yet to be reduced over one process group, in which order, and the reductions in flight.
 
 [Note: Every rank reduces in the same order]
-Collectives of one group match by order. Those of two groups block each other if ranks start them in different orders. But a
-unit may complete earlier on one rank than on another, if they took different branches inside it. So units are reduced in one
-canonical order, whatever their groups: the reverse of the order of their first forward since their last reduction. A complete
-unit waits for the units that ran forward after it
+Collectives of one group match by order. But a unit may complete earlier on one rank than on another, if they took different
+branches inside it. So units are reduced in one canonical order, the reverse of the order of their first forward since their
+last reduction. A complete unit waits for the units that ran forward after it
 
 - if they are in the graph: gradients of them may come;
 - if they are inside it, and backward has not reached them (``may_come_inside``). The graph of this rank may have none of
@@ -13,6 +12,9 @@ unit waits for the units that ran forward after it
 
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
+
+Each process group has an order of its own. So units on several groups must take the same branches on all ranks, or ranks may
+wait for each other, which the watch reports. One order for all groups would make a group whose rank has died hold up others.
 
 [Note: Reductions in flight]
 A reduction holds the gradients of a whole unit. So only one is in flight at a time. It ends at the latest when the next
@@ -38,9 +40,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import torch
-
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._runtime import Runtime
 
 
 class Queued(Protocol):
@@ -52,33 +53,18 @@ class Queued(Protocol):
     turn: int
 
 
-class Running(Protocol):
-    """A backward, as far as those who clean up know it."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an exception has ended it."""
-
-    def drop(self) -> None:
-        """After an exception: drop its gradients, and free everything."""
-
-
 Unit = TypeVar("Unit", bound=Queued)
 
 
 class ReductionQueue(Generic[Unit]):
-    """The units that ran forward with gradients, until their reduction has been started. It outlives backwards.
-
-    One per device: see ``of``.
-    """
-
-    _instances: ClassVar[weakref.WeakValueDictionary[torch.device, ReductionQueue[Any]]] = weakref.WeakValueDictionary()
+    """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
 
     holding: ClassVar[weakref.WeakSet[ReductionQueue[Any]]] = weakref.WeakSet()
     """Those with units whose gradients of earlier backwards are not in ``.grad`` yet (``UnitGradients.withholds``)."""
 
-    def __init__(self) -> None:
-        self.backward: Running | None = None  # that is running, or has failed
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
         # By their turns; they are reduced from the end. True: put back after a reduction. Weak references: a forward without
         # a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
@@ -87,13 +73,6 @@ class ReductionQueue(Generic[Unit]):
         self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish`
         self._deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
         self.drops = 0  # how often gradients of deferred units have been dropped
-
-    @classmethod
-    def of(cls, device: torch.device) -> ReductionQueue[Any]:
-        found = cls._instances.get(device)
-        if found is None:
-            found = cls._instances[device] = cls()
-        return found
 
     def expect(self, unit: Unit) -> None:
         """Called in the forward of ``unit``: a backward may reach it."""
@@ -180,7 +159,7 @@ class ReductionQueue(Generic[Unit]):
         if unit.defers_gradients:
             unit.handle.gradients.free_reduced()
             self._defer(unit)
-        elif unit.handle.placement.runtime.host is not None and unit.handle.gradients.gives_late:
+        elif self._runtime.host is not None and unit.handle.gradients.gives_late:
             self._reduced.append(unit)
             unit.handle.gradients.free_reduced()
         else:
@@ -196,7 +175,7 @@ class ReductionQueue(Generic[Unit]):
         unit, self._reducing = self._reducing, None
         if unit is not None:
             self._defer(unit)
-            unit.handle.placement.runtime.join_reductions_later()
+            self._runtime.join_reductions_later()
 
     def finish_previous(self) -> None:
         """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
@@ -245,8 +224,7 @@ class ReductionQueue(Generic[Unit]):
             except BaseException:
                 self.discard()
                 raise
-        for runtime in {unit.handle.placement.runtime for unit in held}:
-            runtime.join()
+        self._runtime.join()
 
     def deferred(self, units: Collection[Unit]) -> list[Unit]:
         """Those of ``units`` whose gradients are deferred, in the order of their reductions."""
@@ -265,8 +243,7 @@ class ReductionQueue(Generic[Unit]):
             raise
         if given:
             self._note_given()
-        for runtime in {unit.handle.placement.runtime for unit in given}:
-            runtime.join_reductions()
+            self._runtime.join_reductions()
 
     def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:
         """Drop all gradients of its units and ``others`` that are not in ``.grad`` yet, also those of reductions in flight.

@@ -35,7 +35,7 @@ from flatshard._comm.collectives import Collectives
 from flatshard._comm.progress import Place
 from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.exec_order import ForwardOrder
-from flatshard._composable.reduction_queue import ReductionQueue, Running
+from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
@@ -53,10 +53,7 @@ _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 
 
 class Step:
-    """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it.
-
-    ``previous`` links the steps of one pass, so that backward knows what to prefetch. A list of steps could leak instead.
-    """
+    """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
     __slots__ = ("__weakref__", "number", "opened_in", "outer", "previous", "unit", "version")
 
@@ -65,7 +62,7 @@ class Step:
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.number = next(self._numbers)  # increases in the order in which forwards end
-        self.previous = previous
+        self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         gathered = unit.handle.gathered
         assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
@@ -308,14 +305,21 @@ class Forward:
         return self.claims[0][1]
 
 
-class RunningBackward(Running, Protocol):
+class RunningBackward(Protocol):
     """A backward, as far as its context knows it: see ``Backward``, which knows units."""
 
     task: int
     keeps_unsharded: bool
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has ended it."""
+
     def complete(self, unit: Unit, reduces: bool = False) -> None:
         """``unit`` has all its gradients."""
+
+    def drop(self) -> None:
+        """After an exception: drop its gradients, and free everything."""
 
 
 class Context:
@@ -328,9 +332,8 @@ class Context:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.reductions: ReductionQueue[Unit] = ReductionQueue.of(runtime.device)
-        self.waits_early = runtime.streams is None  # reduction_queue.py, [Note: Reductions in flight]
-        self.backward: RunningBackward | None = None  # that has reached a unit of it, and is running, or has failed
+        self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
+        self.backward: RunningBackward | None = None  # that is running, or has failed
         self.backwards = 0  # counts backwards that have reached a unit
         self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
@@ -375,8 +378,7 @@ class Context:
     def enter_forward(self, unit: Unit, module: nn.Module, in_backward: bool, frame: FrameType | None) -> Forward:
         """Called when ``module``, one of the ``unit``, starts a forward, from its pre-forward hook.
 
-        ``frame``: a Python frame that is alive during the forward. None: that of the module's ``__call__``, which is found
-        from the caller.
+        ``frame``: one that is alive during the forward. None: that of the module's ``__call__``, found from the caller.
 
         Raises:
             RuntimeError: another thread is in a forward.
@@ -514,16 +516,15 @@ class Context:
             self._drop_forwards(frame)
             if not self.forwards:
                 self.recover()
-        backward = self.reductions.backward
-        if backward is not None and current_graph_task() == -1:
+        if self.backward is not None and current_graph_task() == -1:
             # It failed, or is on another thread. On an accelerator it always runs on the autograd engine's threads, and may
             # still be registered there just after it failed.
-            if not backward.has_failed and self.runtime.streams is None:
+            if not self.backward.has_failed and self.runtime.streams is None:
                 raise RuntimeError(
                     "a backward of sharded modules is running on another thread. Collectives of several threads would mix: "
                     "run all sharded modules of a process in one thread"
                 )
-            backward.drop()
+            self.backward.drop()
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
@@ -508,14 +507,9 @@ def test_a_unit_that_returns_its_input_completes_nothing_before_it(pool):
     assert order == ["reduce-scatter 1", "reduce-scatter <root>"]
 
 
-def two_graphs(ctx, in_groups: bool) -> list[str]:
-    """Reductions of two backwards, the later forward's first. ``in_groups``: some units are on another process group."""
-    model = Uneven()
-    if in_groups:
-        group = dist.new_group([0, 1, 2])
-        for part in (model.one.second, model.two):
-            fully_shard(part, policy={Block}, process_group=group)
-    sharded(ctx, model, {Block, Around, Fork})
+def two_graphs(ctx) -> list[str]:
+    """Reductions of two backwards, the later forward's first."""
+    model = sharded(ctx, Uneven(), {Block, Around, Fork})
     model.take_path(PATHS["before and after"][ctx.rank])
     losses = [model(torch.ones(2, 4)).sum() for _ in range(2)]
     with record_events() as events:
@@ -524,9 +518,8 @@ def two_graphs(ctx, in_groups: bool) -> list[str]:
     return [line.split()[1] for line in events if line.startswith("reduce-scatter")]
 
 
-@pytest.mark.parametrize("in_groups", [False, True])
-def test_every_graph_of_a_forward_is_reduced_in_one_order(pool, in_groups):
-    order = same_everywhere(pool.run(two_graphs, in_groups, world_size=3, timeout=20))
+def test_every_graph_of_a_forward_is_reduced_in_one_order(pool):
+    order = same_everywhere(pool.run(two_graphs, world_size=3, timeout=20))
     units = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
     assert order == [*units, *units]
 

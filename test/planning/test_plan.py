@@ -163,7 +163,7 @@ def check(
     fully_shard(model, policy=policy, device_mesh=mesh, **options)
     wire = put_on_wire(model, accelerator)
     for unit in units_below(model):
-        unit.context.waits_early = not accelerator
+        unit.context.reductions.waits_early = not accelerator
     assert [u.flats for u in predicted.units] == [u.flats for u in describe(model).units]
     assert [(u.fqn, u.module, u.strategy) for u in predicted.units] == [
         (u.fqn, u.module, u.strategy) for u in describe(model).units
