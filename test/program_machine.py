@@ -104,6 +104,7 @@ REFUSALS = {
     "other arguments": r"summon_full_params\(.*inside summon_full_params\(.*or pass the same arguments",
     "rank0 writes": r"summon_full_params\(rank0_only=True\) needs writeback=False",
     "no unit": r"(is part of (a )?unit|is not a unit).*not a unit itself|is not a unit, but contains units|nothing in this",
+    "no parameters": r"has no parameters to export",
     "no replicas": r"no replicas to reduce over",
     "nothing to compare": r"check_replicas: no unit has the strategy NO_SHARD or a hybrid one",
     "not dividing": r"reshard_after_forward=\d does not divide|reshard_after_forward=.* has no meaning with NO_SHARD",

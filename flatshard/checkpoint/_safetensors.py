@@ -78,9 +78,7 @@ def export_safetensors(
     """
     flats = idle_flats(module, "export_safetensors")
     if not flats:
-        raise ValueError(
-            f"export_safetensors: nothing in this {type(module).__name__} is sharded: its units have no parameters"
-        )
+        raise ValueError(f"export_safetensors: this {type(module).__name__} has no parameters to export")
     check_dtype(dtype, "export_safetensors")
     tensors: dict[int, tuple[str, torch.Tensor]] = {}  # each once, by its id
     for name, value in module.state_dict(keep_vars=True).items():
