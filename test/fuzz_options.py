@@ -301,8 +301,6 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
         own = ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] if hybrid else ["FULL_SHARD", "SHARD_GRAD_OP"]
         found["unit_strategies"] = tuple(rng.choice([*own, "NO_SHARD"]) for _ in range(3))
     no_shard = strategy == "NO_SHARD" or "NO_SHARD" in found.get("unit_strategies", ())
-    if "param_dtype" in found and model.has("island"):
-        found["cast_forward_inputs"] = True  # it hands on what its own dtype is, also to units inside
     if "param_dtype" in found and kind in ("manual", "none") and rng.random() < 0.4:
         found["output_dtype"] = rng.choice([torch.float32, torch.float64])
     if size == 1 or hybrid:

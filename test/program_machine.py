@@ -708,11 +708,10 @@ class Machine:
                 assert fuse is not None
                 assert fuse.blown
                 self.interrupted = bomb is not None and bomb.error == "KeyboardInterrupt"
-                with (
-                    contextlib.suppress(Bang, Interrupt),
-                    placed(bomb, Fuse(bomb.error) if bomb else None, plain_module),
-                ):
-                    run(plain_module, plain_module, xs[rank], first)
+                again = Fuse(bomb.error) if bomb and not twin.rounding else None  # models that round change nothing
+                with contextlib.suppress(Bang, Interrupt), placed(bomb, again, plain_module):
+                    if again is not None:
+                        run(plain_module, plain_module, xs[rank], first)
                 self._note_change(twin, changes)
                 return None
             outs, copies = [], []
