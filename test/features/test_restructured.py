@@ -95,17 +95,11 @@ def compile_steps(ctx) -> None:
             train(model)
         torch._dynamo.reset()
         step = torch.compile(optimizers[0].step, backend="aot_eager")
-        told = ""
         try:
             step()
-        except (RuntimeError, TypeError) as e:
-            told = str(e)
-        if told:  # torch 2.13; 2.15 compiles all three
-            wanted = {
-                True: "call optimizer.step() without torch.compile",
-                False: "Multiple dispatch failed",
-            }  # torch's own
-            assert wanted[options["foreach"]] in told
+        except TypeError as e:  # torch 2.13 compiles the fused step only
+            assert "Multiple dispatch failed" in str(e)  # noqa: PT017
+            assert "fused" not in options
             continue
         optimizers[1].step()
         for p, q in zip(*(model.parameters() for model in models), strict=True):

@@ -93,13 +93,8 @@ class PartTensor(torch.Tensor):
             return func(*settled[0], **settled[1])
         if handler is not None:
             return handler(func, args, kwargs or {})
-        try:
-            with plainly():
-                return func(*args, **kwargs) if kwargs else func(*args)
-        except TypeError as e:
-            if "Multiple dispatch failed" in str(e):  # torch 2.13
-                raise RuntimeError(_IN_A_GRAPH) from e
-            raise
+        with plainly():
+            return func(*args, **kwargs) if kwargs else func(*args)
 
     def _become_parameter(self, _: bool) -> None:
         """``nn.Parameter(part)`` sets ``_is_param`` of what it makes: a parameter of its own, which is plain."""
@@ -121,12 +116,6 @@ class PartTensor(torch.Tensor):
 
 class OwnedTensor(PartTensor):
     """What is computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
-
-
-_IN_A_GRAPH = (
-    "this torch cannot compile an optimizer's step of sharded parameters: call optimizer.step() without torch.compile. To "
-    "make it one kernel per dtype, give the optimizer fused=True"
-)
 
 
 def mark_part(tensor: torch.Tensor, info: PartInfo) -> torch.Tensor:
