@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from flatshard._composable.completion import UNTOUCHED
 from flatshard._composable.find import units_below
 from flatshard._composable.state import Unit
 from flatshard._handle.flat_param import FlatParam
@@ -41,7 +42,7 @@ def check_clean(model: nn.Module) -> None:
             assert storage_nbytes(flat.gradients.input) == 0, unit
             assert flat.gradients._filled is flat.gradients.reduction is None, unit
             assert all(c.grad is None for c in flat.unsharded.computes), unit
-        assert (unit.claims, unit.handle.gradients.arrivals.pending, unit.record) == ([], 0, None), unit
+        assert (unit.claims, unit.completion.state, unit.completion.pending) == ([], UNTOUCHED, 0), unit
         assert not context.forwards
         assert context.backward is None
         assert (context.reductions._reducing, [*context.reductions._open]) == (None, []), unit

@@ -1,11 +1,4 @@
-"""One backward over many units: when a unit's gradients are complete, and in which order units are gathered.
-
-[Note: What completes a unit]
-When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
-``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter
-that is not in the graph is unused here, and is not waited for. If no parameter is in the graph (the unit is unused, or inside
-a reentrant checkpoint), the unit is complete when backward reaches a unit before it, unless it will come to the unit again:
-to its forward in an earlier pass, if losses of two passes were added.
+"""One backward over many units: when units are complete (completion.py), and in which order they are gathered.
 
 [Note: Nested backwards]
 Reentrant checkpointing runs a backward inside a backward: another *graph task*. A unit is completed in the graph task
@@ -26,48 +19,31 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import Node
 
+from flatshard._composable.completion import AWAITING, IDLE, UNTOUCHED, current_graph_task
 from flatshard._composable.find import units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import BackwardRecord, Step, Unit, current_graph_task
+from flatshard._composable.state import Step, Unit
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED
 
-# Whether the running graph task retains the graph; whether it will run a given node. Private API, as there is no public way.
+# Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-_will_run = torch._C._will_engine_execute_node
-
-
-def _will_accumulate(node: Node) -> bool:
-    """``_will_run``, also in ``torch.autograd.grad``, which takes the gradients of some nodes for itself."""
-    try:
-        return _will_run(node)
-    except RuntimeError as e:
-        if "autograd.grad" in str(e):
-            return False
-        raise
 
 
 def _expected(unit: Unit) -> int:
-    """How many gradients the running graph task has for ``unit``. [Note: What completes a unit]"""
-    nodes = unit.handle.gradients.accumulators.nodes
-    nodes = [*nodes, *unit.stand_ins] if unit.stand_ins else nodes
-    try:
-        return sum(map(_will_run, nodes))
-    except RuntimeError:
-        return sum(map(_will_accumulate, nodes))
+    """How many gradients the running graph task has for ``unit``."""
+    return unit.completion.may_get(unit.handle.gradients.accumulators.nodes)
 
 
 def _may_come(unit: Unit) -> bool:
     """Whether gradients of ``unit`` may still come, in the running graph task or one around it."""
-    return bool(unit.record is not None and unit.record.expected) or _expected(unit) > 0
+    return unit.completion.state in (AWAITING, IDLE) or _expected(unit) > 0
 
 
 def _may_come_inside(unit: Unit) -> bool:
     """Whether the backward may yet reach a unit inside ``unit`` that ran after it."""
-    inside = [u for u in units_below(unit.module) if u.turn > unit.turn]
-    return any(u.record is None or not u.record.is_reached for u in inside)
+    return any(u.turn > unit.turn and not u.completion.is_reached for u in units_below(unit.module))
 
 
 def _is_before(step: Step, unit: Unit) -> bool:
@@ -75,16 +51,8 @@ def _is_before(step: Step, unit: Unit) -> bool:
 
     Backward also reaches a later one after it, at the same node, if that returned its input.
     """
-    record = unit.record
-    assert record is not None
-    earlier = record.last_step is None or step.number < record.last_step.number
-    return earlier and record.task == current_graph_task()
-
-
-def _comes_again(unit: Unit) -> bool:
-    """Whether the running graph task will reach another forward of ``unit``. [Note: What completes a unit]"""
-    task = current_graph_task()
-    return any(leave.ran_in != task and _will_accumulate(leave) for leave in unit.leaves)
+    earlier = unit.last_step is None or step.number < unit.last_step.number
+    return earlier and unit.completion.task == current_graph_task()
 
 
 class Backward:
@@ -99,7 +67,7 @@ class Backward:
         # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._bringing: set[int] = set()  # graph tasks with gradients for at least one unit
-        self._reached: list[Unit] = []  # or gathered for it: those that have a record
+        self._reached: list[Unit] = []  # or gathered for it
         self._idle: dict[Unit, None] = {}  # reached in a graph task that has no gradients for them
         self._ready: set[Unit] = set()  # complete units in the queue
         # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
@@ -132,61 +100,63 @@ class Backward:
 
     # -- during --------------------------------------------------------------------------------------------------------
 
-    def touch(self, unit: Unit) -> BackwardRecord:
+    def touch(self, unit: Unit) -> None:
         """Called when ``unit`` is unsharded in backward: it is cleaned up at the end of the backward."""
-        if unit.record is None:
+        if unit.completion.state is UNTOUCHED:
             unit.handle.sync_thawed()
-            unit.record = BackwardRecord()
+            unit.completion.gather()
             self._reached.append(unit)
-        return unit.record
 
-    def begin(self, unit: Unit) -> BackwardRecord:
+    def begin(self, unit: Unit) -> None:
         """Called when backward reaches ``unit``: count the gradients that the running graph task has for it."""
-        record, task = unit.record or self.touch(unit), current_graph_task()
-        if task in record.expected:
-            return record
+        completion, task = unit.completion, current_graph_task()
+        if completion.state is UNTOUCHED:
+            self.touch(unit)
+        if task in completion.expected:
+            return
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._context.kept_unsharded and _keeps_graph())
-        if not record.expected:
+        if not completion.expected:
             self._queue.add_back(unit)
-        record.expected[task] = expected = _expected(unit)
-        others = sum(map(_will_run, unit.stand_ins))
-        if expected > others or not others:
-            unit.partial |= expected - others < len(unit.handle.gradients.accumulators.nodes)
-        unit.handle.gradients.arrivals.expect(expected, self._queue.waits_early)
-        if expected:
+        nodes = unit.handle.gradients.accumulators.nodes
+        if completion.reach(task, nodes, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)
-        elif len(record.expected) == 1:
+        elif completion.state is IDLE:
             self._idle[unit] = None
-        return record
 
     def come_to(self, step: Step) -> None:
         """Called when backward reaches a forward of a unit. Completes idle units before it. [Note: What completes a unit]"""
-        task, record = current_graph_task(), step.unit.record
-        if record is None or record.finished_in != task:
-            record = self.begin(step.unit)
-        record.steps = max(0, record.steps) + 1
-        record.last_step = step
+        task, unit = current_graph_task(), step.unit
+        step.opened_in = task
+        if unit.completion.finished_in != task:
+            self.begin(unit)
+        unit.open_steps = max(0, unit.open_steps) + 1
+        unit.last_step = step
         if not self._idle:
             return
-        over = [u for u in self._idle if u is not step.unit and u not in step.outer and _is_before(step, u)]
-        over = [u for u in over if not u.handle.gradients.arrivals.pending and not _comes_again(u)]
+        over = [u for u in self._idle if u is not unit and u not in step.outer and _is_before(step, u)]
+        over = [u for u in over if not u.completion.pending and not u.completion.comes_again()]
         if over:
             to_come = any(map(_expected, self._queue.units()))
-            self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks))
-            for unit in over:
-                assert unit.record is not None
-                unit.record.finished_early = True
+            self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks), early=True)
 
-    def complete(self, unit: Unit, reduces: bool = False) -> None:
+    @staticmethod
+    def leave(unit: Unit) -> bool:
+        """Called when backward leaves a forward of ``unit``, through its inputs. Returns whether it has left all of them, or
+        all before the next pass. hooks.py, [Note: Freeing in backward]
+        """
+        if unit.completion.state is UNTOUCHED:
+            return True
+        unit.open_steps = max(0, unit.open_steps - 1)
+        return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_steps == 0
+
+    def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order.
 
-        ``reduces``: even if none were expected.
+        ``reduces``: even if none were expected. ``early``: see ``Completion.complete``.
         """
-        assert unit.record is not None
         self._idle.pop(unit, None)
-        unit.handle.gradients.arrivals.pending = 0
-        if unit.record.complete() or reduces:
+        if unit.completion.complete(early) or reduces:
             if unit.requires_gradient_sync:
                 self._ready.add(unit)
                 self._queue.reduce(self._ready, _may_come, _may_come_inside)
@@ -209,16 +179,16 @@ class Backward:
             self.drop()  # otherwise these gradients would be added to those of the next step
             raise
 
-    def _complete_all(self, units: Iterable[Unit], brings_gradients: bool) -> None:
+    def _complete_all(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
         """Complete units that this rank may not have used. Other ranks may have, and then wait for the reduction.
 
         Nothing is reduced if no unit gets a gradient: ``torch.autograd.grad`` with respect to inputs.
         """
         for unit in units:
-            self.complete(unit, brings_gradients and bool(unit.handle.gradients.accumulators.nodes))
+            self.complete(unit, brings_gradients and bool(unit.handle.gradients.accumulators.nodes), early)
 
     def _finish(self, task: int, brings_gradients: bool) -> None:
-        self._complete_all([u for u in self._queue.units() if u.record and u.record.task == task], brings_gradients)
+        self._complete_all([u for u in self._queue.units() if u.completion.task == task], brings_gradients)
         if self._tasks:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none to them
@@ -228,7 +198,7 @@ class Backward:
         self._queue.reduce_all(self._ready)
         if brings_gradients and ReductionQueue.holding:
             self._reduce_held_inside()
-        self._drop_records()
+        self._forget_reached()
         self._context.runtime.join()
         self._context.runtime.wait_for_host_reads()
 
@@ -242,10 +212,11 @@ class Backward:
         for context in sorted(contexts, key=lambda context: context.runtime.number):
             context.reductions.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
 
-    def _drop_records(self) -> None:
-        self._context.kept_unsharded = self.keeps_unsharded
+    def _forget_reached(self) -> None:
+        self._context.note_end(self.keeps_unsharded)
         for unit in self._reached:
-            unit.record = None
+            unit.completion.end()
+            unit.last_step, unit.open_steps = None, -1
             if unit.leaks and not self._retains_graph:
                 unit.drop_leaks(self.task)
             if self.keeps_unsharded:
@@ -276,19 +247,24 @@ class Backward:
         self._tasks.clear()
         self.keeps_unsharded = False
         self._queue.discard(self._reached)
-        self._drop_records()
+        self._forget_reached()
 
 
 def is_finished(unit: Unit) -> bool:
     """Whether ``unit`` has all its gradients from the running graph task."""
-    return unit.record is not None and unit.record.finished_in == current_graph_task()
+    return unit.completion.finished_in == current_graph_task()
+
+
+def has_left_first(unit: Unit) -> bool:
+    """Whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
+    return unit.open_steps == 0 and (unit.last_step is None or unit.last_step.is_first)
 
 
 def gather(unit: Unit) -> None:
     """Gather a unit for the current backward, and the units that it needs."""
     context = unit.context
     for needed in unit.needs:
-        if needed.record is None:
+        if needed.completion.state is UNTOUCHED:
             Backward.of(unit).touch(needed)
         needed.handle.unshard(context.pass_id, again=True)
 
@@ -318,8 +294,8 @@ def prefetches_before(unit: Unit) -> bool:
 
 def prefetch_after(unit: Unit) -> None:
     """Called when this unit's backward has computed."""
-    if unit.record is not None and unit.record.last_step is not None:
-        prefetch(unit.record.last_step)
+    if unit.last_step is not None:
+        prefetch(unit.last_step)
 
 
 def prefetch(step: Step) -> None:

@@ -44,22 +44,22 @@ from flatshard._composable.backward import (
     gather,
     gather_ahead,
     gather_last_inside,
+    has_left_first,
     is_finished,
     prefetch,
     prefetch_after,
     prefetches_before,
 )
 from flatshard._composable.claims import Claim
+from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
 from flatshard._composable.state import (
-    BackwardRecord,
     Forward,
     ModuleGroup,
     Step,
     Unit,
     called_modules,
-    current_graph_task,
     unit_of,
 )
 from flatshard._config import BackwardPrefetch
@@ -128,13 +128,14 @@ class UnitHooks:
         self.unit.handle.gradients.on_reduced = (
             reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
         )
+        make = functools.partial(self.unit.completion.hook, weakref.ref(self))
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.is_trainable:
                 for index, compute in enumerate(flat.unsharded.computes):
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
-                    compute.register_post_accumulate_grad_hook(self._make_gradient_hook(group, index))  # type: ignore[no-untyped-call]
+                    compute.register_post_accumulate_grad_hook(make(group, index))  # type: ignore[no-untyped-call]
                     compute.requires_grad_(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
@@ -175,8 +176,8 @@ class UnitHooks:
             for needed, claim in forward.claims:
                 if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
-        if in_backward and unit.record is not None and unit.record.last_step is not None:
-            gather_last_inside(unit.record.last_step)
+        if in_backward and unit.last_step is not None:
+            gather_last_inside(unit.last_step)
         if not in_backward:
             following = context.order.advance(module)
             ahead: Iterable[Unit] = ()
@@ -269,8 +270,8 @@ class UnitHooks:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
-                record = needed.record  # if its gradients are still awaited, this was a recomputation
-                if record is None or not (record.expected or (in_backward and record.finished_early)):
+                state = needed.completion.state  # if its gradients are still awaited, this was a recomputation
+                if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.slots.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if stays or leaks or in_backward or (needed.claims and needed.claims.pin):
@@ -331,15 +332,13 @@ class UnitHooks:
     def pre_backward(self, step: Step, grads: Any) -> None:
         """Called when backward reaches the unit, through one of its outputs."""
         unit, task = self.unit, current_graph_task()
-        record = unit.record
         if step.opened_in == task:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
-        if record and record.finished_in == task and not record.finished_early and unit.is_done_with_gradients:
+        if unit.completion.state is COMPLETE and is_finished(unit) and unit.is_done_with_gradients:
             return
-        step.opened_in = task
         context, backward = unit.context, Backward.of(unit)
         backward.come_to(step)
         for outer in step.outer:
@@ -364,48 +363,26 @@ class UnitHooks:
         if prefetches_before(unit):
             prefetch(step)
 
-    def _make_gradient_hook(self, group: int, index: int) -> Callable[[torch.Tensor], None]:
-        # This function runs for every parameter in every step, so it does little. It refers to the hooks weakly: a tensor's
-        # hooks are referred to by autograd's nodes, where Python's garbage collector cannot find a cycle.
-        arrivals = self.unit.handle.gradients.arrivals
-        take = functools.partial(self._take_gradient, weakref.ref(self), group, index)
+    def take(self, group: int, index: int, task: int) -> int | None:
+        """This gradient opens the unit, or must be moved, or is one of the last: see ``Takes``."""
+        unit = self.unit
+        if not unit.handle.flats[group].requires_grad[index]:
+            return None  # frozen since its forward: there is no gradient, and none was expected
+        if task not in unit.completion.expected:
+            Backward.of(unit).begin(unit)
+        if unit.completion.counts_in == task:
+            return task
+        return task if unit.handle.gradients.receive(group, index) else -1
 
-        def on_gradient(param: torch.Tensor) -> None:
-            """Autograd has accumulated the gradient of one compute parameter. Fast path: count it, and leave it there."""
-            # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
-            if arrivals.task == current_graph_task() and arrivals.pending > arrivals.finish_at and param.requires_grad:
-                arrivals.pending -= 1
-            else:
-                take()
-
-        return on_gradient
-
-    @staticmethod
-    def _take_gradient(to_self: weakref.ref[UnitHooks], group: int, index: int) -> None:
-        """Slow path of the gradient hook: this gradient opens or completes the unit, or ends the previous reduction."""
-        self = to_self()
-        assert self is not None
-        unit, arrivals, task = self.unit, self.unit.handle.gradients.arrivals, current_graph_task()
-        trainable = unit.handle.flats[group].requires_grad
-        if not trainable[index]:  # frozen since its forward: there is no gradient, and none was counted
-            return
-        record = unit.record
-        if record is None or task not in record.expected:
-            record = Backward.of(unit).begin(unit)
-        if arrivals.task != task:
-            unit.handle.gradients.receive(group, index, task)
-        arrivals.pending -= 1
-        if 0 < arrivals.pending < arrivals.finish_at:
-            arrivals.finish_at = 1
-            unit.context.reductions.finish_previous()
-        elif not arrivals.pending and record.task == task:
-            self.complete()
+    def finish_previous(self) -> None:
+        """See ``Takes``."""
+        self.unit.context.reductions.finish_previous()
 
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert backward is not None
-        done = unit.is_done_with_gradients or (unit.record is not None and unit.record.has_left_first)
+        done = unit.is_done_with_gradients or has_left_first(unit)
         if done and not backward.keeps_unsharded:  # before the reduction input is allocated
             unit.free_if_unused()
         backward.complete(unit)
@@ -414,22 +391,13 @@ class UnitHooks:
 
     def leave(self) -> None:
         """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
-        unit, record = self.unit, self.unit.record
-        if record is not None:
-            record.leave()
-        gradients = unit.handle.gradients
-        if self._is_left(record) and (gradients.arrivals.pending == 0 or not gradients.accumulators.are_all):
+        unit, accumulators = self.unit, self.unit.handle.gradients.accumulators
+        if Backward.leave(unit) and (unit.completion.pending == 0 or not accumulators.are_all):
             backward = unit.context.backward
             if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 prefetch_after(unit)
-
-    def _is_left(self, record: BackwardRecord | None) -> bool:
-        if record is None:
-            return True
-        trains = bool(self.unit.handle.gradients.accumulators.nodes)
-        return record.has_left_first if trains else record.has_left
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -450,7 +418,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
         ctx.ran_in = -1  # the last graph task that ran it
-        hooks.unit.leaves.add(ctx)
+        hooks.unit.completion.exits.add(ctx)
         return tensors
 
     @staticmethod

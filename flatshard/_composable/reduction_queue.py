@@ -259,7 +259,6 @@ class ReductionQueue(Generic[Unit]):
             gradients = unit.handle.gradients
             if not (keeps_held and (gradients.is_held or gradients.is_deferred)):
                 gradients.discard()
-                gradients.arrivals.pending = 0
                 self.remove(unit)
         self._forget_freed()
 

@@ -25,15 +25,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
-import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _frames
 from flatshard._comm.collectives import Collectives
 from flatshard._comm.progress import Place
 from flatshard._composable.claims import Claim, Claims
+from flatshard._composable.completion import UNTOUCHED, Completion, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
@@ -45,9 +44,6 @@ from flatshard._names import UNIT_KEY
 from flatshard._runtime import Runtime
 
 T = TypeVar("T")
-
-# The id of the running graph task (a run of the autograd engine), -1 outside of backward. Private API: no other way.
-current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 
@@ -78,53 +74,6 @@ class Step:
                 return False
             before = before.previous
         return True
-
-
-class BackwardRecord:
-    """What is known about one unit in the current backward. Dropped when the backward ends or fails."""
-
-    __slots__ = ("expected", "finished_early", "finished_in", "last_step", "steps")
-
-    def __init__(self) -> None:
-        # The gradients that graph tasks have for the unit, by graph task. The first one completes it. Empty: it is complete,
-        # or was only gathered.
-        self.expected: dict[int, int] = {}
-        self.finished_in = -1  # the graph task in which the unit was last completed
-        self.finished_early = False  # completed though backward may reach another forward of it, which needs its values
-        # Steps that backward has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
-        self.steps = -1
-        self.last_step: Step | None = None  # the last step that backward reached
-
-    @property
-    def task(self) -> int | None:
-        """The graph task that completes the unit. None: the unit is complete, or was only gathered."""
-        return next(iter(self.expected), None)
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether backward has reached the unit. False: it was only gathered."""
-        return bool(self.expected) or self.finished_in != -1
-
-    def complete(self) -> bool:
-        """Record that all gradients have come. Returns whether any were expected."""
-        self.finished_in, self.finished_early = next(iter(self.expected)), False
-        expected = any(self.expected.values())
-        self.expected.clear()
-        return expected
-
-    def leave(self) -> None:
-        """Backward leaves a step, through the unit's inputs."""
-        self.steps = max(0, self.steps - 1)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether backward has reached steps, and left all of them."""
-        return self.steps == 0
-
-    @property
-    def has_left_first(self) -> bool:
-        """Whether backward has left the first forward of the unit in its pass, too."""
-        return self.has_left and (self.last_step is None or self.last_step.is_first)
 
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
@@ -160,6 +109,7 @@ class Unit:
         self._own_parameters()
 
     def _own_parameters(self) -> None:
+        self.completion = Completion(self.handle.placement.label)
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.computes))
@@ -175,14 +125,11 @@ class Unit:
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[Step] | None = None
-        # Backward.
-        # The autograd nodes through which backward leaves live forwards: hooks.py, [Note: Freeing in backward].
-        self.leaves: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Leaves besides the parameters whose gradients it waits for: where forwards may not have run the module.
-        self.stand_ins: list[Node] = []
-        self.record: BackwardRecord | None = None  # None: the current backward has not reached the unit
+        # Backward: what `Backward` knows about the running one.
+        self.last_step: Step | None = None  # that it has reached
+        # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
+        self.open_steps = -1
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
-        self.partial = False  # a backward found some of the parameters outside its graph: unused, or recomputed later
 
     def feature(self, kind: type[T]) -> T | None:
         """Its feature of this class, or None."""
@@ -239,9 +186,14 @@ class Unit:
         return ", ".join(type(m).__name__ for m in called_modules(self.module))
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has gathered or reached the unit, and has not ended."""
+        return self.completion.state is not UNTOUCHED
+
+    @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
-        return self.handle.gradients.accumulators.are_all and not self.partial
+        return self.handle.gradients.accumulators.are_all and not self.completion.leaves_out
 
     def is_outdated(self, pass_id: int) -> bool:
         """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
@@ -500,6 +452,10 @@ class Context:
         for unit in prefetched:
             unit.free_unless_kept()
 
+    def note_end(self, keeps_unsharded: bool) -> None:
+        """Called when a backward has ended. ``keeps_unsharded``: see ``Backward``."""
+        self.kept_unsharded = keeps_unsharded
+
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
     def settle(self, frame: FrameType | None = None) -> None:
@@ -561,7 +517,7 @@ class Context:
         if self.backward is not None:
             self.backward.drop()
         self.reductions.discard(keeps_held=not drop_held)
-        self.kept_unsharded = False
+        self.note_end(keeps_unsharded=False)
         self.free_unused()
 
 

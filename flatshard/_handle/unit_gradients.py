@@ -18,23 +18,6 @@ from flatshard._handle.placement import Placement
 from flatshard._runtime import Streams
 
 
-class Arrivals:
-    """All the state that autograd hooks read for most gradients. The hooks run for each parameter in each step."""
-
-    __slots__ = ("finish_at", "pending", "task")
-
-    def __init__(self) -> None:
-        # The graph task (a run of the autograd engine) whose gradients stay where autograd puts them until all have come.
-        self.task = -1
-        self.pending = 0  # gradients still to come
-        self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
-
-    def expect(self, count: int, waits_early: bool) -> None:
-        """Expect ``count`` more gradients. ``waits_early``: see ``ReductionQueue``."""
-        self.pending += count
-        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
-
-
 class Accumulators(NamedTuple):
     """The AccumulateGrad nodes of a unit's trainable parameters. Autograd itself has only weak references to them."""
 
@@ -70,7 +53,6 @@ class UnitGradients:
         self._flats = flats
         self._placement = placement
         self._lifetime = lifetime
-        self.arrivals = Arrivals()
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.on_reduced: Callable[[Given], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
@@ -78,8 +60,11 @@ class UnitGradients:
         # for them belongs to it. None: there are no gradients; and on CPU.
         self.home: Any = None
 
-    def receive(self, group: int, index: int, task: int) -> None:
-        """Take a parameter's gradient, computed by the autograd graph task ``task``: see ``FlatGradients.receive``."""
+    def receive(self, group: int, index: int) -> bool:
+        """Take a parameter's gradient: see ``FlatGradients.receive``.
+
+        Returns whether it and all others of the running graph task stay where autograd puts them until all have come.
+        """
         if self._lifetime.grads is not GradState.FILLING:
             if self._lifetime.grads >= GradState.REDUCING:  # the unit's second reduction in one backward
                 self.finish()
@@ -93,7 +78,7 @@ class UnitGradients:
             with streams.on(self.home):
                 self._flats[group].gradients.receive(index)
             streams.let_wait(here, self.home)  # autograd's gradient, which may be freed now, belongs to it
-        self.arrivals.task = task if all([flat.gradients.stays_away for flat in self._flats]) else -1
+        return all([flat.gradients.stays_away for flat in self._flats])
 
     def follow_stream(self) -> None:
         """Make autograd accumulate gradients on the stream of the forward that starts now.
@@ -161,7 +146,6 @@ class UnitGradients:
             _trace.event(
                 "all-reduce" if self._placement.shards is None else "reduce-scatter", self._placement.label.unit
             )
-        self.arrivals.task = -1
         try:
             if self.home is not None:
                 self._wait_for_others()
@@ -204,7 +188,6 @@ class UnitGradients:
         elif self._lifetime.grads is GradState.NONE:
             self._lifetime.move_grads("receive")
         if self._lifetime.grads is GradState.FILLING:
-            self.arrivals.task = -1
             if self.home is not None:
                 self._wait_for_others()
             for flat in self._flats:
@@ -309,7 +292,6 @@ class UnitGradients:
             self.finish(assign=False)
         except CollectiveError as e:
             _trace.logger.warning("%s (in a backward that had already failed)", e)
-        self.arrivals.task = -1
         for flat in self._flats:
             flat.gradients.discard()
         if self._lifetime.grads is not GradState.NONE:

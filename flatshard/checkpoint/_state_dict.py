@@ -336,7 +336,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
-    reached = [u.fqn or "<root>" for u in units if u.record is not None]
+    reached = [u.fqn or "<root>" for u in units if u.is_in_backward]
     if reached and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
         raise RuntimeError(f"{verb}: {name_list(reached)} are in a backward. Call it when loss.backward() has returned")
     whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.slots.shows is not SHARDED]

@@ -187,11 +187,7 @@ class Ahead(nn.Module):
 
             def unshard(*args: Any, before: Any = before, **options: Any) -> None:
                 before(*args, **options)
-                ahead = [
-                    u
-                    for u in units
-                    if not u.claims and (u.record is None or not u.record.expected) and not u.handle.is_sharded
-                ]
+                ahead = [u for u in units if not u.claims and not u.completion.expected and not u.handle.is_sharded]
                 self.most = max(self.most, sum(u.handle.unsharded_nbytes for u in ahead))
 
             monkeypatch.setattr(unit.handle, "unshard", unshard)

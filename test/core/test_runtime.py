@@ -85,7 +85,7 @@ def check_settled(model: nn.Module) -> None:
     for unit in units_below(model):
         assert unit.handle.is_sharded, unit
         assert unit.handle.lifetime.grads is GradState.NONE, unit
-        assert (unit.claims, unit.record, unit.handle.gradients.arrivals.pending) == ([], None, 0), unit
+        assert (unit.claims, unit.is_in_backward, unit.completion.pending) == ([], False, 0), unit
         assert unit.handle.slots.shows is SHARDED, unit
         assert all(c.grad is None for f in unit.handle.flats for c in f.unsharded.computes), unit
         assert all(f.gradients._filled is f.gradients.reduction is None for f in unit.handle.flats), unit

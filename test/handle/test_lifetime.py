@@ -1,18 +1,21 @@
-"""The two state machines, walked through their tables: what is in them works, what is not raises and changes nothing."""
+"""The state machines, walked through their tables: what is in them works, what is not raises and changes nothing."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
-from expecttest import assert_expected_inline
 
+import flatshard
 from flatshard import InternalError
 from flatshard._comm.progress import Label
+from flatshard._composable.completion import COMPLETION_TRANSITIONS, Completion, CompletionState
 from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, Lifetime, ParamState
 
 # The attribute of Lifetime, its states (the first is where it starts), its table.
 MACHINES = {"params": (ParamState, PARAM_TRANSITIONS), "grads": (GradState, GRAD_TRANSITIONS)}
+TABLES = {**MACHINES, "completion": (CompletionState, COMPLETION_TRANSITIONS)}
 VERBS = sorted({verb for _, table in MACHINES.values() for _, verb in table})
 
 
@@ -66,10 +69,10 @@ def test_it_starts_with_shards_and_no_gradients():
     assert states_of(Lifetime(Label(""))) == {"params": ParamState.SHARDED, "grads": GradState.NONE}
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", TABLES)
 def test_every_state_can_be_reached_and_left_for_the_start(machine):
     """So whatever happens in a step, the next one can begin."""
-    states, table = MACHINES[machine]
+    states, table = TABLES[machine]
     start = next(iter(states))
 
     def reachable(state):
@@ -85,35 +88,20 @@ def test_every_state_can_be_reached_and_left_for_the_start(machine):
     assert all(start in reachable(state) for state in states)
 
 
-def as_text(table) -> str:
-    return "\n".join(f"{state.name:<10} --{verb}--> {to.name}" for (state, verb), to in table.items())
+@pytest.mark.parametrize("machine", TABLES)
+def test_the_packages_readme_shows_the_table(machine):
+    states, table = TABLES[machine]
+    events = list(dict.fromkeys(event for _, event in table))
+    rows = [["", *events], ["---"] * (len(events) + 1)]
+    for state in states:
+        rows.append([f"**{state.name}**", *(to.name if (to := table.get((state, event))) else "" for event in events)])
+    text = "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
+    assert text in (Path(flatshard.__file__).parent / "README.md").read_text(), text
 
 
-def test_the_parameters_table():
-    assert_expected_inline(
-        as_text(PARAM_TRANSITIONS),
-        """\
-SHARDED    --unshard--> UNSHARDING
-UNSHARDING --wait--> UNSHARDED
-UNSHARDED  --reshard--> SHARDED
-UNSHARDING --reshard--> SHARDED""",
-    )
-
-
-def test_the_gradients_table():
-    assert_expected_inline(
-        as_text(GRAD_TRANSITIONS),
-        """\
-NONE       --receive--> FILLING
-FILLING    --receive--> FILLING
-FILLING    --hold--> HELD
-HELD       --receive--> FILLING
-HELD       --reduce--> REDUCING
-FILLING    --reduce--> REDUCING
-NONE       --reduce--> REDUCING
-REDUCING   --finish--> NONE
-REDUCING   --defer--> DEFERRED
-DEFERRED   --finish--> NONE
-FILLING    --discard--> NONE
-HELD       --discard--> NONE""",
-    )
+@pytest.mark.parametrize("event", ["complete", "end"])
+def test_a_unit_that_no_backward_has_reached_is_not_completed(event):
+    completion = Completion(Label("layers.3"))
+    with pytest.raises(InternalError, match=f"^cannot {event} unit 'layers.3' in a backward while it is UNTOUCHED"):
+        getattr(completion, event)()
+    assert completion.state is CompletionState.UNTOUCHED

@@ -412,15 +412,7 @@ def writers() -> Iterator[tuple[str, str, bool]]:
                     yield target.attr, name, base != "self"
 
 
-COMPLETION = {"_composable.backward", "_composable.hooks", "_composable.reduction_queue", "_handle.unit_gradients"}
-
 SECOND_WRITERS: dict[str, set[str]] = {
-    # What completes a unit, and what it holds, is to be one table with one writer.
-    "pending": {*COMPLETION, "_composable.features.skip"},
-    "finish_at": {"_composable.hooks", "_handle.unit_gradients"},
-    "finished_early": {"_composable.backward", "_composable.state"},
-    "steps": {"_composable.backward", "_composable.state"},
-    "kept_unsharded": {"_composable.backward", "_composable.state"},
     "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue"},
     # The user's changes are counted where they are seen.
     "count": {
@@ -580,7 +572,8 @@ def test_each_private_api_of_torch_is_used_in_one_file():
         """\
 _composable.backward: Variable._execution_engine.queue_callback
 _composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
-_composable.backward: torch._C._will_engine_execute_node
+_composable.completion: torch._C._current_graph_task_id
+_composable.completion: torch._C._will_engine_execute_node
 _composable.construct.materialize: torch._C._swap_tensor_impl
 _composable.construct.validate: dist.distributed_c10d._get_default_group
 _composable.construct.validate: torch._C._disabled_torch_function_impl
@@ -595,7 +588,6 @@ _composable.features.transforms: torch._C._functorch.peek_interpreter_stack
 _composable.features.transforms: torch._dynamo.trace_rules
 _composable.outputs: torch.utils._pytree.tree_flatten
 _composable.outputs: torch.utils._pytree.tree_unflatten
-_composable.state: torch._C._current_graph_task_id
 _handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
 _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append

@@ -25,10 +25,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatshard import _frames
 from flatshard._composable.backward import Backward
+from flatshard._composable.completion import current_graph_task
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.state import Forward, Unit, current_graph_task, unit_of
+from flatshard._composable.state import Forward, Unit, unit_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -110,7 +111,7 @@ def _anchor(unit: Unit) -> torch.Tensor:
     if anchor is None:
         device = unit.handle.flats[0].kind.compute_device
         anchor = _anchors[unit] = torch.empty(0, device=device, requires_grad=True)
-        unit.stand_ins.append(get_gradient_edge(anchor).node)
+        unit.completion.stand_ins.append(get_gradient_edge(anchor).node)
         anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]
     return anchor
 
@@ -123,9 +124,8 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         hooks = to_hooks()
         assert hooks is not None
         unit = hooks.unit
-        record = Backward.of(unit).begin(unit)
-        unit.handle.gradients.arrivals.pending -= 1
-        if not unit.handle.gradients.arrivals.pending and record.task == current_graph_task():
+        Backward.of(unit).begin(unit)
+        if unit.completion.count_other():
             hooks.complete()
 
     return on_gradient

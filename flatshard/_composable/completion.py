@@ -1,0 +1,241 @@
+"""What completes a unit in a backward. All that tells how far it is, is written in this file.
+
+[Note: What completes a unit]
+When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
+``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter
+that is not in the graph is unused here, and is not waited for. If no parameter is in the graph (the unit is unused, or inside
+a reentrant checkpoint), the unit is complete when backward reaches a unit before it, unless it will come to the unit again:
+to its forward in an earlier pass, if losses of two passes were added. What is left is completed by the end of the graph task
+(the run of the autograd engine) that reached the unit first: [Note: Nested backwards].
+
+States:
+
+- UNTOUCHED       no backward is running, or it has not come to the unit.
+- GATHERED        the backward has gathered it, ahead of time or for another unit.
+- AWAITING        the backward has reached it. The last gradient completes it.
+- IDLE            the same, but the graph task has no gradients for it. A unit before it completes it.
+- COMPLETE        all gradients have come.
+- COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.autograd.graph import Node
+
+from flatshard._comm.progress import Label
+from flatshard._errors import InternalError
+
+# The id of the running graph task, -1 outside of backward; whether it will run a node. Private API: no other way.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_will_run = torch._C._will_engine_execute_node
+
+
+class CompletionState(enum.IntEnum):
+    UNTOUCHED = enum.auto()
+    GATHERED = enum.auto()
+    AWAITING = enum.auto()
+    IDLE = enum.auto()
+    COMPLETE = enum.auto()
+    COMPLETE_EARLY = enum.auto()
+
+
+UNTOUCHED, GATHERED, AWAITING, IDLE, COMPLETE, COMPLETE_EARLY = CompletionState
+
+COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
+    (UNTOUCHED, "gather"): GATHERED,
+    (GATHERED, "reach with gradients"): AWAITING,
+    (GATHERED, "reach with none"): IDLE,
+    (AWAITING, "reach with gradients"): AWAITING,  # in a graph task inside the one that completes it, as the next three
+    (AWAITING, "reach with none"): AWAITING,
+    (IDLE, "reach with gradients"): IDLE,
+    (IDLE, "reach with none"): IDLE,
+    (AWAITING, "complete"): COMPLETE,
+    (IDLE, "complete"): COMPLETE,
+    (IDLE, "complete early"): COMPLETE_EARLY,
+    (COMPLETE, "reach with gradients"): AWAITING,  # in another graph task
+    (COMPLETE, "reach with none"): IDLE,
+    (
+        COMPLETE_EARLY,
+        "reach with gradients",
+    ): AWAITING,  # or in the same one: backward has reached another forward of it
+    (COMPLETE_EARLY, "reach with none"): IDLE,
+    (GATHERED, "end"): UNTOUCHED,
+    (AWAITING, "end"): UNTOUCHED,
+    (IDLE, "end"): UNTOUCHED,
+    (COMPLETE, "end"): UNTOUCHED,
+    (COMPLETE_EARLY, "end"): UNTOUCHED,
+}
+"""``reach``: a graph task reaches the unit, and has gradients for it or none. ``end``: of the backward, or its failure."""
+
+
+class Takes(Protocol):
+    """The hooks of a unit, as far as this file knows them: see ``UnitHooks``."""
+
+    def take(self, group: int, index: int, task: int) -> int | None:
+        """A parameter's gradient has come in graph task ``task``, and more than counting is to be done.
+
+        Returns the graph task whose further gradients are only counted; -1: none. None: this one does not count.
+        """
+
+    def finish_previous(self) -> None:
+        """As many gradients have come that the reduction of the previous unit is to end."""
+
+    def complete(self) -> None:
+        """All gradients have come."""
+
+
+class Completion:
+    """How far the running backward is with one unit. The hooks of the unit's parameters count in it, in each step.
+
+    They refer to it as long as autograd's nodes live, where Python's garbage collector finds no cycle. So it refers to
+    nothing that refers to the unit.
+    """
+
+    __slots__ = (
+        "_label",
+        "counts_in",
+        "exits",
+        "expected",
+        "finish_at",
+        "finished_in",
+        "leaves_out",
+        "pending",
+        "stand_ins",
+        "state",
+    )
+
+    def __init__(self, label: Label) -> None:
+        """``label``: of the unit."""
+        self._label = label
+        self.state = UNTOUCHED
+        # AWAITING, IDLE: how many gradients each graph task that has reached the unit has for it. The first completes it.
+        self.expected: dict[int, int] = {}
+        self.pending = 0  # gradients of all of them that are still to come
+        # The one whose gradients are only counted: they stay where autograd puts them until all have come. -1: none.
+        self.counts_in = -1
+        self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
+        self.finished_in = -1  # the graph task in which the unit was last completed
+        # These outlive the backward. Leaves besides the parameters whose gradients count: where forwards may not have run
+        # the module. Nodes through which backward leaves live forwards: hooks.py, [Note: Freeing in backward].
+        self.stand_ins: list[Node] = []
+        self.exits: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.leaves_out = False  # some parameters were not in the graph: unused, or recomputed later
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> int | None:
+        """The graph task that completes the unit. None: it is complete, or was only gathered, or not even that."""
+        return next(iter(self.expected), None)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the backward has reached the unit. False: it has gathered it at most."""
+        return self.state > GATHERED
+
+    def may_get(self, nodes: Collection[Node]) -> int:
+        """How many gradients the running graph task has for the unit. ``nodes``: that accumulate those of the parameters."""
+        return how_many_run(nodes) + how_many_run(self.stand_ins)
+
+    def comes_again(self) -> bool:
+        """Whether the running graph task will reach another forward of the unit."""
+        task = current_graph_task()
+        return any(leave.ran_in != task and how_many_run((leave,)) for leave in self.exits)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """The backward comes to the unit for the first time."""
+        self.state = COMPLETION_TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
+
+    def reach(self, task: int, nodes: Collection[Node], waits_early: bool) -> int:
+        """Graph task ``task``, the running one, reaches the unit for the first time. Returns how many gradients it has.
+
+        ``nodes``: see ``may_get``. ``waits_early``: see ``ReductionQueue``.
+        """
+        try:
+            of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, self.stand_ins))
+        except RuntimeError:
+            of_params, others = how_many_run(nodes), how_many_run(self.stand_ins)
+        if of_params or not others:
+            self.leaves_out |= of_params < len(nodes)
+        self.expected[task] = count = of_params + others
+        self.pending += count
+        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
+        event = "reach with gradients" if count else "reach with none"
+        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
+        return count
+
+    def hook(self, to_hooks: weakref.ref[Takes], group: int, index: int) -> Callable[[torch.Tensor], None]:
+        """The hook of one parameter: number ``index`` of flat parameter ``group``."""
+
+        # This runs for every parameter in every step, so it does little.
+        def on_gradient(param: torch.Tensor) -> None:
+            """Autograd has accumulated the gradient of one unsharded parameter. Fast path: count it, and leave it there."""
+            task = current_graph_task()
+            # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
+            if self.counts_in == task and self.pending > self.finish_at and param.requires_grad:
+                self.pending -= 1
+                return
+            hooks = to_hooks()
+            assert hooks is not None
+            if (counts_in := hooks.take(group, index, task)) is None:
+                return
+            self.counts_in = counts_in
+            self.pending -= 1
+            if 0 < self.pending < self.finish_at:
+                self.finish_at = 1
+                hooks.finish_previous()
+            elif not self.pending and next(iter(self.expected)) == task:
+                hooks.complete()
+
+        return on_gradient
+
+    def count_other(self) -> bool:
+        """The gradient of one of ``stand_ins`` has come. Returns whether it is the last one."""
+        self.pending -= 1
+        return not self.pending and self.task == current_graph_task()
+
+    def complete(self, early: bool = False) -> bool:
+        """All gradients have come, or no more are waited for. Returns whether any were expected.
+
+        ``early``: the backward may reach another forward of the unit in the same graph task.
+        """
+        event = "complete early" if early else "complete"
+        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
+        self.finished_in, were_any = next(iter(self.expected)), any(self.expected.values())
+        self.expected.clear()
+        self.pending, self.counts_in = 0, -1
+        return were_any
+
+    def end(self) -> None:
+        """The backward has ended, or failed."""
+        self.state = COMPLETION_TRANSITIONS.get((self.state, "end")) or self._refuse("end")
+        self.expected.clear()
+        self.pending, self.counts_in, self.finished_in = 0, -1, -1
+
+    def _refuse(self, event: str) -> NoReturn:
+        raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
+
+
+def how_many_run(nodes: Collection[Any]) -> int:
+    """How many of ``nodes`` the running graph task runs, or has run."""
+    try:
+        return sum(map(_will_run, nodes))
+    except RuntimeError:  # `torch.autograd.grad` takes the gradients of some nodes for itself
+        return sum(map(_will_accumulate, nodes))
+
+
+def _will_accumulate(node: Node) -> bool:
+    try:
+        return _will_run(node)
+    except RuntimeError as e:
+        if "autograd.grad" in str(e):
+            return False
+        raise
