@@ -10,7 +10,6 @@ from flatshard._composable.features.encoded_gathers import EncodedGathers
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
-from flatshard._composable.features.grad_sync import GradSync
 from flatshard._composable.features.kept_shards import InnerShards
 from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.not_sharded import LateTies, NotSharded, ResizedEmbeddings
@@ -43,7 +42,6 @@ def plug_in() -> None:
         IgnoredByDDP(),
         ResizedEmbeddings(),
         Forked(),
-        GradSync(),
         DataWrites(),
         EncodedGathers(),
     )

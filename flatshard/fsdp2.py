@@ -273,13 +273,13 @@ def _set_manual_backward_finalization(module: nn.Module, enabled: bool) -> None:
 def _finalize_backward(module: nn.Module, *, async_op: bool = False) -> grad_sync.ReductionHandle | None:
     """As FSDP2, it reduces what backwards without synchronisation hold, if synchronisation is on now."""
     units = units_in(module, True, "finalize_backward")
-    if automatic := [unit.fqn for unit in units if not unit.defers_gradients]:
+    if automatic := [unit.fqn for unit in units if not unit.handle.gradients.defers]:
         raise RuntimeError(
             f"finalize_backward: backwards of units {name_list(automatic, 3)} end by themselves. Call "
             "set_manual_backward_finalization(True) before the backward. To reduce gradients that were accumulated without "
             "synchronisation, call flatshard.reduce_gradients(module)"
         )
-    return grad_sync.finalize(units, [unit for unit in units if unit.requires_gradient_sync], async_op)
+    return grad_sync.finalize(units, [unit for unit in units if unit.handle.gradients.reduces], async_op)
 
 
 def _set_reduce_scatter_unused_params(

@@ -157,11 +157,11 @@ class Backward:
         """
         self._idle.pop(unit, None)
         if unit.completion.complete(early) or reduces:
-            if unit.requires_gradient_sync:
+            if unit.handle.gradients.reduces:
                 self._ready.add(unit)
                 self._queue.reduce(self._ready, _may_come, _may_come_inside)
             else:
-                self._queue.hold(unit)
+                unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
         elif not unit.handle.gradients.is_held:
             self._queue.remove(unit)
 
@@ -192,11 +192,10 @@ class Backward:
         if self._tasks:
             return
         if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none to them
-            self._ready.update(
-                u for u in self._queue.units() if u.handle.gradients.wants_reduction and u.requires_gradient_sync
-            )
+            held = (unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction)
+            self._ready.update(unit for unit in held if unit.handle.gradients.reduces)
         self._queue.reduce_all(self._ready)
-        if brings_gradients and ReductionQueue.holding:
+        if brings_gradients:
             self._reduce_held_inside()
         self._forget_reached()
         self._context.runtime.join()
@@ -204,13 +203,13 @@ class Backward:
 
     def _reduce_held_inside(self) -> None:
         """Also reduce what units on other process groups hold, if they are inside units of this backward and were not run."""
-        others = ReductionQueue.holding - {self._queue}
+        others = [queue for queue in ReductionQueue.every if queue is not self._queue and queue.is_holding]
         if not others:
             return
         inside = dict.fromkeys(below for unit in self._reached for below in units_below(unit.module))
         contexts = {u.context for u in inside if u.context.reductions in others and u.context.backward is None}
         for context in sorted(contexts, key=lambda context: context.runtime.number):
-            context.reductions.reduce_held({u for u in inside if u.context is context and u.requires_gradient_sync})
+            context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
 
     def _forget_reached(self) -> None:
         self._context.note_end(self.keeps_unsharded)

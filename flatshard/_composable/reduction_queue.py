@@ -48,8 +48,6 @@ class Queued(Protocol):
     """A unit, as far as the queue knows it."""
 
     handle: FlatParamHandle
-    requires_gradient_sync: bool
-    defers_gradients: bool
     turn: int
 
 
@@ -59,8 +57,8 @@ Unit = TypeVar("Unit", bound=Queued)
 class ReductionQueue(Generic[Unit]):
     """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
 
-    holding: ClassVar[weakref.WeakSet[ReductionQueue[Any]]] = weakref.WeakSet()
-    """Those with units whose gradients of earlier backwards are not in ``.grad`` yet (``UnitGradients.withholds``)."""
+    every: ClassVar[weakref.WeakSet[ReductionQueue[Any]]] = weakref.WeakSet()
+    """The queues of all process groups."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -73,6 +71,7 @@ class ReductionQueue(Generic[Unit]):
         self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish`
         self._deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
         self.drops = 0  # how often gradients of deferred units have been dropped
+        self.every.add(self)
 
     def expect(self, unit: Unit) -> None:
         """Called in the forward of ``unit``: a backward may reach it."""
@@ -101,10 +100,10 @@ class ReductionQueue(Generic[Unit]):
         """The units whose gradients of earlier backwards are not in ``.grad`` yet."""
         return (u for u in dict.fromkeys([*self._deferred, *self.units()]) if u.handle.gradients.withholds)
 
-    def hold(self, unit: Unit) -> None:
-        """Keep the gradients of ``unit``. It stays in the queue, so that a later reduction keeps the order."""
-        unit.handle.gradients.hold()
-        self.holding.add(self)
+    @property
+    def is_holding(self) -> bool:
+        """Whether some units hold gradients of earlier backwards. Such a unit stays in the queue until it is reduced."""
+        return any(unit.handle.gradients.is_held for unit in self.units())
 
     def reduce(
         self,
@@ -138,17 +137,14 @@ class ReductionQueue(Generic[Unit]):
         for unit in allowed:
             self._reduce(unit)
             ready.remove(unit)
-            stays_open = unit.handle.has_replicas and not unit.handle.placement.averaging.reduces_replicas
-            if stays_open:
-                self.holding.add(self)
-            else:
+            in_part = unit.handle.has_replicas and not unit.handle.placement.averaging.reduces_replicas
+            if not in_part:
                 del self._open[weakref.ref(unit)]
 
     def _reduce(self, unit: Unit) -> None:
         if self._reducing is not None:
             self._finish()
         unit.handle.gradients.reduce()
-        unit.handle.gradients.accumulates = not unit.requires_gradient_sync
         self._reducing = unit
 
     def _finish(self) -> None:
@@ -156,7 +152,7 @@ class ReductionQueue(Generic[Unit]):
         unit, self._reducing = self._reducing, None
         if unit is None:
             return
-        if unit.defers_gradients:
+        if unit.handle.gradients.defers:
             unit.handle.gradients.free_reduced()
             self._defer(unit)
         elif self._runtime.host is not None and unit.handle.gradients.gives_late:
@@ -168,7 +164,6 @@ class ReductionQueue(Generic[Unit]):
     def _defer(self, unit: Unit) -> None:
         unit.handle.gradients.defer()
         self._deferred[unit] = None
-        self.holding.add(self)
 
     def _leave_in_flight(self) -> None:
         """Defer the reduction in flight. Its input keeps its memory, and nothing waits for it before ``give``."""
@@ -191,7 +186,7 @@ class ReductionQueue(Generic[Unit]):
         try:
             self.reduce(ready)
             self._forget_freed()
-            if self._reducing is not None and self._reducing.defers_gradients:
+            if self._reducing is not None and self._reducing.handle.gradients.defers:
                 self._leave_in_flight()
             self._finish()
             while self._reduced:  # from the last: its copy to the host ends after the others
@@ -199,12 +194,6 @@ class ReductionQueue(Generic[Unit]):
         except BaseException:  # may come from a user's hook
             self.discard()
             raise
-        self._note_given()
-
-    def _note_given(self) -> None:
-        """Called when gradients have become ``.grad``: see ``holding``."""
-        if self in self.holding and not self._deferred and not any(u.handle.gradients.is_held for u in self.units()):
-            self.holding.discard(self)
 
     def reduce_held(self, units: Collection[Unit], one_by_one: bool = True) -> None:
         """Outside of a backward: reduce the gradients that earlier backwards hold for ``units``.
@@ -242,7 +231,6 @@ class ReductionQueue(Generic[Unit]):
             self.discard()
             raise
         if given:
-            self._note_given()
             self._runtime.join_reductions()
 
     def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:

@@ -98,8 +98,6 @@ class Unit:
         # What is unsharded for its forward: itself, and the owners of parameters that are registered here, too (tied ones).
         self.needs: tuple[Unit, ...] = (self,)
         self.order = ForwardOrder()  # for passes in which this unit is outermost
-        self.requires_gradient_sync = True  # whether backwards reduce gradients
-        self.defers_gradients = False  # what a backward has reduced becomes `.grad` when the user says so
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_prefetch: Iterable[Unit] | None = None
         self.backward_prefetch: Iterable[Unit] | None = None

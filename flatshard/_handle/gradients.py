@@ -78,7 +78,7 @@ class FlatGradients:
         self.runtime = flat.placement.runtime
         self.reduction: Reduction | None = None  # from `complete` to `finish`
         self.unused = Unused(flat.layout)
-        self._partial: Partial | None = None  # what earlier reductions have held
+        self.partial: Partial | None = None  # what earlier reductions have held
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self._begin()
 
@@ -329,17 +329,12 @@ class FlatGradients:
                     slot.fill_(unused)
         self.unused.begin(no_gradient)
         dtypes = self.reduce_dtype, self.dtype
-        self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self._partial)
-        self._partial = None
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether gradients of earlier backwards have yet to be averaged over the replicas."""
-        return self._partial is not None or (self.reduction is not None and self.reduction.held is not None)
+        self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self.partial)
+        self.partial = None
 
     def drop_partial(self) -> None:
         """Drop what earlier reductions have held."""
-        self._partial = None
+        self.partial = None
 
     def free_reduced(self) -> None:
         """Free the reduction input before ``finish``, because the device has already read it."""
@@ -355,7 +350,7 @@ class FlatGradients:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
         if self._is_waiting:
             set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
-        self._partial = None
+        self.partial = None
         self._drop()
 
     def _drop(self) -> None:
@@ -383,10 +378,10 @@ class FlatGradients:
             return None
         shard = None
         if self.reduction is not None:
-            shard, self._partial = self.reduction.take(), self.reduction.held
+            shard, self.partial = self.reduction.take(), self.reduction.held
         self._drop()
         if not assign:
-            self._partial = None
+            self.partial = None
             return None
         if shard is None:  # handed over already, or held
             return None if self._input is not None else list(itertools.compress(self.flat.params, filled)) or None

@@ -104,7 +104,7 @@ class FlatParamHandle:
         placements = {old: old.copied(averaging) for old in self.placements}
         result = FlatParamHandle(list(placements.values()))
         memo[id(self)] = result
-        result.gradients.accumulates = self.gradients.accumulates
+        result.gradients.follow_copy(self.gradients)
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]

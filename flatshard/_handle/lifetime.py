@@ -8,11 +8,13 @@ Parameters, in terms of memory:
 
 Gradients between a unit's first gradient and the end of its reduction:
 
-- NONE         no reduction input exists. (The reduced gradients, if any, are the parameters' ``.grad``.)
+- NONE         there are none. (The reduced gradients, if any, are the parameters' ``.grad``.)
 - FILLING      gradients are arriving: in autograd's own tensors, or in the reduction input. See gradients.py.
 - HELD         the reduction input keeps them until the next backward: the last one was not to reduce (``no_sync``).
 - REDUCING     the collective reads the reduction input: it must not be written to.
 - DEFERRED     the same, or it has ended. The user says when the result becomes ``.grad``.
+- PARTIAL      they are averaged over the shards, and not over the replicas yet: reduction.py, [Note: Accumulating within the
+               shard group]. Later gradients go through FILLING, HELD and REDUCING beside them, and are then added.
 
 State that the user can change directly (``.grad``, ``requires_grad``, ``p.data``) is not copied here, but read when it is
 needed. A transition that is not in the tables is a bug in flatshard: it raises, and changes nothing.
@@ -39,7 +41,11 @@ class GradState(enum.IntEnum):
     HELD = enum.auto()
     REDUCING = enum.auto()
     DEFERRED = enum.auto()
+    PARTIAL = enum.auto()
 
+
+WITHHELD = GradState.HELD, GradState.DEFERRED, GradState.PARTIAL
+"""Between backwards: there are gradients that are not in ``.grad``, which an optimizer would miss."""
 
 PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
     (ParamState.SHARDED, "unshard"): ParamState.UNSHARDING,
@@ -51,16 +57,21 @@ PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
 GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.NONE, "receive"): GradState.FILLING,
     (GradState.FILLING, "receive"): GradState.FILLING,
-    (GradState.FILLING, "hold"): GradState.HELD,
     (GradState.HELD, "receive"): GradState.FILLING,
-    (GradState.HELD, "reduce"): GradState.REDUCING,  # the last backward had no gradients for the unit
-    (GradState.FILLING, "reduce"): GradState.REDUCING,
+    (GradState.PARTIAL, "receive"): GradState.FILLING,
+    (GradState.FILLING, "hold"): GradState.HELD,
     (GradState.NONE, "reduce"): GradState.REDUCING,  # this rank has no gradients, but other ranks may
-    (GradState.REDUCING, "finish"): GradState.NONE,
+    (GradState.FILLING, "reduce"): GradState.REDUCING,
+    (GradState.HELD, "reduce"): GradState.REDUCING,  # the last backward had no gradients for the unit
+    (GradState.PARTIAL, "reduce"): GradState.REDUCING,  # the same
     (GradState.REDUCING, "defer"): GradState.DEFERRED,
+    (GradState.REDUCING, "finish"): GradState.NONE,
     (GradState.DEFERRED, "finish"): GradState.NONE,
+    (GradState.REDUCING, "finish in part"): GradState.PARTIAL,
+    (GradState.DEFERRED, "finish in part"): GradState.PARTIAL,
     (GradState.FILLING, "discard"): GradState.NONE,  # after an exception in backward
     (GradState.HELD, "discard"): GradState.NONE,
+    (GradState.PARTIAL, "discard"): GradState.NONE,
 }
 
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from flatshard import _trace
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.lifetime import GradState, Lifetime
+from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
 from flatshard._handle.placement import Placement
 from flatshard._runtime import Streams
 
@@ -46,6 +46,9 @@ def _at_home(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Con
     return run
 
 
+_IN_FLIGHT = GradState.REDUCING, GradState.DEFERRED
+
+
 class UnitGradients:
     """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
 
@@ -53,12 +56,42 @@ class UnitGradients:
         self._flats = flats
         self._placement = placement
         self._lifetime = lifetime
+        self.reduces = True  # backwards reduce the gradients. False: they hold them
+        self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
+        self.defers = False  # what a backward has reduced becomes `.grad` when the user says so
         self.on_reduced: Callable[[Given], None]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
         # The stream that works on the gradients, from the first of them to the end of the reduction: all that is allocated
         # for them belongs to it. None: there are no gradients; and on CPU.
         self.home: Any = None
+
+    # -- what the user has said ----------------------------------------------------------------------------------------
+
+    def set_sync(self, reduces: bool) -> None:
+        """Set whether backwards reduce the gradients from now on."""
+        self.reduces = reduces
+        self.accumulates |= not reduces
+
+    def set_deferral(self, defers: bool) -> None:
+        """Set whether what backwards reduce from now on becomes ``.grad`` when the user says so."""
+        self.defers = defers
+
+    def enter_no_sync(self) -> None:
+        """Have backwards hold the gradients until ``exit_no_sync``."""
+        self._outside.append(self.reduces)
+        self.set_sync(False)
+
+    def exit_no_sync(self) -> None:
+        """As it was before the last ``enter_no_sync``."""
+        self.set_sync(self._outside.pop())
+
+    def follow_copy(self, other: UnitGradients) -> None:
+        """Adopt what the user has said about ``other``, of which this is a copy. The copy is in no ``no_sync``."""
+        self.reduces = (*other._outside, other.reduces)[0]
+        self.accumulates, self.defers = other.accumulates, other.defers
+
+    # -- arriving ------------------------------------------------------------------------------------------------------
 
     def receive(self, group: int, index: int) -> bool:
         """Take a parameter's gradient: see ``FlatGradients.receive``.
@@ -66,7 +99,7 @@ class UnitGradients:
         Returns whether it and all others of the running graph task stay where autograd puts them until all have come.
         """
         if self._lifetime.grads is not GradState.FILLING:
-            if self._lifetime.grads >= GradState.REDUCING:  # the unit's second reduction in one backward
+            if self._lifetime.grads in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
         if (streams := self._placement.runtime.streams) is None:
@@ -111,7 +144,7 @@ class UnitGradients:
 
     def _leave_home(self) -> None:
         """Called when there are no gradients any more."""
-        if not any([flat.gradients.is_partial for flat in self._flats]):
+        if self._lifetime.grads is GradState.NONE:
             self.home = None
 
     def come_home(self) -> None:
@@ -154,6 +187,7 @@ class UnitGradients:
                     flat.gradients.complete(self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
                     flat.gradients.drop_partial()
+            self.accumulates = not self.reduces
             if self.home is not None:
                 self._let_others_wait()
             if self._placement.runtime.streams is None and not _trace.is_profiling():
@@ -185,7 +219,7 @@ class UnitGradients:
         """
         if not any([flat.gradients.are_wanted for flat in self._flats]):
             self.discard()
-        elif self._lifetime.grads is GradState.NONE:
+        elif self._lifetime.grads in (GradState.NONE, GradState.PARTIAL):
             self._lifetime.move_grads("receive")
         if self._lifetime.grads is GradState.FILLING:
             if self.home is not None:
@@ -199,12 +233,12 @@ class UnitGradients:
     @property
     def is_held(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self._lifetime.grads is GradState.HELD or any([b.gradients.is_partial for b in self._flats])
+        return self._lifetime.grads in (GradState.HELD, GradState.PARTIAL)
 
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return (self.is_held or self.is_deferred) and any([flat.gradients.comes_late for flat in self._flats])
+        return self._lifetime.grads in WITHHELD and any([flat.gradients.comes_late for flat in self._flats])
 
     @property
     def is_deferred(self) -> bool:
@@ -226,9 +260,9 @@ class UnitGradients:
     @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
-        if self._lifetime.grads is GradState.HELD:
-            return True
-        return self._placement.averaging.reduces_replicas and self.is_held
+        return self._lifetime.grads is GradState.HELD or (
+            self._lifetime.grads is GradState.PARTIAL and self._placement.averaging.reduces_replicas
+        )
 
     @_at_home
     def finish(self, assign: bool = True) -> None:
@@ -237,7 +271,7 @@ class UnitGradients:
         Raises:
             CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
         """
-        if self._lifetime.grads < GradState.REDUCING:
+        if self._lifetime.grads not in _IN_FLIGHT:
             return
         self._wait()
         if torch.is_grad_enabled():
@@ -274,12 +308,13 @@ class UnitGradients:
         return not any([b.is_watched for b in self._flats])
 
     def _finish(self, assign: bool) -> None:
-        given, is_any = list[Sequence[nn.Parameter] | None](), False
+        given, is_any, in_part = list[Sequence[nn.Parameter] | None](), False, False
         for flat in self._flats:
             params = flat.gradients.finish(assign)
             given.append(params)
             is_any |= params is not None
-        self._lifetime.move_grads("finish")
+            in_part |= flat.gradients.partial is not None
+        self._lifetime.move_grads("finish in part" if in_part else "finish")
         if self.home is not None:
             self._leave_home()
         if is_any:

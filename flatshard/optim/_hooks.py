@@ -35,7 +35,6 @@ from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.not_sharded import added_later
 from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units, flat_of
-from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
@@ -143,9 +142,9 @@ def _check_held(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: units hold gradients (``no_sync``).
     """
-    if ReductionQueue.holding:
+    if held := held_units():
         params = {id(p) for p in params_of(optimizer)}
-        check_reduced(_stepped(held_units(), params), f"{type(optimizer).__name__}.step")
+        check_reduced(_stepped(held, params), f"{type(optimizer).__name__}.step")
 
 
 def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:

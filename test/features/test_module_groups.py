@@ -516,7 +516,7 @@ def as_fsdp2(ctx, pair: str) -> None:
             mine, other = sorted(mine), sorted(other)
         assert mine == other, (kind, lines, expected)
     ours.head.set_requires_gradient_sync(False)
-    assert not unit_of(ours.head).requires_gradient_sync
+    assert not unit_of(ours.head).handle.gradients.reduces
 
 
 def test_the_same_collectives_as_fsdp2(pool):

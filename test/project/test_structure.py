@@ -413,7 +413,6 @@ def writers() -> Iterator[tuple[str, str, bool]]:
 
 
 SECOND_WRITERS: dict[str, set[str]] = {
-    "accumulates": {"_composable.features.grad_sync", "_composable.reduction_queue"},
     # The user's changes are counted where they are seen.
     "count": {
         "_composable.features.filled_later",

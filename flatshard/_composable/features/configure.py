@@ -12,7 +12,6 @@ from torch import nn
 
 from flatshard._composable.construct.renamed import did_you_mean
 from flatshard._composable.features import kept_shards
-from flatshard._composable.features.grad_sync import set_gradient_sync
 from flatshard._composable.features.kept_storage import check_may_keep, set_kept
 from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit, copies_in, unit_of
@@ -106,7 +105,7 @@ def configure(
     if keep_unsharded_storage is True:
         check_may_keep(units)
     if manual_finalization is not UNCHANGED:
-        _check_between_backwards([unit for unit in units if unit.defers_gradients is not manual_finalization])
+        _check_between_backwards([unit for unit in units if unit.handle.gradients.defers is not manual_finalization])
     if forward_prefetch is not UNCHANGED:
         if isinstance(forward_prefetch, bool):
             changes += [(unit, {"forward_prefetch": forward_prefetch, "ahead_in_forward": None}) for unit in units]
@@ -131,9 +130,9 @@ def configure(
             unit.config = replace(unit.config, reshard_after_forward=to)
             kept_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
-            set_gradient_sync(unit, gradient_sync)
+            unit.handle.gradients.set_sync(gradient_sync)
         if manual_finalization is not UNCHANGED:
-            unit.defers_gradients = manual_finalization
+            unit.handle.gradients.set_deferral(manual_finalization)
         if keep_unsharded_storage is not UNCHANGED:
             set_kept(unit, keep_unsharded_storage)
         if all_reduce is not UNCHANGED:

@@ -8,13 +8,11 @@ the reduce dtype.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import nn
 
-from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import units_of
 from flatshard._composable.reduction_queue import ReductionQueue
@@ -52,26 +50,19 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     """
     units = units_of(module, "no_sync", recurse)
     for unit in units:
-        _held_back(unit).append(unit.requires_gradient_sync)
-        set_gradient_sync(unit, False)
+        unit.handle.gradients.enter_no_sync()
     try:
         yield
     finally:
         for unit in units:
-            set_gradient_sync(unit, _held_back(unit).pop())
-
-
-def set_gradient_sync(unit: Unit, value: bool) -> None:
-    """Set whether backwards reduce the gradients from now on."""
-    unit.requires_gradient_sync = value
-    unit.handle.gradients.accumulates |= not value
+            unit.handle.gradients.exit_no_sync()
 
 
 def held_units() -> list[Unit]:
     """All units with gradients of earlier backwards that are not in ``.grad``: not reduced, or not over the replicas, or
     deferred.
     """
-    return sorted((u for queue in ReductionQueue.holding for u in queue.withholding()), key=lambda unit: unit.fqn)
+    return sorted((u for queue in ReductionQueue.every for u in queue.withholding()), key=lambda unit: unit.fqn)
 
 
 def check_reduced(units: Iterable[Unit], verb: str) -> None:
@@ -85,7 +76,7 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
             "flatshard.reduce_gradients(module), or wait() on what reduce_gradients(module, async_op=True) returned; then "
             f"{verb.rpartition('.')[2]}"
         )
-    where = "" if all(unit.requires_gradient_sync for unit in held) else " inside no_sync"
+    where = "" if all(unit.handle.gradients.reduces for unit in held) else " inside no_sync"
     cure = "flatshard.reduce_gradients(module) after it"
     if not all(unit.handle.gradients.wants_reduction for unit in held):
         cure = f"flatshard.configure(module, all_reduce=True), then {cure}"
@@ -94,34 +85,6 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
         "ranks, and that are not in .grad. Run the last backward outside of no_sync, or call "
         f"{cure}; then {verb.rpartition('.')[2]}"
     )
-
-
-class GradSync(Extension):
-    """Has units know what to restore when ``no_sync`` ends."""
-
-    def attach(self, unit: Unit, modules: list[nn.Module]) -> HeldBack:
-        return HeldBack(unit)
-
-
-class HeldBack(ForwardFeature):
-    """The ``no_sync`` that one unit is inside of."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.outside: list[bool] = []  # ``requires_gradient_sync`` outside of each, the outermost first
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HeldBack:
-        """For the copied unit, which is in none."""
-        result = HeldBack(copy.deepcopy(self.unit, memo))
-        if self.outside:
-            set_gradient_sync(result.unit, self.outside[0])
-        return result
-
-
-def _held_back(unit: Unit) -> list[bool]:
-    held = unit.feature(HeldBack)
-    assert held is not None
-    return held.outside
 
 
 class ReductionHandle:
