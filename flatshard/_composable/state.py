@@ -208,6 +208,10 @@ class Unit:
         return f"Unit({self.fqn or '<root>'!r}, {self.kind}, {self.handle!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        module = copy.deepcopy(self.module, memo)  # its hooks copy the unit, if they are not being copied already
+        if (copied := memo.get(id(self))) is not None:
+            found: Unit = copied
+            return found
         result = object.__new__(Unit)
         memo[id(self)] = result
         copies_in(memo)[weakref.ref(self)] = result
@@ -216,7 +220,7 @@ class Unit:
         result.order = ForwardOrder()
         result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
-        result.module = copy.deepcopy(self.module, memo)
+        result.module = module
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
         result._own_parameters()

@@ -151,6 +151,10 @@ def copy_parts(ctx) -> None:
     assert all(a is b for a, b in zip(held, copied.parameters(), strict=True))
     assert set(copied.optimizer.state) == set(held)
     train_both(ctx, copied, copy.deepcopy(plain), steps=1, optimizer=adamw(copied.parameters()))
+    model, plain = sharded_and_plain(ctx, policy={Block})
+    part = copy.deepcopy(model.blocks[0])  # the root owns a parameter of it, so its copy has a copy of the root
+    assert part.up.weight is not model.blocks[0].up.weight
+    train_both(ctx, model, plain)
     model, plain = sharded_and_plain(ctx, Block)
     alone = copy.deepcopy(nn.ModuleList([model, nn.Tanh()]))[0]
     train_both(ctx, alone, plain)
