@@ -547,7 +547,29 @@ def penalty_only(model: nn.Module, x: Tensor, scale: float) -> Tensor:
     return loss.detach()
 
 
-for train in (input_gradient, input_gradient_then_backward, gradient_penalty, penalty_only):
+def input_gradient_in_backward(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+    """Of a unit that is complete, and waits for its turn to be reduced: units keep the order of their first forwards."""
+
+    def ask(grad: Tensor) -> None:
+        with torch.enable_grad():
+            y = torch.ones_like(grad).requires_grad_()
+            torch.autograd.grad(model.front(y).sum(), y)
+
+    model.middle(model.front(x))
+    hidden = model.middle(x)
+    hidden.register_hook(ask)
+    loss = mean_square(model.front(hidden), x)
+    (loss * scale).backward()
+    return loss.detach()
+
+
+for train in (
+    input_gradient,
+    input_gradient_then_backward,
+    gradient_penalty,
+    penalty_only,
+    input_gradient_in_backward,
+):
     CASES[train.__name__] = Case(plain, train)
 
 
