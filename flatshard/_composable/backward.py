@@ -299,8 +299,9 @@ def prefetch_after(unit: Unit) -> None:
 
 def prefetch(step: Step) -> None:
     """Gather the unit that comes after this step in backward, or the units that the user chose instead."""
+    task = current_graph_task()
     for unit in _next(step):
-        if not is_finished(unit):
+        if unit.completion.finished_in != task:
             for needed in unit.needs:
                 Backward.of(unit).touch(needed)
             unit.context.prefetch(unit, step.unit.config.prefetch_limit_bytes)

@@ -25,6 +25,10 @@ class Claim:
     shows: Shown | None = None  # the parameters to register; None: as the previous claim says
     pins = True  # the unsharded storage must stay
 
+    def show(self, shown: Shown, pins: bool = True) -> None:
+        """Have the modules show ``shown``. ``pins``: whether the unsharded storage must stay."""
+        self.shows, self.pins = shown, pins
+
     def check_forward(self, grad: bool) -> None:
         """Raise if the unit must not run a forward under this claim. ``grad``: it makes a graph, for a backward to come."""
 

@@ -225,7 +225,7 @@ class UnitHooks:
                 handle.gradients.follow_stream()
             context.reductions.expect(unit)
         handle.wait()
-        claim.shows = UNSHARDED
+        claim.show(UNSHARDED)
         handle.slots.show(UNSHARDED)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -65,7 +65,7 @@ class FlatShard:
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
         self.unsharded = self._make_buffer(params)
-        self.is_watched = False  # see `Home`
+        self.is_watched = False
         self.filling: Filling | None = None
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
         for index, param in enumerate(params):
@@ -275,6 +275,10 @@ class FlatShard:
         self.kind = self.kind.converted(dtype, device, self.options)
         self.shard = self._new_shard()
         self.unsharded.place(self.kind, self.shard)
+
+    def watch(self) -> None:
+        """See ``Home``."""
+        self.is_watched = True
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 

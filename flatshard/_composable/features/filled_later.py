@@ -87,7 +87,7 @@ class FillFlat:
             hand_on(param, real)
             swap_memory(param, real)  # `param.data = ...` cannot leave the meta device
             self._versions[index] = param._version
-        changes.count += 1
+        changes.note()
 
     def show(self, param: nn.Parameter) -> nn.Parameter:
         """Show ``param`` whole, until ``cut``. Returns ``param``, or a DTensor in its place."""
@@ -147,7 +147,7 @@ class FillFlat:
         _data.__set__(param, data)
         increment_version(param)
         self._versions[index] = param._version
-        changes.count += 1
+        changes.note()
 
 
 _shown: list[FillFlat] = []  # with parameters that are shown whole: of one unit

@@ -97,7 +97,7 @@ class MixedForward(ForwardFeature):
                 if needed.claims.only(claim):
                     needed.handle.reshard()
                     needed.handle.check_parameters()
-                claim.shows, claim.pins = _full_precision(needed), False
+                claim.show(_full_precision(needed), pins=False)
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

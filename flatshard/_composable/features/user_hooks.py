@@ -107,7 +107,7 @@ def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module
     hooks = unit.feature(UserHooksOfUnit)
     assert hooks is not None
     for flat in unit.handle.flats:
-        flat.is_watched = True
+        flat.watch()
     handle = RemovableHandle(hooks.callbacks)
     hooks.callbacks[handle.id] = functools.partial(hook, unwrapped(module))
     return handle

@@ -159,7 +159,7 @@ def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
         fresh.__dict__.setdefault(name, value)
     take_place(fresh, param)
     torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
-    changes.count += 1
+    changes.note()
 
 
 def is_wrapper(tensor: object) -> bool:

@@ -21,5 +21,9 @@ class Changes:
     def __init__(self) -> None:
         self.count = 0
 
+    def note(self) -> None:
+        """A user has changed a sharded parameter, or what a module has in its place."""
+        self.count += 1
+
 
 changes = Changes()

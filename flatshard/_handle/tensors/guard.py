@@ -131,7 +131,7 @@ class GuardedParameters(Parameters):
             _refuse_removal(param, name)
         super().__setitem__(name, param)
         self.attributes.pop(name, None)
-        changes.count += 1
+        changes.note()
 
     def _check_swap(self, name: str, held: ShardedParameter) -> None:
         """Raise if ``functional_call`` lends a tensor to a forward, which would keep it as a new value of the parameter."""
@@ -150,7 +150,7 @@ class GuardedParameters(Parameters):
                 _refuse_removal(held, name)
         super().__delitem__(name)
         self.attributes.pop(name, None)
-        changes.count += 1
+        changes.note()
 
     def pop(self, name: str, *default: Any) -> Any:
         if name not in self:

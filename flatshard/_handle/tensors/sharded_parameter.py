@@ -85,12 +85,13 @@ fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
 class Home(Protocol):
     """The flat parameter that a sharded parameter is a slice of."""
 
-    is_watched: bool  # somebody asked to be called when gradients have been set: a post-accumulate-grad hook, for one
-
     filling: Filling | None  # from `fully_shard` on meta until its parameters have values
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
         """The compute parameter of ``param``: the tensor that autograd sees."""
+
+    def watch(self) -> None:
+        """Somebody asks to be called when gradients have been set: a post-accumulate-grad hook, for one."""
 
 
 _homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()  # by the sharded parameter's id
@@ -283,7 +284,7 @@ class ShardedParameter(nn.Parameter):
                 refuse(self._flatshard_info, "vector_to_parameters")
             _plain_data.__set__(self, data)
             increment_version(self)
-            changes.count += 1
+            changes.note()
 
     def _get_data(self) -> torch.Tensor:
         return self.detach()
@@ -292,20 +293,20 @@ class ShardedParameter(nn.Parameter):
 
     def _set_requires_grad(self, requires_grad: bool) -> None:
         _plain_requires_grad.__set__(self, requires_grad)
-        changes.count += 1
+        changes.note()
 
     requires_grad = property(_plain_requires_grad.__get__, _set_requires_grad)
 
     def _set_grad_dtype(self, dtype: torch.dtype | None) -> None:
         plain_grad_dtype.__set__(self, dtype)
-        changes.count += 1
+        changes.note()
 
     grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # [Note: The dtype of a gradient]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As in torch."""
         super().requires_grad_(requires_grad)
-        changes.count += 1
+        changes.note()
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
@@ -369,7 +370,8 @@ class ShardedParameter(nn.Parameter):
         """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
         home = _homes.get(id(self))
         if home is not None:
-            home.is_watched |= bool(self._post_accumulate_grad_hooks)
+            if self._post_accumulate_grad_hooks:
+                home.watch()
             if self._backward_hooks:  # the same dict: hooks that are added or removed later count, too
                 home.compute_of(self)._backward_hooks = self._backward_hooks
 
