@@ -178,6 +178,16 @@ class Backward:
                 assert unit.record is not None
                 unit.record.finished_early = True
 
+    def waits_to_come_again(self, unit: Unit) -> bool:
+        """Called when all gradients of ``unit`` have come. Whether it is not complete, because backward will gather it again.
+
+        It is as if it were idle here, as it may be on other ranks: they gather it again before they reduce it.
+        """
+        if unit.is_done_with_gradients or not _comes_again(unit):
+            return False
+        self._idle[unit] = None
+        return True
+
     def complete(self, unit: Unit, reduces: bool = False) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order.
 

@@ -398,7 +398,7 @@ class UnitHooks:
         if 0 < arrivals.pending < arrivals.finish_at:
             arrivals.finish_at = 1
             unit.context.reductions.finish_previous()
-        elif not arrivals.pending and record.task == task:
+        elif not arrivals.pending and record.task == task and not Backward.of(unit).waits_to_come_again(unit):
             self.complete()
 
     def complete(self) -> None:
