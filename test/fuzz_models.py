@@ -255,14 +255,16 @@ class Skip(nn.Module):
 
 
 class Drop(nn.Module):
-    """Left out by some ranks, as the data say."""
+    """Left out by some ranks, as the data say. If its output would need a gradient on the others only, no rank leaves it out:
+    a unit must be reached by backward on all ranks, or be skipped.
+    """
 
     def __init__(self, inner: nn.Module, number: int) -> None:
         super().__init__()
         self.inner, self.number = inner, number
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.number not in NOW.left_out:
+        if self.number not in NOW.left_out or not x.requires_grad:
             return x + self.inner(x)
         return flatshard.skip(self.inner, x) if units_below(self.inner) else x
 
@@ -433,6 +435,8 @@ def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
         case "chunked":
             return Chunked(*children)
         case "compiled":  # its forwards run eagerly, as the machine says: it is the wrapper that counts
+            if hasattr(children[0], "_orig_mod"):  # torch 2.15 makes a function of one that is compiled
+                return children[0]
             return torch.compile(children[0], backend="eager")  # type: ignore[return-value]
         case "change":
             return Change(width, rest[0])

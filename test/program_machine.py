@@ -899,7 +899,8 @@ class Machine:
         if not self._may_step(twin):
             return False
         if self.attempt(twin.opt.step, twin):
-            assert not twin.held, "stepped while gradients are held"
+            held = map(twin.plain.get_parameter, twin.held)  # those of frozen parameters are not wanted
+            assert not any(p.requires_grad and p.numel() for p in held), "stepped while gradients are held"
             twin.plain_opt.step()
             twin.changes += 1
             for scheduler in twin.schedulers or ():

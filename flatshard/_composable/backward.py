@@ -150,6 +150,17 @@ class Backward:
         unit.open_steps = max(0, unit.open_steps - 1)
         return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_steps == 0
 
+    def waits_to_come_again(self, unit: Unit) -> bool:
+        """Called when all gradients of ``unit`` have come. Whether it is not complete, because backward will gather it again.
+
+        It is idle from then on, as it may be on other ranks: they gather it again before they reduce it.
+        """
+        if not unit.completion.comes_again():
+            return False
+        unit.completion.wait()
+        self._idle[unit] = None
+        return True
+
     def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order.
 

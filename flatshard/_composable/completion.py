@@ -13,7 +13,7 @@ States:
 - UNTOUCHED       no backward is running, or it has not come to the unit.
 - GATHERED        the backward has gathered it, ahead of time or for another unit.
 - AWAITING        the backward has reached it. The last gradient completes it.
-- IDLE            the same, but the graph task has no gradients for it. A unit before it completes it.
+- IDLE            the same, but the graph task has no gradients for it, or no more. A unit before it completes it.
 - COMPLETE        all gradients have come.
 - COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
 """
@@ -55,15 +55,14 @@ COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
     (AWAITING, "reach with none"): AWAITING,
     (IDLE, "reach with gradients"): IDLE,
     (IDLE, "reach with none"): IDLE,
+    (AWAITING, "wait"): IDLE,
+    (IDLE, "wait"): IDLE,
     (AWAITING, "complete"): COMPLETE,
     (IDLE, "complete"): COMPLETE,
     (IDLE, "complete early"): COMPLETE_EARLY,
     (COMPLETE, "reach with gradients"): AWAITING,  # in another graph task
     (COMPLETE, "reach with none"): IDLE,
-    (
-        COMPLETE_EARLY,
-        "reach with gradients",
-    ): AWAITING,  # or in the same one: backward has reached another forward of it
+    (COMPLETE_EARLY, "reach with gradients"): AWAITING,  # or in the same one, at another forward of it
     (COMPLETE_EARLY, "reach with none"): IDLE,
     (GATHERED, "end"): UNTOUCHED,
     (AWAITING, "end"): UNTOUCHED,
@@ -201,6 +200,10 @@ class Completion:
         """The gradient of one of ``stand_ins`` has come. Returns whether it is the last one."""
         self.pending -= 1
         return not self.pending and self.task == current_graph_task()
+
+    def wait(self) -> None:
+        """All gradients have come, but the backward will gather the unit again."""
+        self.state = COMPLETION_TRANSITIONS.get((self.state, "wait")) or self._refuse("wait")
 
     def complete(self, early: bool = False) -> bool:
         """All gradients have come, or no more are waited for. Returns whether any were expected.

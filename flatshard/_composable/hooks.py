@@ -382,7 +382,11 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert backward is not None
-        done = unit.is_done_with_gradients or has_left_first(unit)
+        done = unit.is_done_with_gradients
+        if not done:
+            if backward.waits_to_come_again(unit):
+                return
+            done = has_left_first(unit)
         if done and not backward.keeps_unsharded:  # before the reduction input is allocated
             unit.free_if_unused()
         backward.complete(unit)

@@ -269,8 +269,11 @@ class RunningBackward(Protocol):
     def has_failed(self) -> bool:
         """Whether an exception has ended it."""
 
-    def complete(self, unit: Unit, reduces: bool = False) -> None:
+    def complete(self, unit: Unit) -> None:
         """``unit`` has all its gradients."""
+
+    def waits_to_come_again(self, unit: Unit) -> bool:
+        """Whether the backward will gather ``unit`` again, before it is complete."""
 
     def drop(self) -> None:
         """After an exception: drop its gradients, and free everything."""
