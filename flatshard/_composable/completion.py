@@ -96,19 +96,6 @@ class Completion:
     nothing that refers to the unit.
     """
 
-    __slots__ = (
-        "_label",
-        "counts_in",
-        "exits",
-        "expected",
-        "finish_at",
-        "finished_in",
-        "leaves_out",
-        "pending",
-        "stand_ins",
-        "state",
-    )
-
     def __init__(self, label: Label) -> None:
         """``label``: of the unit."""
         self._label = label
