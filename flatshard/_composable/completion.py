@@ -149,13 +149,14 @@ class Completion:
             of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, self.stand_ins))
         except RuntimeError:
             of_params, others = how_many_run(nodes), how_many_run(self.stand_ins)
-        if of_params or not others:
-            self.leaves_out |= of_params < len(nodes)
-        self.expected[task] = count = of_params + others
-        self.pending += count
-        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
+        count = of_params + others
         event = "reach with gradients" if count else "reach with none"
         self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
+        self.expected[task] = count
+        self.pending += count
+        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
+        if of_params or not others:
+            self.leaves_out |= of_params < len(nodes)
         return count
 
     def hook(self, to_hooks: weakref.ref[Takes], group: int, index: int) -> Callable[[torch.Tensor], None]:
