@@ -70,17 +70,6 @@ def _may_come_inside(unit: Unit) -> bool:
     return any(u.record is None or not u.record.is_reached for u in inside)
 
 
-def _is_before(step: Step, unit: Unit) -> bool:
-    """Whether ``step`` was before the forward by which backward reached ``unit``, an idle one, in the same graph task.
-
-    Backward also reaches a later one after it, at the same node, if that returned its input.
-    """
-    record = unit.record
-    assert record is not None
-    earlier = record.last_step is None or step.number < record.last_step.number
-    return earlier and record.task == current_graph_task()
-
-
 def _comes_again(unit: Unit) -> bool:
     """Whether the running graph task will reach another forward of ``unit``. [Note: What completes a unit]"""
     task = current_graph_task()
@@ -169,7 +158,9 @@ class Backward:
         record.last_step = step
         if not self._idle:
             return
-        over = [u for u in self._idle if u is not step.unit and u not in step.outer and _is_before(step, u)]
+        over = [
+            u for u in self._idle if u is not step.unit and u not in step.outer and u.record and u.record.task == task
+        ]
         over = [u for u in over if not u.handle.gradients.arrivals.pending and not _comes_again(u)]
         if over:
             to_come = any(map(_expected, self._queue.units()))
@@ -179,11 +170,10 @@ class Backward:
                 unit.record.finished_early = True
 
     def waits_to_come_again(self, unit: Unit) -> bool:
-        """Called when all gradients of ``unit`` have come. Whether it is not complete, because backward will gather it again.
-
-        It is as if it were idle here, as it may be on other ranks: they gather it again before they reduce it.
+        """Called when all gradients of ``unit`` have come, and its values are still needed: whether backward will gather it
+        again. It is as idle then as it may be on other ranks, which gather it again before they reduce it.
         """
-        if unit.is_done_with_gradients or not _comes_again(unit):
+        if not _comes_again(unit):
             return False
         self._idle[unit] = None
         return True

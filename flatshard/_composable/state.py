@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
@@ -55,13 +54,10 @@ _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 class Step:
     """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
-    __slots__ = ("__weakref__", "number", "opened_in", "outer", "previous", "unit", "version")
-
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
+    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
 
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
-        self.number = next(self._numbers)  # increases in the order in which forwards end
         self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         gathered = unit.handle.gathered
@@ -317,6 +313,9 @@ class RunningBackward(Protocol):
 
     def complete(self, unit: Unit, reduces: bool = False) -> None:
         """``unit`` has all its gradients."""
+
+    def waits_to_come_again(self, unit: Unit) -> bool:
+        """Whether ``unit``, which has all its gradients, will be gathered again."""
 
     def drop(self) -> None:
         """After an exception: drop its gradients, and free everything."""
