@@ -46,15 +46,6 @@ def _may_come_inside(unit: Unit) -> bool:
     return any(u.turn > unit.turn and not u.completion.is_reached for u in units_below(unit.module))
 
 
-def _is_before(step: Step, unit: Unit) -> bool:
-    """Whether ``step`` was before the forward by which backward reached ``unit``, an idle one, in the same graph task.
-
-    Backward also reaches a later one after it, at the same node, if that returned its input.
-    """
-    earlier = unit.last_step is None or step.number < unit.last_step.number
-    return earlier and unit.completion.task == current_graph_task()
-
-
 class Backward:
     """One backward on one process group, from the first unit that it reaches until it ends or fails. See ``of``."""
 
@@ -134,7 +125,7 @@ class Backward:
         unit.last_step = step
         if not self._idle:
             return
-        over = [u for u in self._idle if u is not unit and u not in step.outer and _is_before(step, u)]
+        over = [u for u in self._idle if u is not unit and u not in step.outer and u.completion.task == task]
         over = [u for u in over if not u.completion.pending and not u.completion.comes_again()]
         if over:
             to_come = any(map(_expected, self._queue.units()))
@@ -151,9 +142,8 @@ class Backward:
         return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_steps == 0
 
     def waits_to_come_again(self, unit: Unit) -> bool:
-        """Called when all gradients of ``unit`` have come. Whether it is not complete, because backward will gather it again.
-
-        It is idle from then on, as it may be on other ranks: they gather it again before they reduce it.
+        """Called when all gradients of ``unit`` have come, and its values are still needed: whether backward will gather it
+        again. It is as idle then as it may be on other ranks, which gather it again before they reduce it.
         """
         if not unit.completion.comes_again():
             return False

@@ -66,6 +66,9 @@ from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.unit_gradients import Given
 
+_LATER = "flatshard: forwards that ended later with the same output"
+"""In the metadata of an autograd node that backward reaches a unit by: see ``pre_backward``."""
+
 
 class Unrecorded(Protocol):
     """What runs in place of a unit's hooks while no forward of it needs a record, because nothing is gathered or freed."""
@@ -297,9 +300,13 @@ class UnitHooks:
                     nodes.add(node)
         if not nodes:
             return False
-        hook = functools.partial(self.pre_backward, self.unit.context.make_step(forward))
+        step = self.unit.context.make_step(forward)
         for node in nodes:
-            node.register_prehook(hook)
+            if (later := node.metadata.get(_LATER)) is None:
+                later = node.metadata[_LATER] = []
+                node.register_prehook(functools.partial(self.pre_backward, step, later))
+            else:
+                later.append(functools.partial(self.pre_backward, step, ()))
         return True
 
     def _may_hide_tensors(self, output: Any) -> bool:
@@ -329,8 +336,14 @@ class UnitHooks:
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs
 
-    def pre_backward(self, step: Step, grads: Any) -> None:
-        """Called when backward reaches the unit, through one of its outputs."""
+    def pre_backward(self, step: Step, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+        """Called when backward reaches the unit, through one of its outputs.
+
+        ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
+        of a unit that returned its input. So backward reaches forwards in reverse order, on all ranks.
+        """
+        for reach in reversed(later):
+            reach(grads)
         unit, task = self.unit, current_graph_task()
         if step.opened_in == task:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():

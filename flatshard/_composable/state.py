@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
@@ -51,13 +50,10 @@ _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 class Step:
     """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
-    __slots__ = ("__weakref__", "number", "opened_in", "outer", "previous", "unit", "version")
-
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
+    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
 
     def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
-        self.number = next(self._numbers)  # increases in the order in which forwards end
         self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         gathered = unit.handle.gathered

@@ -173,7 +173,10 @@ class FlatParamHandle:
         return any([b.unsharded.is_taken for b in self._gathered])
 
     def unblock(self) -> None:
-        """Gather into other memory from now on. No autograd graph of the unit may be alive."""
+        """Gather into other memory from now on. No autograd graph of the unit may be alive.
+
+        Also flat parameters whose memory is free: another one of the unit may bind to it before they are gathered.
+        """
         for flat in self._gathered:
             flat.unsharded.unbind()
 

@@ -158,9 +158,8 @@ class UnshardedBuffer:
             self._slot.free()
 
     def unbind(self) -> None:
-        """If the slot is taken, bind to another one next time. No graph may have views of the current one."""
-        if self.is_taken:
-            self._slot = None
+        """Bind to a slot that is free next time. No graph may have views of the current one."""
+        self._slot = None
 
     def leave_memory(self, kind: Kind, shard: torch.Tensor) -> None:
         """Stop using the current memory without freeing it, and ``place``. See ``ReductionInput.leave``."""

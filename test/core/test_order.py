@@ -507,6 +507,27 @@ def test_a_unit_that_returns_its_input_completes_nothing_before_it(pool):
     assert order == ["reduce-scatter 1", "reduce-scatter <root>"]
 
 
+class Optional(nn.Linear):
+    passes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.passes else super().forward(x)
+
+
+def unused_on_rank_0(ctx) -> list[str]:
+    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Optional(4, 4)), {nn.Linear, Optional})
+    model[2].passes = ctx.rank == 0
+    loss = model(torch.ones(2, 4)).sum()
+    with record_events() as events:
+        loss.backward()
+    return [line for line in events if line.startswith("all-gather")]
+
+
+def test_a_unit_that_returns_its_input_is_gathered_before_the_unit_that_made_it(pool):
+    order = same_everywhere(pool.run(unused_on_rank_0, world_size=2, timeout=20))
+    assert order == ["all-gather 2", "all-gather 1", "all-gather 0"]
+
+
 def two_graphs(ctx) -> list[str]:
     """Reductions of two backwards, the later forward's first."""
     model = sharded(ctx, Uneven(), {Block, Around, Fork})

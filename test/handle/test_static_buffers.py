@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -157,6 +158,31 @@ def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_vie
     assert len({block.up.weight.data_ptr() for block in model.blocks}) == 6
     flatshard.reshard(model)
     model(torch.randn(2, 10)).sum().backward()
+
+
+class Pair(nn.Module):
+    """Has two flat parameters: one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(64), requires_grad=trains) for trains in (True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.a * self.b
+
+
+def test_units_of_several_flat_parameters_are_unsharded_in_any_order(world):
+    world(4)
+    model = nn.Sequential(*[Pair() for _ in range(3)], *[nn.Linear(8, 8, bias=False) for _ in range(3)])
+    fully_shard(model, policy={Pair, nn.Linear}, static_buffers=True)
+    rng = random.Random(0)
+    units = [unit for unit in units_below(model) if unit.handle.flats]
+    assert [len(unit.handle.flats) for unit in units] == [2, 2, 2, 1, 1, 1]
+    for _ in range(100):
+        unit = rng.choice(units)
+        (flatshard.unshard if unit.handle.is_sharded else flatshard.reshard)(unit.module)
+        flats = [flat for unit in units if not unit.handle.is_sharded for flat in unit.handle.flats]
+        assert len({flat.unsharded.flat.data_ptr() for flat in flats}) == len(flats)
 
 
 class Wrong(Allocating):

@@ -78,7 +78,8 @@ def configure(
         backward_prefetch: as for :func:`fully_shard`. Or a list of modules as above, to gather while ``module`` computes
             backward, instead of the units that ran before it in forward. They are gathered at the point that
             ``backward_prefetch`` gave before, or before ``module``'s backward computes if that was None. A unit that has no
-            backward is gathered for nothing.
+            backward is gathered for nothing. One whose gradients have come is not gathered; list only units that backward
+            reaches later, if ranks leave out different layers.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or not possible for a unit, which the message names. Nothing has been
