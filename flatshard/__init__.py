@@ -2,11 +2,13 @@
 
 >>> flatshard.fully_shard(model, policy={Block})
 
-Same object, same class, same names; each parameter a slice of a flat shard. See README.md.
+Same object, same class, same names; each parameter a slice of a flat shard.
 
 Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``debug``, ``layouts``, ``optim``, ``planning``,
 ``policies`` and ``tensors``.
 """
+
+from types import FunctionType
 
 from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, planning, policies, tensors
 from flatshard._composable.features.buffers import sync_buffers
@@ -66,3 +68,7 @@ __all__ = [
     "tensors",
     "unshard",
 ]
+
+for _value in [globals()[_name] for _name in __all__]:
+    if isinstance(_value, FunctionType):  # so that help() of it names this package, and no file of the package
+        _value.__module__ = __name__
