@@ -8,8 +8,6 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 ``policies`` and ``tensors``.
 """
 
-from types import FunctionType
-
 from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, planning, policies, tensors
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
@@ -70,5 +68,5 @@ __all__ = [
 ]
 
 for _value in [globals()[_name] for _name in __all__]:
-    if isinstance(_value, FunctionType):  # so that help() of it names this package, and no file of the package
+    if isinstance(_value, type(fully_shard)):  # a function: its help() names this package, and no file of it
         _value.__module__ = __name__
