@@ -136,6 +136,10 @@ class Cuda(Device):
         super().__init__(kind, index)
         self.module.set_device(self.device)
 
+    def recover(self) -> None:
+        """What failed may have had all of the memory."""
+        self.module.empty_cache()
+
     def seconds(self, run: Run) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.finish()

@@ -23,6 +23,7 @@ folders are not.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -253,17 +254,23 @@ class Machine:
 
     def memcheck(self) -> Section:
         title = "compute-sanitizer, memcheck"
-        if not shutil.which("compute-sanitizer"):
+        found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        if not found:
             return Section(title, "compute-sanitizer is not installed here")
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
-            tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
+            results.touch()
+            tool = [found, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
             command = [*tool, *self.script("gpu_ranks"), "--part", "races", "--results", str(results)]
             env = without_a_job(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
             printed, problem = run_all(command, [env], 15 * MINUTE)
-        return with_problem(Section(title, tail(printed, 5)), problem)
+            section = of_parity(title, read(results)[1])
+        section.text += f"\n{tail(printed, 5)}"
+        return with_problem(section, problem)
 
     def tests(self) -> Section:
+        if importlib.util.find_spec("pytest") is None:
+            return Section("tests", "pytest is not installed here: pip install -e '.[test]'")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--lanes", "1", "test"]
         printed, problem = run_all(command, [without_a_job(OMP_NUM_THREADS="1")], 20 * MINUTE)
         return with_problem(Section("tests", tail(printed, 5)), problem)

@@ -41,7 +41,7 @@ from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStra
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 S = ShardingStrategy
-PATIENCE = datetime.timedelta(seconds=90)
+PATIENCE = datetime.timedelta(seconds=150)
 """How long a rank waits for the others."""
 EXACT, ROUNDED = 1e-9, 0.01
 """How far off weights may be, over how far training has moved them: in float64, and where bf16 is computed with."""
