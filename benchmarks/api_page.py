@@ -192,6 +192,8 @@ def _is_made_by_users(kind: type) -> bool:
 def _names(value: Any) -> dict[str, Any]:
     """What the names in ``value``'s annotations mean."""
     value = inspect.unwrap(value)
+    if isinstance(value, types.FunctionType):
+        return value.__globals__
     return vars(sys.modules[value.__module__]) if hasattr(value, "__module__") else {}
 
 

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures by: a CUDA device, the simulated accelerator of the tests, or, in its own tests, a CPU."""
+"""What the benchmarks on GPUs measure by: a CUDA device, the simulated accelerator of the tests, or, in tests, a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,34 @@ class Counts:
         )
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of a run in which a device communicated, and those of them in which it computed as well."""
+
+    collectives: float
+    hidden: float
+
+    @staticmethod
+    def read(events: Sequence[dict[str, Any]]) -> Overlap:
+        """From what torch's profiler exports, in microseconds. NCCL's kernels also wait for other ranks."""
+        kernels = [e for e in events if e.get("cat") == "kernel"]
+        sends, computes = ([e for e in kernels if ("nccl" in e["name"].lower()) is side] for side in (True, False))
+        sent, busy = (_merged((e["ts"], e["ts"] + e["dur"]) for e in each) for each in (sends, computes))
+        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in sent for b in busy)
+        return Overlap(sum(end - begin for begin, end in sent) / 1e6, both / 1e6)
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """As few spans as cover the same time."""
+    out: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(end, out[-1][1])
+        else:
+            out.append((begin, end))
+    return out
+
+
 class Device:
     """A CPU, which has neither kernels nor memory to count, and no graphs."""
 
@@ -50,8 +78,8 @@ class Device:
     warm_up = 3
     """Steps until a contender is steady."""
 
-    def __init__(self, kind: str = "cpu") -> None:
-        self.device = torch.device(kind, 0)
+    def __init__(self, kind: str = "cpu", index: int = 0) -> None:
+        self.device = torch.device(kind, index)
         self.module = torch.get_device_module(self.device)
 
     def finish(self) -> None:
@@ -65,6 +93,13 @@ class Device:
         return suite.seconds(lambda: (run(), self.finish()))
 
     def count(self, run: Run) -> Counts:
+        return Counts.read(self._trace(run))
+
+    def overlap(self, run: Run) -> Overlap:
+        return Overlap.read(self._trace(run))
+
+    def _trace(self, run: Run) -> list[dict[str, Any]]:
+        """What torch's profiler sees."""
         self.finish()
         with profile() as profiled:
             with record_function(MEASURED):
@@ -73,7 +108,7 @@ class Device:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiled.export_chrome_trace(str(path))
-            return Counts.read(json.loads(path.read_text())["traceEvents"])
+            return list(json.loads(path.read_text())["traceEvents"])
 
     def allocated(self) -> int:
         """Bytes."""
@@ -93,13 +128,17 @@ class Device:
 
 
 class Cuda(Device):
-    """The first GPU, or what has the same interface."""
+    """A GPU, or what has the same interface."""
 
     backend = "nccl"
 
-    def __init__(self, kind: str = "cuda") -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str = "cuda", index: int = 0) -> None:
+        super().__init__(kind, index)
         self.module.set_device(self.device)
+
+    def recover(self) -> None:
+        """What failed may have had all of the memory."""
+        self.module.empty_cache()
 
     def seconds(self, run: Run) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -176,6 +215,11 @@ class Simulated(Cuda):
         launched, waits = self.sim.launched - before, len(self.sim.host_syncs) - waited
         copies = sum(launched[name] for name in self.copies)
         return Counts(launched.total() - copies, copies, waits)
+
+    def overlap(self, run: Run) -> Overlap:
+        """There is no time here."""
+        run()
+        return Overlap(0.0, 0.0)
 
     def _capture(self, run: Run) -> Run:
         with self.module.stream(self.module.Stream()), self.sim.capture():

@@ -1,258 +1,333 @@
-"""On one GPU: step time, kernels, bytes copied, memory, host waits, CUDA graphs. Against FSDP1, FSDP2 and plain.
+"""On a machine with GPUs: is flatshard right there, and how fast? One command, and one file to attach to an issue.
 
-    python benchmarks/gpu.py
-    python benchmarks/gpu.py --simulated
+    python benchmarks/gpu.py                                         # all GPUs of this machine, one or more
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/gpu.py   # on both hosts
+    python benchmarks/gpu.py --simulated                             # without a GPU: shows that it runs; no results
 
-A GPT in float32, and with bf16 compute, over the fake group of 8 and of 64 and over NCCL at world size 1, where nobody sends
-anything. Over the fake group everybody calls the collectives of torch.distributed as over NCCL, each of which is one call
-into the group that moves nothing, so that all else shows. Without a GPU it says so, and there are no tables. (No file here
-may be called ``cuda.py``: torch would import it as the package ``cuda``.)
+It asks nothing. What it does, each part in processes of its own with a time limit, so that one that fails or hangs is a
+finding, and the others go on:
 
-What the columns are, all of a GPU, and what could not be less:
+- right or wrong: every mode trains a small GPT on all GPUs, and is compared with one process that trains on the whole batch,
+  in float64 to 1e-9 of what training has changed; FSDP2 goes through the same check.
+- races: some of these modes under torch's sanitizer of streams (``TORCH_CUDA_SANITIZER``), and, where compute-sanitizer is
+  installed, on one GPU under its memcheck, with an allocator that gives freed memory back at once.
+- step time, memory, overlap: a GPT of 670 million parameters on all GPUs, in fp32 and bf16, against FSDP2, FSDP1 and DDP.
+- capture: a step in a CUDA graph, over NCCL, on all GPUs.
+- one GPU: ``one_gpu.py``: the same contenders over the fake group and NCCL with one rank. Kernels, bytes copied, host waits.
+- the tests that need a GPU, where pytest is installed (``pip install -e '.[test]'``).
 
-- ms: a forward, a backward and a step of AdamW (fused), by CUDA events; contenders interleaved, medians of the rounds.
-  Floor: the plain model's, on the same device in the same rounds.
-- over plain: the same over the plain model's. Floor: 1.
-- kernels, copies: launched in such a step, by ``torch.profiler``'s trace (copies: memcpy and memset). Floor: the plain
-  model's.
-- copied / P: bytes of forward and backward as ``copied_bytes.py`` counts them, over the plain model's; P is the parameters in
-  float32. Floor: 2, with bf16 1.5 and the cast of the shard; over NCCL at world size 1, where nothing need be copied, 0.
-- peak, MiB: ``max_memory_allocated`` in such a step, over what was allocated before the contender was made, alone on the
-  device. Floor: parameters, gradients and optimizer state of one rank, and what autograd saves.
-- host waits: how often the host waits for the device in such a step, by the trace. Floor: 0, and 1 with offload, whose
-  optimizer reads on the host what the device wrote.
-- graph: whether a step with SGD (foreach, momentum) of the plain model and of flatshard, but for offload, can be captured in
-  a CUDA graph and replayed: the replay's time, or the error. Over NCCL its numbers are compared with those of eager steps.
-  Captured last, as a failed one may leave the process unable to go on. Floor: the plain model's.
-
-Whether collectives run under compute is tested (``test/accelerator/test_gpu.py``).
-
-Rows of flatshard: as it is, with ``static_buffers=True``, with ``CPUOffload``, and in bf16 also with
-``DefaultCollectives(group, widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has
-its error in the first column.
-
-``--simulated`` runs all of this, tiny, on the simulated accelerator of the tests (``test/accelerator``), to show that it
-runs. Its figures are no results, say so in every cell, and are not written anywhere: ``devices.py`` has what they are.
+``gpu-report.txt`` (``--out``) is written anew after each part, so there is a report whenever it is stopped. With torchrun,
+the host of rank 0 has it. Versions, GPUs and the environment variables of NCCL and torch are in it; this machine's name and
+folders are not.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import dataclasses
-import functools
-import gc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import gpu_ranks
 import torch
-import torch.distributed as dist
-from contenders import FSDP1_FLAT, Job, Setting, filling_nothing, numel
-from counting import CopiedBytes
-from devices import Cuda, Device, Simulated
-from gpt import Block, GPTConfig
-from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, spread
+from ranks import are_started
+from run import commit
+from suite import Figure, Table, arguments
 
-import flatshard
-from flatshard.comm import Collectives, DefaultCollectives
+import flatshard.env
 
-
-@dataclass(frozen=True)
-class Place:
-    """A process group, and what is computed with."""
-
-    name: str
-    title: str
-    size: int
-    is_fake: bool = True
-    bf16: bool = False
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MINUTE = 60.0
+GRACE = 30.0
+"""Seconds that the other ranks have to end after one has failed."""
+OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-PLACES = [
-    Place("gpu_fake_8", "fake group of 8", 8),
-    Place("gpu_fake_8_bf16", "fake group of 8, bf16", 8, bf16=True),
-    Place("gpu_fake_64", "fake group of 64", 64),
-    Place("gpu_nccl_1", "NCCL, world size 1", 1, is_fake=False),
-    Place("gpu_nccl_1_bf16", "NCCL, world size 1, bf16", 1, is_fake=False, bf16=True),
-]
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def as_over_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    """Flatshard's collectives, also over the fake group, for which it has others."""
-    return DefaultCollectives(group)
+def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]], limit: float) -> tuple[str, str]:
+    """Runs a command once in each environment, at the same time. What the first one printed, and what went wrong.
 
-
-def widening(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    return DefaultCollectives(group, widens=True)
-
-
-WIDENS, OFFLOAD = "flatshard, bf16 sent", "flatshard, offload"
-DEFAULT = Setting(Block, collectives=as_over_nccl)
-ROWS = {
-    "plain": ("plain", DEFAULT),
-    "flatshard": ("flatshard", DEFAULT),
-    "flatshard, static buffers": ("flatshard", replace(DEFAULT, options={"static_buffers": True})),
-    WIDENS: ("flatshard", replace(DEFAULT, collectives=widening)),
-    OFFLOAD: ("flatshard", replace(DEFAULT, options={"cpu_offload": flatshard.CPUOffload(offload_params=True)})),
-    "FSDP2": ("FSDP2", DEFAULT),
-    "FSDP1": ("FSDP1", DEFAULT),
-    FSDP1_FLAT: (FSDP1_FLAT, DEFAULT),
-}
-SIZES = {"layers": 12, "width": 1024, "context": 512, "vocabulary": 8192, "batch": 4, "rounds": 15}
-SIMULATED_SIZES = {"layers": 1, "width": 16, "context": 4, "vocabulary": 8, "batch": 1, "rounds": 1}
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
-
-
-def rows_of(place: Place) -> list[str]:
-    """Those that mean something there."""
-    return [name for name in ROWS if place.bf16 or name != WIDENS]
-
-
-def first_line(error: Exception) -> Figure:
-    """What stands in the table for a figure that failed."""
-    return Figure(None, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120])
-
-
-def values(job: Job) -> torch.Tensor:
-    """This rank's parameters, on the host."""
-    return torch.cat([p.detach().clone().flatten().float().cpu() for p in job.model.parameters()])
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measures contenders in one place, on one device."""
-
-    args: argparse.Namespace
-    device: Device
-    place: Place
-
-    @property
-    def config(self) -> GPTConfig:
-        a = self.args
-        return GPTConfig(a.vocabulary, a.context, a.layers, a.width, heads=8)
-
-    @contextlib.contextmanager
-    def world(self) -> Iterator[None]:
-        """Be rank 0 of the process group."""
-        if self.place.is_fake:
-            with fake_world(self.place.size), filling_nothing():
-                yield
-            return
-        dist.init_process_group(self.device.backend, store=dist.HashStore(), rank=0, world_size=1)
+    All are ended ``limit`` seconds later at the latest, and ``GRACE`` seconds after one has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(number) for number in range(len(environments))]
+        running = []
+        for env, output in zip(environments, outputs, strict=True):
+            with output.open("w") as file:
+                options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+                running.append(subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **options))
+        end = time.monotonic() + limit
+        has_failed = False
         try:
-            yield
+            while None in (codes := [process.poll() for process in running]) and time.monotonic() < end:
+                if any(codes) and not has_failed:
+                    has_failed, end = True, min(end, time.monotonic() + GRACE)
+                time.sleep(0.2)
         finally:
-            gc.collect()
-            dist.destroy_process_group()
-
-    def job(self, name: str, optimizer: Callable[..., torch.optim.Optimizer] = ADAMW) -> Job:
-        contender, setting = ROWS[name]
-        setting = replace(setting, bf16=self.place.bf16, device=self.device.device)
-        tokens = torch.zeros(self.args.batch, self.args.context, dtype=torch.int64)
-        return Job(contender, self.config, setting, tokens, optimizer)
-
-    def alone(self, name: str) -> dict[str, Figure]:
-        """What is counted of one contender, with nothing else on the device. Bytes copied: in all."""
-        gc.collect()  # sharded models lie in cycles
-        gc.freeze()  # what is left: the next time is quicker
-        self.device.finish()
-        before, job = self.device.allocated(), self.job(name)
-        for _ in range(self.device.warm_up):
-            job.step()
-        peak, counts = self.device.peak(job.step), self.device.count(job.step)
-        with CopiedBytes() as copied:
-            job.passes()
-        self.device.finish()
-        return {
-            "kernels": Figure(counts.kernels),
-            "copies": Figure(counts.copies),
-            "copied / P": Figure(copied.total),
-            "peak, MiB": Figure((peak - before) / 2**20),
-            "host waits": Figure(counts.waits),
-        }
-
-    def rows(self) -> dict[str, dict[str, Figure]]:
-        """All contenders' figures but that of graphs."""
-        rows: dict[str, dict[str, Figure]] = {}
-        with self.world():
-            for name in rows_of(self.place):
-                progress(f"{self.place.title}, {name}")
-                try:
-                    rows[name] = {"ms": Figure(None), "over plain": Figure(None), **self.alone(name)}
-                except Exception as e:  # of a peer, or ours: the others go on
-                    rows[name] = {"ms": first_line(e)}
-                    self.device.recover()
-            jobs = {name: self.job(name) for name, row in rows.items() if len(row) > 1}
-            steps = {name: functools.partial(self.device.seconds, job.step) for name, job in jobs.items()}
-            times = interleaved(steps, self.args.rounds, min(self.device.warm_up, self.args.rounds - 1))
-            jobs.clear()
-            steps.clear()
-        plain = rows["plain"]["copied / P"].value
-        for name, series in times.items():
-            copied = (rows[name]["copied / P"].value - plain) / (4 * numel(self.config))
-            rows[name] |= {
-                "ms": spread(1e3 * value for value in series),
-                "over plain": over(series, times["plain"]),
-                "copied / P": Figure(copied),
-            }
-        return rows
-
-    def graph(self, name: str) -> Figure:
-        """Whether a step can be captured, and how long its replay takes."""
-        try:
-            with self.world():
-                return self.captured(self.job(name, SGD), self.job(name, SGD))
-        except Exception as e:  # the finding, whatever it is
-            self.device.recover()
-            return first_line(e)
-
-    def captured(self, job: Job, eager: Job) -> Figure:
-        start = values(job)
-        replay = self.device.captured(job.step)
-        if not self.place.is_fake:  # over which the numbers are of no meaning
-            trained = values(job)
-            for _ in range(self.device.warm_up + 1):
-                eager.step()
-            off = float((trained - values(eager)).norm() / (values(eager) - start).norm())
-            if not off < 0.05:
-                return Figure(None, note=f"it computes other numbers: off by {off:.0%}")
-        return Figure(None, note=f"yes, {self.device.seconds(replay) * 1e3:.2f} ms")
+            for process in running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        texts = [output.read_text(errors="replace") for output in outputs]
+    failed = [number for number, process in enumerate(running) if process.returncode]
+    problems = [f"process {n} ended with {running[n].returncode}:\n{tail(texts[n])}" for n in failed[:2]]
+    return texts[0], "\n".join(problems)
 
 
-def marked(table: Table) -> Table:
-    """A table of the simulated device: no cell of it is a number any more, and nobody takes it for a result."""
-    rows = {
-        name: {column: Figure(None, note=f"{figure.text(table.digits)} simulated") for column, figure in row.items()}
-        for name, row in table.rows.items()
-    }
-    title = f"simulated, no results: {table.title}"
-    return dataclasses.replace(table, name=f"simulated_{table.name}", title=title, rows=rows)
+def tail(text: str, lines: int = 30) -> str:
+    return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
-def measure(args: argparse.Namespace) -> list[Table]:
-    if args.simulated:
-        if args.json:
-            raise SystemExit("gpu.py: --simulated writes no files: its figures are no results")
-        vars(args).update(SIMULATED_SIZES)
-    elif not torch.cuda.is_available():
-        progress("no GPU is available here: gpu.py has no tables")
-        return []
-    device = Simulated() if args.simulated else Cuda()
-    benches = [Bench(args, device, place) for place in PLACES]
-    rows = [bench.rows() for bench in benches]
-    for bench, of_place in zip(benches, rows, strict=True):
-        for name, row in of_place.items():
-            if ROWS[name][0] in ("plain", "flatshard") and name != OFFLOAD:
-                progress(f"graph, {bench.place.title}, {name}")
-                row["graph"] = bench.graph(name)
-    sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}"
-    floor = "the plain model on the same device; of each column in benchmarks/gpu.py"
-    tables = [Table(p.name, f"{p.title}: {sizes}", floor, of) for p, of in zip(PLACES, rows, strict=True)]
-    return [marked(table) for table in tables] if args.simulated else tables
+def without_a_job(**more: str) -> dict[str, str]:
+    """An environment for a process that is no rank."""
+    kept = {k: v for k, v in os.environ.items() if k not in OF_A_JOB and not k.startswith("TORCHELASTIC_")}
+    return {**kept, "PYTHONPATH": search_path(), **more}
 
 
-BENCHMARK = Benchmark(measure, __doc__, sizes=SIZES, flags={"simulated": "on the simulated device: no results"})
+def search_path() -> str:
+    """So that flatshard need not be installed."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def environments(count: int, **more: str) -> list[dict[str, str]]:
+    """Of the ranks that this process starts: under torchrun the one that it is, else ``count``."""
+    if are_started():
+        return [{**os.environ, "PYTHONPATH": search_path(), **more}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        of_all = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    return [without_a_job(**of_all, RANK=str(i), LOCAL_RANK=str(i), **more) for i in range(count)]
+
+
+# -- what is reported --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Section:
+    """Of the report."""
+
+    title: str
+    text: str
+    problems: list[str] = field(default_factory=list)
+    """One line each, for the top."""
+
+
+def error_of(case: Mapping[str, Any]) -> str:
+    """What went wrong in a case, and on which ranks; empty if nothing did."""
+    if "ended" in case:
+        return f"{case['ended']}; here: {case['ranks'][0].get('error', 'no error')}"
+    failed = [rank for rank, mine in enumerate(case["ranks"]) if "error" in mine]
+    if not failed:
+        return ""
+    first = case["ranks"][failed[0]]
+    return f"failed on {len(failed)} of {len(case['ranks'])} ranks: {first['error']}\n{first.get('where', '')}".rstrip()
+
+
+def of_parity(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
+    """Right or wrong, a line a mode."""
+    lines, problems = [], []
+    for case in cases:
+        name = case["case"]
+        if "left out" in case:
+            lines.append(f"{name}: left out, {case['left out']}")
+            continue
+        if error := error_of(case):
+            verdict = f"FAILED: {error}"
+        else:
+            off, allowed = max(mine["off"] for mine in case["ranks"]), case["ranks"][0]["allowed"]
+            verdict = f"{'right' if off <= allowed else 'WRONG'}, off by {off:.1e} of the change (allowed: {allowed:g})"
+        lines.append(f"{name}: {verdict}")
+        if not verdict.startswith("right"):
+            problems.append(lines[-1].partition("\n")[0])
+    return Section(part, "\n".join(lines), problems)
+
+
+def of_figures(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
+    """A table: of each figure the largest of all ranks; of errors the first line, and below the table the rest."""
+    rows: dict[str, dict[str, Figure]] = {}
+    problems, errors = [], []
+    for case in cases:
+        if error := error_of(case):
+            rows[case["case"]] = {"": Figure(None, note="failed, see below")}
+            problems.append(f"{case['case']}: {error}".partition("\n")[0])
+            errors.append(f"{case['case']}: {error}")
+        else:
+            ranks = case["ranks"]
+            rows[case["case"]] = {column: Figure(max(mine[column] for mine in ranks)) for column in ranks[0]}
+    table = Table(
+        part, "the largest figure of all ranks", "none is known; plain sends nothing", rows, notes=errors, digits=1
+    )
+    return Section(part, table.as_text(), problems)
+
+
+@dataclass
+class Report:
+    """What is known so far, as text. Written whenever that grows."""
+
+    path: Path | None
+    head: str
+    sections: list[Section] = field(default_factory=list)
+
+    def add(self, section: Section) -> None:
+        self.sections.append(section)
+        print(f"\n== {section.title}\n{section.text}", flush=True)
+        if self.path is not None:
+            self.path.write_text(self.text())
+
+    def text(self) -> str:
+        problems = [f"- {section.title}: {line}" for section in self.sections for line in section.problems]
+        parts = [self.head, f"{len(problems)} findings", *problems]
+        parts += [f"\n== {section.title}\n\n{section.text}" for section in self.sections]
+        return anonymous("\n".join(parts) + "\n")
+
+
+def anonymous(text: str) -> str:
+    """Without the names of this machine and its folders."""
+    master = os.environ.get("MASTER_ADDR", "")
+    names = {str(ROOT): ".", sys.prefix: "PYTHON", str(Path.home()): "~", socket.gethostname(): "HOST"}
+    names |= {master: "MASTER"} if master not in ("", "localhost", "127.0.0.1") else {}
+    for name, shown in sorted(names.items(), key=lambda item: -len(item[0])):
+        text = text.replace(name, shown) if len(name) > 1 else text
+    return text
+
+
+def head(count: int) -> str:
+    """Where this is."""
+    lines = [f"flatshard on {count} ranks, commit {commit()}", flatshard.env.report()]
+    if shutil.which("nvidia-smi"):
+        query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        for options in (query, ["topo", "-m"]):
+            done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True)
+            lines.append(done.stdout.rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def read(results: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """What rank 0 wrote: the names of all cases, and what was found of those that it came to."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    return [name for line in lines for name in line.get("cases", ())], [line for line in lines if "case" in line]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the parts run: ``count`` ranks in all, each with a ``device``."""
+
+    device: str
+    count: int
+
+    def on_all_ranks(self, part: str, limit: float, **env: str) -> Section:
+        """One part of ``gpu_ranks.py``."""
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results"
+            results.touch()
+            command = [*self.script("gpu_ranks"), "--part", part, "--results", str(results), "--device", self.device]
+            _, problem = run_all(command, environments(self.count, **env), limit)
+            names, cases = read(results)
+        section = (of_figures if part in ("steps", "capture") else of_parity)(part, cases)
+        found = {case["case"] for case in cases}
+        missed = [name for name in names if name not in found]
+        return with_problem(section, f"not reached: {', '.join(missed)}\n{problem}" if missed else problem)
+
+    def script(self, name: str) -> list[str]:
+        return [sys.executable, str(HERE / f"{name}.py")]
+
+    def one_gpu(self) -> Section:
+        options = ["--simulated"] if self.device == "simulated" else []
+        printed, problem = run_all([*self.script("one_gpu"), *options], [without_a_job()], 20 * MINUTE)
+        return with_problem(Section("one GPU", printed.rstrip()), problem)
+
+    def memcheck(self) -> Section:
+        title = "compute-sanitizer, memcheck"
+        found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        if not found:
+            return Section(title, "compute-sanitizer is not installed here")
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results"
+            results.touch()
+            tool = [found, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
+            command = [*tool, *self.script("gpu_ranks"), "--part", "races", "--results", str(results)]
+            env = without_a_job(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+            printed, problem = run_all(command, [env], 15 * MINUTE)
+            section = of_parity(title, read(results)[1])
+        section.text += f"\n{tail(printed, 5)}"
+        return with_problem(section, problem)
+
+    def tests(self) -> Section:
+        if importlib.util.find_spec("pytest") is None:
+            return Section("tests", "pytest is not installed here: pip install -e '.[test]'")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--lanes", "1", "test"]
+        printed, problem = run_all(command, [without_a_job(OMP_NUM_THREADS="1")], 20 * MINUTE)
+        return with_problem(Section("tests", tail(printed, 5)), problem)
+
+
+def with_problem(section: Section, problem: str) -> Section:
+    if problem:
+        section.text += f"\n{problem}"
+        section.problems.append(problem.partition("\n")[0])
+    return section
+
+
+def parts_of(machine: Machine) -> dict[str, Callable[[], Section]]:
+    """By name, in order; what all ranks do comes first. Rank 0 alone does the others, ``ALONE``."""
+    races = {"TORCH_CUDA_SANITIZER": "1"} if machine.device == "cuda" else {}
+
+    def on_all(part: str, limit: float, **env: str) -> Callable[[], Section]:
+        return lambda: machine.on_all_ranks(part, limit, **env)
+
+    found = {part: on_all(part, 6 * MINUTE) for part in gpu_ranks.PARITY}
+    found |= {"steps": on_all("steps", 12 * MINUTE), "capture": on_all("capture", 4 * MINUTE)}
+    found |= {"races": on_all("races", 6 * MINUTE, **races)}
+    found |= {"one_gpu": machine.one_gpu, "memcheck": machine.memcheck, "tests": machine.tests}
+    return found
+
+
+ALONE = ("one_gpu", "memcheck", "tests")
+ON_GPUS_ONLY = ("memcheck", "tests")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("gpu-report.txt"), help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=list(parts_of(Machine("cuda", 1))), help="these parts")
+    parser.add_argument("--simulated", action="store_true", help="two ranks on the simulated device: no results")
+    args = parser.parse_args()
+    if not args.simulated and not torch.cuda.is_available():
+        raise SystemExit("gpu.py: no GPU is available here. --simulated shows, tiny and without one, that it runs")
+    local = 2 if args.simulated else torch.cuda.device_count()
+    machine = Machine("simulated" if args.simulated else "cuda", int(os.environ.get("WORLD_SIZE", local)))
+    reports = os.environ.get("RANK", "0") == "0"
+    report = Report(None if args.simulated or not reports else args.out, head(machine.count) if reports else "")
+    for name, part in parts_of(machine).items():
+        left_out = (name in ALONE and not reports) or (name in ON_GPUS_ONLY and args.simulated)
+        if left_out or (args.only and name not in args.only):
+            continue
+        began = time.perf_counter()
+        section = part()
+        if reports:
+            section.title += f" ({time.perf_counter() - began:.0f} s)" + ", simulated, no results" * args.simulated
+            report.add(section)
+    problems = [line for section in report.sections for line in section.problems]
+    if reports:
+        where = "" if report.path is None else f". Attach {report.path} to an issue, please"
+        print(f"\n{len(problems)} findings{where}", flush=True)
+    raise SystemExit(1 if problems else 0)
+
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    main()

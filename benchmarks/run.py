@@ -30,7 +30,7 @@ from ranks import set_environment
 from suite import Table, arguments
 
 HERE = Path(__file__).parent
-QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "gpu")
+QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "one_gpu")
 MORE = ("checkpoint",)
 """With ``--full``, or by name."""
 

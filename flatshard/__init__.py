@@ -2,7 +2,7 @@
 
 >>> flatshard.fully_shard(model, policy={Block})
 
-Same object, same class, same names; each parameter a slice of a flat shard. See README.md.
+Same object, same class, same names; each parameter a slice of a flat shard.
 
 Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``debug``, ``layouts``, ``optim``, ``planning``,
 ``policies`` and ``tensors``.
@@ -66,3 +66,7 @@ __all__ = [
     "tensors",
     "unshard",
 ]
+
+for _value in [globals()[_name] for _name in __all__]:
+    if isinstance(_value, type(fully_shard)):  # a function: its help() names this package, and no file of it
+        _value.__module__ = __name__

@@ -777,6 +777,8 @@ class Machine:
         stale = any(loss.changes != loss.twin.changes for loss in losses)
         if stale and any(loss.left_out for loss in losses):
             return False  # each rank is refused at another point, after other collectives
+        if stale and self.program.model.has("checkpoint") and any(loss.twin.rounding for loss in losses):
+            return False  # the oracle's copies would be recomputed from the values of their forward
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)

@@ -302,8 +302,9 @@ class UnitHooks:
             return False
         step = self.unit.context.make_step(forward)
         for node in nodes:
-            if (later := node.metadata.get(_LATER)) is None:
-                later = node.metadata[_LATER] = []
+            metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
+            if (later := metadata.get(_LATER)) is None:
+                later = metadata[_LATER] = []
                 node.register_prehook(functools.partial(self.pre_backward, step, later))
             else:
                 later.append(functools.partial(self.pre_backward, step, ()))

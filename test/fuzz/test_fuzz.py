@@ -47,9 +47,9 @@ MINIMISING = 120.0
 """Seconds that a failing program is made shorter for."""
 
 OPEN = {1110, 40389}
-"""Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. Ranks leave out other units that are on several
-groups, each with an order of its own (reduction_queue.py, [Note: Every rank reduces in the same order]), and end in an
-OutOfStepError."""
+"""Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. Ranks leave out other units, which are on
+several groups, each with an order of its own (reduction_queue.py, [Note: Every rank reduces in the same order]). It ends in
+an OutOfStepError."""
 
 ran: Counter[str] = Counter()
 """What the machine did, in this process."""

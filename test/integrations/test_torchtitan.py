@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+
+import flatshard
 
 pytestmark = [pytest.mark.clients("torchtitan"), pytest.mark.slow, pytest.mark.time_limit(600)]
 
@@ -106,7 +111,6 @@ def plain(count: int = STEPS) -> tuple[nn.Module, list[float]]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    import flatshard
     from flatshard.integrations.torchtitan import _fused
 
     state = flatshard.checkpoint.full_state_dict(model)
@@ -116,8 +120,6 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def fit(ctx: Any) -> None:
-    import flatshard
-
     alone, expected = plain()
     for compiled in (False, True):
         ctx.note(f"compiled={compiled}")
@@ -196,10 +198,9 @@ class Processor:
         return {}
 
 
-def trainer(ctx: Any, folder: str) -> Any:
-    """torchtitan's own: it builds the model on meta, shards it, gives it memory, and fills it. Two microbatches a step."""
+def trainers_config(ctx: Any, folder: str) -> Any:
+    """Of torchtitan's own: it builds the model on meta, shards it, gives it memory, and fills it. Two microbatches a step."""
     from torchtitan.components import metrics
-    from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
@@ -209,8 +210,6 @@ def trainer(ctx: Any, folder: str) -> Any:
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.tools import utils
     from torchtitan.trainer import Trainer
-
-    from flatshard.integrations.torchtitan import parallelize
 
     class Data(BaseDataLoader):
         @dataclasses.dataclass(kw_only=True, slots=True)
@@ -252,8 +251,8 @@ def trainer(ctx: Any, folder: str) -> Any:
     for module in (utils, metrics, parallel_dims, dist_utils):
         module.device_type, module.device_module = "cpu", Processor()
     utils.get_local_device = lambda: torch.device("cpu")
-    config = Started.Config(
-        model_spec=dataclasses.replace(llama(), parallelize_fn=parallelize),
+    return Started.Config(
+        model_spec=llama(),
         dump_folder=folder,
         loss=CrossEntropyLoss.Config(),
         tokenizer=Tokenizer.Config(),
@@ -269,23 +268,27 @@ def trainer(ctx: Any, folder: str) -> Any:
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        checkpoint=CheckpointManager.Config(enable=False),
         metrics=metrics.MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=None,
         debug=DebugConfig(seed=0),
     )
-    return Started(config)
 
 
-def by_the_trainer(ctx: Any, folder: str) -> None:
+def by_the_trainer(ctx: Any, folder: str, recipe: str) -> None:
+    from torchtitan.components.metrics import MetricsProcessor
+
     alone, expected = plain()
-    made = trainer(ctx, folder)
-    norms = []
-    made.metrics_processor.log = lambda step, loss, largest, norm, **rest: norms.append(norm)
-    made.train()
+    names, norms = {"config": trainers_config(ctx, folder)}, []
+    with mock.patch.object(MetricsProcessor, "log", lambda self, step, loss, most, norm, **rest: norms.append(norm)):
+        exec(compile(recipe, "README.md", "exec"), names)
     assert norms == pytest.approx(expected, rel=1e-4)
-    check_equal(whole_state(made.model_parts[0]), alone.state_dict())
+    check_equal(whole_state(names["trainer"].model_parts[0]), alone.state_dict())
 
 
-def test_the_trainer(pair, tmp_path):
-    pair.run(by_the_trainer, str(tmp_path), timeout=400)
+def test_the_trainer_by_the_page_s_recipe(pair, tmp_path):
+    marker = rf"<!-- run by: test/integrations/{Path(__file__).name} -->\n```python\n(.*?)```"
+    (recipe,) = re.findall(
+        marker, (Path(flatshard.__file__).parent / "integrations" / "README.md").read_text(), re.DOTALL
+    )
+    pair.run(by_the_trainer, str(tmp_path), recipe, timeout=400)
+    assert (tmp_path / "checkpoint" / f"step-{STEPS}").exists()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pairs
 import pytest
@@ -214,20 +215,20 @@ GPU_TABLES = ["gpu_fake_8", "gpu_fake_8_bf16", "gpu_fake_64", "gpu_nccl_1", "gpu
 def gpu_arguments(benchmarks: Any, *more: str) -> argparse.Namespace:
     small = {"layers": 1, "width": 16, "context": 4, "vocabulary": 8, "batch": 1, "rounds": 1}
     sizes = [text for k, v in small.items() for text in (f"--{k}", str(v))]
-    return benchmarks.gpu.BENCHMARK.parser().parse_args([*sizes, *more])
+    return benchmarks.one_gpu.BENCHMARK.parser().parse_args([*sizes, *more])
 
 
 def bench(benchmarks: Any, monkeypatch: pytest.MonkeyPatch, place: int, *rows: str) -> Any:
     """Of the benchmark for GPUs, on CPU, with these rows alone."""
-    gpu = benchmarks.gpu
+    gpu = benchmarks.one_gpu
     monkeypatch.setattr(gpu, "ROWS", {name: gpu.ROWS[name] for name in rows})
     return gpu.Bench(gpu_arguments(benchmarks), benchmarks.devices.Device(), gpu.PLACES[place])
 
 
 def test_without_a_gpu_there_are_no_tables(benchmarks, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmarks.gpu.measure(gpu_arguments(benchmarks)) == []
-    assert capsys.readouterr().err.strip() == "no GPU is available here: gpu.py has no tables"
+    assert benchmarks.one_gpu.measure(gpu_arguments(benchmarks)) == []
+    assert capsys.readouterr().err.strip() == "no GPU is available here: one_gpu.py has no tables"
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -279,18 +280,103 @@ def test_the_part_of_a_trace_that_counts_is_found(benchmarks):
     assert counts == benchmarks.devices.Counts(0, 0, 0)
 
 
+# -- on all GPUs -------------------------------------------------------------------------------------------------------
+
+
+def run_modes(ctx: Any, wrong: bool) -> dict[str, float]:
+    """How far off the modes of the report are, by its own check, on CPU."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import devices
+    import gpu_ranks
+
+    modes = {name: mode for each in gpu_ranks.PARITY.values() for name, mode in each.items()}
+    off = {}
+    for name in ("FULL_SHARD", "microbatches under no_sync", "bf16, reduced in fp32", "a frozen block"):
+        ctx.note(name)
+        mode = modes[name]
+        tokens = torch.full((mode.microbatches, ctx.world_size, 2, 13), ctx.rank)
+        batches = iter([tokens]) if wrong else gpu_ranks.batches(mode, ctx.world_size)
+        with mock.patch.object(gpu_ranks, "batches", return_value=list(batches)):
+            found = gpu_ranks.parity(mode, devices.Device(), ctx.rank, ctx.world_size, ctx.group)
+        off[name] = found["off"] / found["allowed"]
+    return off
+
+
+def test_the_check_on_gpus_finds_modes_right_and_ranks_that_differ_wrong(pool):
+    for off in pool.run(run_modes, False, world_size=3):
+        assert max(off.values()) <= 1, off
+    for off in pool.run(run_modes, True, world_size=2):
+        assert min(off.values()) > 1, off
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)  # two processes import torch
+def test_a_part_that_fails_on_all_ranks_is_a_finding_and_a_report(benchmarks, tmp_path: Path, monkeypatch):
+    """A CPU has no graphs: one line at the top for each case, and the error below the table."""
+    gpu = benchmarks.gpu
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    section = gpu.Machine("cpu", 2).on_all_ranks("capture", 280)
+    why = "failed on 2 of 2 ranks: NotImplementedError: cpu has no graphs"
+    assert section.problems == [f"static buffers: {why}", f"as it is: {why}"]
+    gpu.Report(tmp_path / "report.txt", "on two ranks").add(section)
+    text = (tmp_path / "report.txt").read_text()
+    assert text.startswith(f"on two ranks\n2 findings\n- capture: static buffers: {why}\n")
+    assert "failed, see below" in text
+    assert str(BENCHMARKS.parent) not in text
+
+
+def test_ranks_that_fail_or_hang_are_ended_and_told(benchmarks, monkeypatch):
+    gpu = benchmarks.gpu
+    monkeypatch.setattr(gpu, "GRACE", 0.1)
+    body = "import os, sys, time; print('here', flush=True); time.sleep(60 * int(os.environ['WAITS'])); sys.exit(3)"
+    env = {"PATH": os.environ["PATH"]}
+    printed, problem = gpu.run_all([sys.executable, "-S", "-c", body], [{**env, "WAITS": w} for w in "10"], 50)
+    assert printed == "here\n"
+    assert problem == "process 0 ended with -9:\nhere\nprocess 1 ended with 3:\nhere"
+
+
+def test_what_the_report_says_of_modes(benchmarks, tmp_path: Path):
+    right, wrong = ({"off": off, "allowed": 1e-9} for off in (1e-12, float("inf")))
+    lines = [
+        {"cases": ["a", "b", "c", "d", "e"]},
+        {"case": "a", "ranks": [right, right]},
+        {"case": "b", "ranks": [right, wrong]},
+        {"case": "c", "left out": "too few ranks"},
+        {"case": "d", "ranks": [right, {"error": "ValueError: no", "where": "in c"}]},
+    ]
+    (tmp_path / "results").write_text("\n".join(map(json.dumps, lines)))
+    names, cases = benchmarks.gpu.read(tmp_path / "results")
+    assert names == ["a", "b", "c", "d", "e"]
+    section = benchmarks.gpu.of_parity("modes", cases)
+    assert section.text.splitlines() == [
+        "a: right, off by 1.0e-12 of the change (allowed: 1e-09)",
+        "b: WRONG, off by inf of the change (allowed: 1e-09)",
+        "c: left out, too few ranks",
+        "d: FAILED: failed on 1 of 2 ranks: ValueError: no",
+        "in c",
+    ]
+    assert [line.partition(":")[0] for line in section.problems] == ["b", "d"]
+
+
+def test_communication_that_is_hidden_is_read_from_a_trace(benchmarks):
+    spans = [("ncclDevKernel", 0, 10), ("gemm", 5, 3), ("add", 6, 10), ("ncclDevKernel", 20, 4), ("gemm", 30, 5)]
+    events = [{"cat": "kernel", "name": name, "ts": begin, "dur": long} for name, begin, long in spans]
+    found = benchmarks.devices.Overlap.read([*events, {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 99}])
+    assert (found.collectives, found.hidden) == (pytest.approx(14e-6), pytest.approx(5e-6))
+
+
 # -- on the simulated device -------------------------------------------------------------------------------------------
 
 
 def test_simulated_figures_are_not_written_anywhere(benchmarks, tmp_path: Path):
     args = gpu_arguments(benchmarks, "--simulated", "--json", str(tmp_path / "tables.json"))
     with pytest.raises(SystemExit, match="--simulated writes no files: its figures are no results"):
-        benchmarks.gpu.measure(args)
+        benchmarks.one_gpu.measure(args)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_simulated_figure_is_no_number(benchmarks):
-    table = benchmarks.gpu.marked(a_table(benchmarks))
+    table = benchmarks.one_gpu.marked(a_table(benchmarks))
     cells = [f for row in table.rows.values() for f in row.values()]
     expected = ["1.00 simulated", "2.50 (2.00-3.00) simulated", "4.00 simulated", "not <here> simulated"]
     assert [f.text(2) for f in cells] == expected
@@ -314,7 +400,7 @@ def test_the_benchmark_for_gpus_runs_from_end_to_end_on_the_simulated_device(ben
     results = {p: p.stat().st_mtime_ns for p in (BENCHMARKS / "results").iterdir()}
     search = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), "--simulated"],
+        [sys.executable, str(BENCHMARKS / "one_gpu.py"), "--simulated"],
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
@@ -327,7 +413,7 @@ def test_the_benchmark_for_gpus_runs_from_end_to_end_on_the_simulated_device(ben
     assert [text.partition(":")[0] for text in printed] == [f"simulated_{name}" for name in GPU_TABLES]
     assert all(": simulated, no results: " in text.splitlines()[0] for text in printed)
     places = [*map(cells_of, printed)]
-    gpu = benchmarks.gpu
+    gpu = benchmarks.one_gpu
     assert [list(rows) for rows in places] == [gpu.rows_of(place) for place in gpu.PLACES]
     cells = [cell for rows in places for row in rows.values() for column, cell in row.items() if column != "graph"]
     assert all(cell.endswith(" simulated") for cell in cells)  # so no figure is missing

@@ -34,7 +34,7 @@ def test_what_an_archive_contains(kind, tmp_path):
     copy = tmp_path / "source"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in [*files, "pyproject.toml"]:
-        if name.startswith("flatshard/") or name in ("pyproject.toml", "README.md"):
+        if name.startswith(("flatshard/", "benchmarks/", "test/project/")) or name in ("pyproject.toml", "README.md"):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
     build = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(tmp_path)!r}))"
@@ -47,6 +47,9 @@ def test_what_an_archive_contains(kind, tmp_path):
             metadata = opened.read(next(n for n in names if n.endswith("/METADATA"))).decode()
         assert "License-Expression: BSD-3-Clause" in metadata
         assert "Requires-Dist: torch" in metadata
+        assert "Classifier: Typing :: Typed" in metadata
+        assert metadata.endswith((ROOT / "README.md").read_text())
+        assert {name.split("/")[0].partition("-")[0] for name in names} == {"flatshard"}, "no tests and no benchmarks"
     else:
         with tarfile.open(archive) as opened:
             names = [name.partition("/")[2] for name in opened.getnames()]

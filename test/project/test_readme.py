@@ -103,6 +103,9 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     if name == "checkpoint":
         assert names["step"] == 1
         assert {n: tuple(t.shape) for n, t in names["whole"].items()} == {n: tuple(p.shape) for n, p in plain.items()}
+    if name == "pretrained":
+        values = flatshard.checkpoint.full_state_dict(model)
+        assert all(torch.equal(value, before[n]) for n, value in values.items())
     if name == "buffers":
         check_alike(ctx, model[1].running_mean)
     if name == "export":
@@ -270,7 +273,7 @@ def test_the_methods_of_a_module_sharded_by_fsdp2s_names():
 
 
 def test_links_and_files_exist():
-    for path in re.findall(r"\]\(([\w./]+)\)", README) + re.findall(r"`((?:flatshard|test)/[\w/.]+)`", README):
+    for path in re.findall(r"\]\(([\w./]+)(?:#\w+)?\)", README) + re.findall(r"`((?:flatshard|test)/[\w/.]+)`", README):
         assert (ROOT / path).exists(), path
 
 

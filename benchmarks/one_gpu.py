@@ -1,0 +1,260 @@
+"""On one GPU: step time, kernels, bytes copied, memory, host waits, CUDA graphs, against FSDP1 and FSDP2.
+
+``gpu.py`` runs this, and more.
+
+    python benchmarks/one_gpu.py
+    python benchmarks/one_gpu.py --simulated
+
+A GPT in float32, and with bf16 compute, over the fake group of 8 and of 64 and over NCCL at world size 1, where nobody sends
+anything. Over the fake group everybody calls the collectives of torch.distributed as over NCCL, each of which is one call
+into the group that moves nothing, so that all else shows. Without a GPU it says so, and there are no tables. (No file here
+may be called ``cuda.py``: torch would import it as the package ``cuda``.)
+
+What the columns are, all of a GPU, and what could not be less:
+
+- ms: a forward, a backward and a step of AdamW (fused), by CUDA events; contenders interleaved, medians of the rounds.
+  Floor: the plain model's, on the same device in the same rounds.
+- over plain: the same over the plain model's. Floor: 1.
+- kernels, copies: launched in such a step, by ``torch.profiler``'s trace (copies: memcpy and memset). Floor: the plain
+  model's.
+- copied / P: bytes of forward and backward as ``copied_bytes.py`` counts them, over the plain model's; P is the parameters in
+  float32. Floor: 2, with bf16 1.5 and the cast of the shard; over NCCL at world size 1, where nothing need be copied, 0.
+- peak, MiB: ``max_memory_allocated`` in such a step, over what was allocated before the contender was made, alone on the
+  device. Floor: parameters, gradients and optimizer state of one rank, and what autograd saves.
+- host waits: how often the host waits for the device in such a step, by the trace. Floor: 0, and 1 with offload, whose
+  optimizer reads on the host what the device wrote.
+- graph: whether a step with SGD (foreach, momentum) of the plain model and of flatshard, but for offload, can be captured in
+  a CUDA graph and replayed: the replay's time, or the error. Over NCCL its numbers are compared with those of eager steps.
+  Captured last, as a failed one may leave the process unable to go on. Floor: the plain model's.
+
+Whether collectives run under compute is tested (``test/accelerator/test_gpu.py``).
+
+Rows of flatshard: as it is, with ``static_buffers=True``, with ``CPUOffload``, and in bf16 also with
+``DefaultCollectives(group, widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has
+its error in the first column.
+
+``--simulated`` runs all of this, tiny, on the simulated accelerator of the tests (``test/accelerator``), to show that it
+runs. Its figures are no results, say so in every cell, and are not written anywhere: ``devices.py`` has what they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from contenders import FSDP1_FLAT, Job, Setting, filling_nothing, numel
+from counting import CopiedBytes
+from devices import Cuda, Device, Simulated
+from gpt import Block, GPTConfig
+from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, spread
+
+import flatshard
+from flatshard.comm import Collectives, DefaultCollectives
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process group, and what is computed with."""
+
+    name: str
+    title: str
+    size: int
+    is_fake: bool = True
+    bf16: bool = False
+
+
+PLACES = [
+    Place("gpu_fake_8", "fake group of 8", 8),
+    Place("gpu_fake_8_bf16", "fake group of 8, bf16", 8, bf16=True),
+    Place("gpu_fake_64", "fake group of 64", 64),
+    Place("gpu_nccl_1", "NCCL, world size 1", 1, is_fake=False),
+    Place("gpu_nccl_1_bf16", "NCCL, world size 1, bf16", 1, is_fake=False, bf16=True),
+]
+
+
+def as_over_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """Flatshard's collectives, also over the fake group, for which it has others."""
+    return DefaultCollectives(group)
+
+
+def widening(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    return DefaultCollectives(group, widens=True)
+
+
+WIDENS, OFFLOAD = "flatshard, bf16 sent", "flatshard, offload"
+DEFAULT = Setting(Block, collectives=as_over_nccl)
+ROWS = {
+    "plain": ("plain", DEFAULT),
+    "flatshard": ("flatshard", DEFAULT),
+    "flatshard, static buffers": ("flatshard", replace(DEFAULT, options={"static_buffers": True})),
+    WIDENS: ("flatshard", replace(DEFAULT, collectives=widening)),
+    OFFLOAD: ("flatshard", replace(DEFAULT, options={"cpu_offload": flatshard.CPUOffload(offload_params=True)})),
+    "FSDP2": ("FSDP2", DEFAULT),
+    "FSDP1": ("FSDP1", DEFAULT),
+    FSDP1_FLAT: (FSDP1_FLAT, DEFAULT),
+}
+SIZES = {"layers": 12, "width": 1024, "context": 512, "vocabulary": 8192, "batch": 4, "rounds": 15}
+SIMULATED_SIZES = {"layers": 1, "width": 16, "context": 4, "vocabulary": 8, "batch": 1, "rounds": 1}
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+
+
+def rows_of(place: Place) -> list[str]:
+    """Those that mean something there."""
+    return [name for name in ROWS if place.bf16 or name != WIDENS]
+
+
+def first_line(error: Exception) -> Figure:
+    """What stands in the table for a figure that failed."""
+    return Figure(None, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120])
+
+
+def values(job: Job) -> torch.Tensor:
+    """This rank's parameters, on the host."""
+    return torch.cat([p.detach().clone().flatten().float().cpu() for p in job.model.parameters()])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measures contenders in one place, on one device."""
+
+    args: argparse.Namespace
+    device: Device
+    place: Place
+
+    @property
+    def config(self) -> GPTConfig:
+        a = self.args
+        return GPTConfig(a.vocabulary, a.context, a.layers, a.width, heads=8)
+
+    @contextlib.contextmanager
+    def world(self) -> Iterator[None]:
+        """Be rank 0 of the process group."""
+        if self.place.is_fake:
+            with fake_world(self.place.size), filling_nothing():
+                yield
+            return
+        dist.init_process_group(self.device.backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            gc.collect()
+            dist.destroy_process_group()
+
+    def job(self, name: str, optimizer: Callable[..., torch.optim.Optimizer] = ADAMW) -> Job:
+        contender, setting = ROWS[name]
+        setting = replace(setting, bf16=self.place.bf16, device=self.device.device)
+        tokens = torch.zeros(self.args.batch, self.args.context, dtype=torch.int64)
+        return Job(contender, self.config, setting, tokens, optimizer)
+
+    def alone(self, name: str) -> dict[str, Figure]:
+        """What is counted of one contender, with nothing else on the device. Bytes copied: in all."""
+        gc.collect()  # sharded models lie in cycles
+        gc.freeze()  # what is left: the next time is quicker
+        self.device.finish()
+        before, job = self.device.allocated(), self.job(name)
+        for _ in range(self.device.warm_up):
+            job.step()
+        peak, counts = self.device.peak(job.step), self.device.count(job.step)
+        with CopiedBytes() as copied:
+            job.passes()
+        self.device.finish()
+        return {
+            "kernels": Figure(counts.kernels),
+            "copies": Figure(counts.copies),
+            "copied / P": Figure(copied.total),
+            "peak, MiB": Figure((peak - before) / 2**20),
+            "host waits": Figure(counts.waits),
+        }
+
+    def rows(self) -> dict[str, dict[str, Figure]]:
+        """All contenders' figures but that of graphs."""
+        rows: dict[str, dict[str, Figure]] = {}
+        with self.world():
+            for name in rows_of(self.place):
+                progress(f"{self.place.title}, {name}")
+                try:
+                    rows[name] = {"ms": Figure(None), "over plain": Figure(None), **self.alone(name)}
+                except Exception as e:  # of a peer, or ours: the others go on
+                    rows[name] = {"ms": first_line(e)}
+                    self.device.recover()
+            jobs = {name: self.job(name) for name, row in rows.items() if len(row) > 1}
+            steps = {name: functools.partial(self.device.seconds, job.step) for name, job in jobs.items()}
+            times = interleaved(steps, self.args.rounds, min(self.device.warm_up, self.args.rounds - 1))
+            jobs.clear()
+            steps.clear()
+        plain = rows["plain"]["copied / P"].value
+        for name, series in times.items():
+            copied = (rows[name]["copied / P"].value - plain) / (4 * numel(self.config))
+            rows[name] |= {
+                "ms": spread(1e3 * value for value in series),
+                "over plain": over(series, times["plain"]),
+                "copied / P": Figure(copied),
+            }
+        return rows
+
+    def graph(self, name: str) -> Figure:
+        """Whether a step can be captured, and how long its replay takes."""
+        try:
+            with self.world():
+                return self.captured(self.job(name, SGD), self.job(name, SGD))
+        except Exception as e:  # the finding, whatever it is
+            self.device.recover()
+            return first_line(e)
+
+    def captured(self, job: Job, eager: Job) -> Figure:
+        start = values(job)
+        replay = self.device.captured(job.step)
+        if not self.place.is_fake:  # over which the numbers are of no meaning
+            trained = values(job)
+            for _ in range(self.device.warm_up + 1):
+                eager.step()
+            off = float((trained - values(eager)).norm() / (values(eager) - start).norm())
+            if not off < 0.05:
+                return Figure(None, note=f"it computes other numbers: off by {off:.0%}")
+        return Figure(None, note=f"yes, {self.device.seconds(replay) * 1e3:.2f} ms")
+
+
+def marked(table: Table) -> Table:
+    """A table of the simulated device: no cell of it is a number any more, and nobody takes it for a result."""
+    rows = {
+        name: {column: Figure(None, note=f"{figure.text(table.digits)} simulated") for column, figure in row.items()}
+        for name, row in table.rows.items()
+    }
+    title = f"simulated, no results: {table.title}"
+    return dataclasses.replace(table, name=f"simulated_{table.name}", title=title, rows=rows)
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    if args.simulated:
+        if args.json:
+            raise SystemExit("one_gpu.py: --simulated writes no files: its figures are no results")
+        vars(args).update(SIMULATED_SIZES)
+    elif not torch.cuda.is_available():
+        progress("no GPU is available here: one_gpu.py has no tables")
+        return []
+    device = Simulated() if args.simulated else Cuda()
+    benches = [Bench(args, device, place) for place in PLACES]
+    rows = [bench.rows() for bench in benches]
+    for bench, of_place in zip(benches, rows, strict=True):
+        for name, row in of_place.items():
+            if ROWS[name][0] in ("plain", "flatshard") and name != OFFLOAD:
+                progress(f"graph, {bench.place.title}, {name}")
+                row["graph"] = bench.graph(name)
+    sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}"
+    floor = "the plain model on the same device; of each column in benchmarks/one_gpu.py"
+    tables = [Table(p.name, f"{p.title}: {sizes}", floor, of) for p, of in zip(PLACES, rows, strict=True)]
+    return [marked(table) for table in tables] if args.simulated else tables
+
+
+BENCHMARK = Benchmark(measure, __doc__, sizes=SIZES, flags={"simulated": "on the simulated device: no results"})
+
+if __name__ == "__main__":
+    BENCHMARK.main()
