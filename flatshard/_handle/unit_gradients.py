@@ -77,13 +77,13 @@ class UnitGradients:
         """Set whether what backwards reduce from now on becomes ``.grad`` when the user says so."""
         self.defers = defers
 
-    def enter_no_sync(self) -> None:
-        """Have backwards hold the gradients until ``exit_no_sync``."""
+    def begin_holding(self) -> None:
+        """Have backwards hold the gradients until ``end_holding``."""
         self._outside.append(self.reduces)
         self.set_sync(False)
 
-    def exit_no_sync(self) -> None:
-        """As it was before the last ``enter_no_sync``."""
+    def end_holding(self) -> None:
+        """As it was before the last ``begin_holding``."""
         self.set_sync(self._outside.pop())
 
     def follow_copy(self, other: UnitGradients) -> None:

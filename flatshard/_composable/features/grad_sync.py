@@ -50,12 +50,12 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     """
     units = units_of(module, "no_sync", recurse)
     for unit in units:
-        unit.handle.gradients.enter_no_sync()
+        unit.handle.gradients.begin_holding()
     try:
         yield
     finally:
         for unit in units:
-            unit.handle.gradients.exit_no_sync()
+            unit.handle.gradients.end_holding()
 
 
 def held_units() -> list[Unit]:
