@@ -330,7 +330,7 @@ def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads
         shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes[groups])
         assert shards is not None
         pool = context.pool_of(shards, config.static_buffers)
-        if config.strategy is ShardingStrategy.NO_SHARD:
+        if config.strategy.is_whole:
             shards, replicas = None, shards
         on_these = [flat for flat in flats if flat.groups == groups]
         placements[groups] = Placement.of(planned.fqn, on_these, shards, replicas, pool, placements.get(None))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, Until
 from flatshard.layouts import LayoutChoice
 
 MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
@@ -36,5 +36,5 @@ class UnitConfig:
     def stays_for_backward(self, outermost: bool) -> bool:
         """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
         if self.reshard_after_forward is None:
-            return outermost or self.strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+            return outermost or self.strategy.placements.until >= Until.BACKWARD
         return not self.reshard_after_forward

@@ -11,6 +11,7 @@ from torch import nn
 
 from flatshard._composable.find import units_below, units_of
 from flatshard._composable.state import Unit
+from flatshard._config import ShardingStrategy
 from flatshard._handle.layout import ParamInfo
 
 
@@ -78,7 +79,7 @@ class Description:
 
     def _ranks(self, unit: UnitDescription, flat: FlatDescription) -> str:
         """Over how many ranks it is sharded, if not over those that the rest of the module is."""
-        usual = flat.world_size == self.world_size or unit.strategy == "NO_SHARD"
+        usual = flat.world_size == self.world_size or ShardingStrategy[unit.strategy].is_whole
         return "" if usual else f" of {flat.world_size} ranks"
 
     @property

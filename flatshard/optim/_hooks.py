@@ -260,7 +260,7 @@ def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
         _check_whole(params, name, steps_empty)
-        scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
+        scattered = [i for p in params if (i := shard_info(p)) is not None and not i.is_whole]
         if not steps_empty and scattered:
             raise _NeedsWhole(
                 f"{name} cannot step parameters without elements, such as {scattered[0].fqn!r} on some ranks: use "
@@ -285,7 +285,7 @@ def _try_it(optimizer: Optimizer) -> None:
         )
         for param in settings["params"]:
             info = shard_info(param)
-            if info is None or info.shard_world_size == 1:
+            if info is None or info.is_whole:
                 continue
             ndim, is_cut, by_rows, block = max(1, len(info.shape)), _is_cut(info), info.by_rows, _block_of(param)
             if (case := (options, ndim, is_cut, by_rows, block)) in tried:
@@ -390,4 +390,4 @@ def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bo
 
 def _is_cut(info: ShardInfo) -> bool:
     """Whether ranks have parts of a parameter, or its owner has it in another shape."""
-    return info.shard_world_size > 1 and (info.owner is None or not (info.by_rows or len(info.shape) < 2))
+    return not info.is_whole and (info.owner is None or not (info.by_rows or len(info.shape) < 2))

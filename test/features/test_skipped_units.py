@@ -299,7 +299,7 @@ def check_case(ctx, case: Case) -> None:
             with record_events() as events, contextlib.nullcontext() if last else no_sync(model):
                 model(batch[ctx.rank], choices[ctx.rank]).square().mean().backward()
             traces.append([e for e in events if e.startswith(("all-", "reduce-"))])
-        left = [u.fqn for u in units_below(model) if not u.handle.is_sharded and not u.handle.is_alias]
+        left = [u.fqn for u in units_below(model) if not u.handle.is_sharded and not u.handle.never_gathers]
         assert not left, f"unsharded after the step: {left}"
         check_gradients(reference, model, f"{case} step {step}")
         for optimizer in optimizers:

@@ -62,10 +62,10 @@ def unit_config(
             f"shard_mesh_fn must be a callable (fqn, parameter) -> mesh or None, got a {type(shard_mesh_fn).__name__}: to "
             "shard everything over one mesh, pass device_mesh=mesh"
         )
-    if strategy is ShardingStrategy.NO_SHARD and getattr(collectives, "reduce", None) is False:
+    if strategy.is_whole and getattr(collectives, "reduce", None) is False:
         raise ValueError(
-            f"collectives={collectives!r} would do nothing for a unit under NO_SHARD, which gathers no parameters: pass "
-            "reduce=True, or omit `collectives`"
+            f"collectives={collectives!r} would do nothing for a unit under {strategy.name}, which gathers no parameters: "
+            "pass reduce=True, or omit `collectives`"
         )
     return UnitConfig(
         strategy,

@@ -97,7 +97,7 @@ def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
             raise type(e)(f"shard_mesh_fn for parameter {owned.fqn!r}: {e}") from None
         if chosen == groups:
             continue
-        if config.strategy is ShardingStrategy.NO_SHARD:
+        if config.strategy.is_whole:
             raise ValueError(
                 f"shard_mesh_fn shards parameter {owned.fqn!r} over another mesh, but strategy is {config.strategy}, which "
                 "shards nothing: use FULL_SHARD, or SHARD_GRAD_OP"

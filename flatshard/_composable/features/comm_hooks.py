@@ -16,7 +16,6 @@ from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_re
 from flatshard._comm.progress import here
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
-from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._runtime import Runtime
 
@@ -226,7 +225,7 @@ def _is_only_replicated(unit: Unit) -> bool:
 
 def _check_hook(hook: Any, state: object, unit: Unit) -> None:
     arguments = ["state", "gradient"]
-    if unit.config.strategy is not ShardingStrategy.NO_SHARD:
+    if not unit.config.strategy.is_whole:
         arguments.append("output")
     wanted = f"hook({', '.join(arguments)})"
     if not callable(hook):

@@ -94,7 +94,7 @@ class KeptCasts(KeptShards):
         return flat.unsharded.own if is_cast and runtime is runtime.exact else None
 
     def verb(self, flat: FlatParam) -> str:
-        return "cast" if flat.placement.shards is None else "all-gather"
+        return "cast" if flat.is_whole else "all-gather"
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
         return flat.gather(False, True, kept)

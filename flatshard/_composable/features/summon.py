@@ -194,7 +194,7 @@ class _Summoned(Claim):
             whole.gather_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
         self.pins = copies is None
-        if copies is None and handle.is_alias:
+        if copies is None and handle.never_gathers:
             self._note_values()
         unit.show()
         if not unit.claims.pin:
