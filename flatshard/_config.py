@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ class Until(enum.IntEnum):
 
     FORWARD = enum.auto()  # after a forward, and after a backward
     BACKWARD = enum.auto()  # after a backward
+    CHANGE = (
+        enum.auto()
+    )  # once the parts have changed, and are to be gathered again: after an optimizer's step, a load, ...
 
 
 class Placements(NamedTuple):
@@ -54,7 +57,7 @@ class Placements(NamedTuple):
     @property
     def parameters(self) -> Placed:
         """How the parameters that modules compute with are placed between steps."""
-        return self.parts
+        return Placed.REPLICATED if self.until is Until.CHANGE else self.parts
 
 
 class ShardingStrategy(enum.Enum):
@@ -68,7 +71,8 @@ class ShardingStrategy(enum.Enum):
         flatshard.fully_shard(model, policy={Block}, strategy=flatshard.ShardingStrategy.SHARD_GRAD_OP)
     """
 
-    placements: Placements  # internal: which rank has what
+    if TYPE_CHECKING:
+        placements: Placements
 
     def __new__(cls, value: str, placements: Placements) -> Self:
         """Internal: a member, which is known by ``value``."""
@@ -80,12 +84,26 @@ class ShardingStrategy(enum.Enum):
     """ZeRO-3: parameters, gradients and optimizer state sharded; parameters freed after forward and after backward."""
     SHARD_GRAD_OP = "shard_grad_op", Placements(Placed.SHARDED, Until.BACKWARD)
     """ZeRO-2: as FULL_SHARD, but parameters stay unsharded from forward to backward: one all-gather instead of two."""
+    SHARD_OPTIM = "shard_optim", Placements(Placed.SHARDED, Until.CHANGE)
+    """ZeRO-1, as DDP with ZeroRedundancyOptimizer: each rank has whole parameters, and a part of the optimizer's state.
+    One all-gather of each unit in a step of the optimizer, whatever the number of microbatches and evaluations.
+
+    The user's parameters are parts, as with FULL_SHARD, and an optimizer steps these. The whole ones, in the compute dtype,
+    are gathered again when a unit is used after its parts have changed. So both take memory; with mixed precision fp32
+    parameters are in parts only. Gradients stay whole under ``no_sync``; a backward outside of it reduces them to parts.
+    With ``cpu_offload`` the parts are on the CPU, and whole parameters on the device. ``summon_full_params`` and ``reshard``
+    free a unit, and its next forward gathers it.
+
+    Where a change of parameters leaves autograd's version counters as they are (``dist.all_reduce(p)``; C++ that writes
+    through a pointer, outside of a ``torch.optim.Optimizer``), call ``flatshard.reshard(module)`` after it."""
     NO_SHARD = "no_shard", Placements(Placed.REPLICATED, Until.BACKWARD)
     """Every rank keeps everything; gradients are all-reduced, one collective a unit."""
     HYBRID_SHARD = "hybrid_shard", Placements(Placed.SHARDED, Until.FORWARD, Placed.REPLICATED)
     """FULL_SHARD within a group, usually a node; replicated across groups, which average gradients shard by shard."""
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2", Placements(Placed.SHARDED, Until.BACKWARD, Placed.REPLICATED)
     """SHARD_GRAD_OP within a group, replicated across groups."""
+    HYBRID_SHARD_OPTIM = "hybrid_shard_optim", Placements(Placed.SHARDED, Until.CHANGE, Placed.REPLICATED)
+    """SHARD_OPTIM within a group, replicated across groups."""
 
     @property
     def is_hybrid(self) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
+from flatshard._composable.claims import KEPT, Claim
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, Until
 from flatshard.layouts import LayoutChoice
 
@@ -32,6 +33,11 @@ class UnitConfig:
     layout: LayoutChoice = None
     static_buffers: bool = False  # [Note: Static buffers]
     shard_mesh_fn: MeshChoice = None
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The claims on a unit that it has as long as it exists."""
+        return (KEPT,) if self.strategy.placements.until is Until.CHANGE else ()
 
     def stays_for_backward(self, outermost: bool) -> bool:
         """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.checked_optimizers import CheckedOptimizers
@@ -38,6 +39,7 @@ from flatshard._composable.find import all_units, flat_of
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
+from flatshard._config import Until
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.changes import changes
@@ -50,6 +52,7 @@ from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 _checked = CheckedOptimizers()
 _adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
 _watching: list[Any] = []
+_noting: list[Any] = []
 
 
 class Optimizers(Extension):
@@ -60,6 +63,16 @@ class Optimizers(Extension):
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _see_state_dicts()
+        if not _noting and any(config.strategy.placements.until is Until.CHANGE for config in configs):
+            _noting.append(register_optimizer_step_post_hook(_note_step))
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
+    show, or if the optimizer passed over parts without elements.
+    """
+    stepped = [p for p in params_of(optimizer) if isinstance(p, ShardedParameter) and p.grad is not None]
+    increment_version([p for p in stepped if p._flatshard_info.numel])
 
 
 def _see_state_dicts() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import kept_shards
@@ -137,10 +138,10 @@ class Program:
         self.states = state_nbytes(self.options.optimizer, self.params)  # by this rank's part
         for flat in self.flats:
             self.books.add("optimizer", sum(self.states.get(p, 0) for p in flat.params), flat.kind.is_offloaded)
-        self.root.zero_grad()
+        self._end_step()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             self._step(run_once)
-            self.root.zero_grad()
+            self._end_step()
         self.recorder.is_recording = True
         self._step(run_once)
         self._enter("optimizer")
@@ -153,6 +154,11 @@ class Program:
                 self._enter("forward")
                 with no_sync(self.root) if self.options.no_sync and number < last else contextlib.nullcontext():
                     run_once()
+
+    def _end_step(self) -> None:
+        """What an optimizer's step leaves: parameters that have changed, and no gradients."""
+        increment_version([p for flat in self.flats for p in flat.params if p.grad is not None])
+        self.root.zero_grad()
 
     def _enter(self, phase: str) -> None:
         self.recorder.phase, self.recorder.unit = phase, ""

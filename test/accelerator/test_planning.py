@@ -74,6 +74,7 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
         "full_shard": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM, "mixed_precision": BF16},
         "mixed": {"mixed_precision": BF16},
         "static": {"static_buffers": True},
         "offloaded": {"cpu_offload": True},

@@ -29,6 +29,8 @@ BF16 = {"rtol": 2e-2, "atol": 2e-3}
         "full": {"strategy": S.FULL_SHARD},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "none": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM},
+        "optim_static": {"strategy": S.SHARD_OPTIM, "static_buffers": True},
         "one_unit": {"policy": {Net}},
         "each_linear": {"policy": {nn.Linear}},
         "all_resharded": {"reshard_after_forward": True},
@@ -146,6 +148,12 @@ def full_precision_in_eval(env: Env) -> Any:
         "no_sync_grad_op": {"holds": True, "strategy": S.SHARD_GRAD_OP},
         "no_sync_bf16": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
         "no_sync_not_sharded": {"holds": True, "strategy": S.NO_SHARD},
+        "no_sync_optim": {"holds": True, "strategy": S.SHARD_OPTIM},
+        "bf16_optim_offload": {
+            "cpu_offload": CPUOffload(True),
+            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+            "strategy": S.SHARD_OPTIM,
+        },
     },
     **BF16,
 )
@@ -779,6 +787,7 @@ def gradients_of_one_unit(env: Env, holds: bool = False, **options: Any) -> Any:
         "default": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM},
         "holds": {"holds": True},
     }
 )

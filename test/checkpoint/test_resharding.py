@@ -67,7 +67,7 @@ def shard(ctx, model: nn.Module, rng: random.Random) -> nn.Module:
     options["strategy"] = rng.choice(
         [
             ShardingStrategy.FULL_SHARD,
-            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.SHARD_OPTIM,
             ShardingStrategy.SHARD_GRAD_OP,
             ShardingStrategy.NO_SHARD,
         ]

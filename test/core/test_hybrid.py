@@ -24,7 +24,7 @@ from flatshard._composable.find import units_below
 from flatshard._runtime import Runtime
 from flatshard._trace import record_events
 
-HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2]
+HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]
 
 
 class Block(nn.Module):

@@ -40,7 +40,8 @@ from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.planning import Memory, Plan
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-STRATEGIES = (FULL, GRAD_OP, NO_SHARD)
+OPTIM = ShardingStrategy.SHARD_OPTIM
+STRATEGIES = (FULL, GRAD_OP, NO_SHARD, OPTIM)
 BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 PURE = MixedPrecision(torch.bfloat16)
 LOW = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
@@ -241,8 +242,8 @@ def test_prefetch(world, strategy, backward_prefetch, forward_prefetch, limit):
     ("strategy", "value", "precision"), all_pairs(STRATEGIES, (True, False, 1, 2, 4, 8), (None, BF16))
 )
 def test_reshard_after_forward(world, strategy, value, precision):
-    if strategy is NO_SHARD and value:
-        with pytest.raises(ValueError, match="has no meaning with NO_SHARD"):
+    if strategy in (NO_SHARD, OPTIM) and value:
+        with pytest.raises(ValueError, match=f"has no meaning with {strategy.name}"):
             check(Net, 8, world, strategy=strategy, reshard_after_forward=value)
         return
     check(Net, 8, world, strategy=strategy, reshard_after_forward=value, mixed_precision=precision)
@@ -335,7 +336,7 @@ def test_overrides_of_a_policy(world):
     check(Net, 8, world, policy=CustomPolicy(choose))
 
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,9 @@ def test_the_peak_is_what_the_allocator_measures(world, rows, strategy):
         optimizer.step()
         optimizer.zero_grad()
     of_step = predicted.total_peak.nbytes - predicted.between_steps.total
+    of_step += describe(
+        model
+    ).kept_nbytes  # freed and gathered again: the profile does not know what was there before it
     assert 0 <= measured_peak(step) - of_step <= 16  # scalars that the kernels make
 
 
@@ -537,7 +541,13 @@ def test_70_billion_parameters_on_10_000_ranks(layers, layout):
     assert (planned.numel == 70_553_706_496) == (layers == 80)
     assert len(planned.units) == layers + 1
     assert len(planned.collectives) == 3 * layers + 2
-    assert [s.strategy for s in planned.strategies] == ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+    assert [s.strategy for s in planned.strategies] == [
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "SHARD_OPTIM",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+    ]
 
 
 def example() -> Plan:
@@ -582,6 +592,7 @@ strategy           over         between steps      peak  collectives     sent
 -----------------  -----------  -------------  --------  -----------  -------
 FULL_SHARD (this)  16 ranks            48 MiB   656 MiB           14  480 MiB
 SHARD_GRAD_OP      16 ranks            48 MiB   720 MiB           10  360 MiB
+SHARD_OPTIM        16 ranks           176 MiB   720 MiB           10  360 MiB
 NO_SHARD           16 ranks           769 MiB  1.47 GiB            5  480 MiB
 HYBRID_SHARD       2 x 8 ranks       96.1 MiB   704 MiB           19  480 MiB
 
