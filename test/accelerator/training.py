@@ -149,11 +149,6 @@ def full_precision_in_eval(env: Env) -> Any:
         "no_sync_bf16": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
         "no_sync_not_sharded": {"holds": True, "strategy": S.NO_SHARD},
         "no_sync_optim": {"holds": True, "strategy": S.SHARD_OPTIM},
-        "bf16_optim_offload": {
-            "cpu_offload": CPUOffload(True),
-            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
-            "strategy": S.SHARD_OPTIM,
-        },
     },
     **BF16,
 )
@@ -194,6 +189,7 @@ def reduced_at_the_end(env: Env) -> Any:
         "static_buffers": {"static_buffers": True},
         "offload": {"cpu_offload": CPUOffload(True)},
         "offload_held": {"cpu_offload": CPUOffload(True), "holds": True},
+        "offload_optim": {"cpu_offload": CPUOffload(True), "strategy": S.SHARD_OPTIM},
         "kept_storage": {"keeps": True},
         "on_streams": {"on_streams": True},
     },
