@@ -104,6 +104,12 @@ class ShardingStrategy(enum.Enum):
     """SHARD_GRAD_OP within a group, replicated across groups."""
     HYBRID_SHARD_OPTIM = "hybrid_shard_optim", Placements(Placed.SHARDED, Until.CHANGE, Placed.REPLICATED)
     """SHARD_OPTIM within a group, replicated across groups."""
+    HYBRID_FULL_SHARD = "hybrid_full_shard", Placements(Placed.SHARDED, Until.FORWARD, Placed.SHARDED)
+    """HYBRID_SHARD, with the optimizer's state, ``.grad`` and the user's parameters over all ranks of both axes.
+
+    Parameters are gathered across groups once in a step of the optimizer: each rank then has what it has under HYBRID_SHARD,
+    in the compute dtype, until the parts change (as SHARD_OPTIM says of whole parameters). Forward and backward gather within
+    the group. Gradients are reduce-scattered within the group, and then across groups."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -118,6 +124,11 @@ class ShardingStrategy(enum.Enum):
     def has_replicas(self) -> bool:
         """Internal: whether other ranks have the same part of the optimizer's state."""
         return Placed.REPLICATED in (self.placements.parts, self.placements.over_replicas)
+
+    @property
+    def joins_axes(self) -> bool:
+        """Internal: whether the parts are over the ranks of both axes."""
+        return self.placements.over_replicas is Placed.SHARDED
 
     def across_replicas(self) -> ShardingStrategy:
         """Internal: the strategy that does within a group what this one does, and replicates across groups. Or this one."""
@@ -364,6 +375,10 @@ def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
         raise ValueError(
             f"reshard_after_forward={value} has no meaning with {strategy.name}, whose parameters are always whole: use "
             "FULL_SHARD"
+        )
+    if strategy.joins_axes and value is not None and not isinstance(value, bool):
+        raise ValueError(
+            f"reshard_after_forward={value}: {strategy.name} reshards to its inner ranks: pass True or False"
         )
 
 

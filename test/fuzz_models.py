@@ -433,7 +433,10 @@ def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
         case "chunked":
             return Chunked(*children)
         case "compiled":  # its forwards run eagerly, as the machine says: it is the wrapper that counts
-            return torch.compile(children[0], backend="eager")  # type: ignore[return-value]
+            inside = children[0]
+            if type(inside).__name__ == "OptimizedModule":  # torch compiles it no second time
+                return inside
+            return torch.compile(inside, backend="eager")  # type: ignore[return-value]
         case "change":
             return Change(width, rest[0])
         case "batchnorm":

@@ -51,6 +51,12 @@ class Source(Protocol):
         ``gathers`` may be called ``again``.
         """
 
+    def follow(self, flat: FlatParam) -> None:
+        """A forward has changed its own parameters, in the unsharded buffer and in the shard."""
+
+    def drop(self) -> None:
+        """Forget what was kept: the user frees the unit."""
+
 
 class FlatParamHandle:
     """The flat parameters of one unit."""
@@ -276,6 +282,11 @@ class FlatParamHandle:
                 return
         self._free(until)
 
+    def drop_kept(self) -> None:
+        """The next all-gather is from the shards of all ranks."""
+        if self.source is not None:
+            self.source.drop()
+
     def _settle_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not settle(self._gathers) or out_of_step:  # some may never end, so their memory must not be freed
@@ -409,6 +420,8 @@ class FlatParamHandle:
         for flat in self.flats:
             if flat.unsharded.changed() and keep:
                 flat.write_back()
+                if self.source is not None:
+                    self.source.follow(flat)
 
 
 FILL = (

@@ -63,7 +63,7 @@ class Optimizers(Extension):
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _see_state_dicts()
-        if not _noting and any(config.strategy.placements.until is Until.CHANGE for config in configs):
+        if not _noting and any(c.strategy.placements.until is Until.CHANGE or c.strategy.joins_axes for c in configs):
             _noting.append(register_optimizer_step_post_hook(_note_step))
 
 

@@ -55,6 +55,11 @@ def sharded(env: Env, **options: Any) -> Any:
         "hybrid_zero2": {"strategy": S.HYBRID_SHARD_ZERO2},
         "hybrid_accumulates": {"strategy": S.HYBRID_SHARD, "micro": 2},
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
+        "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2},
+        "hybrid_full_bf16": {
+            "strategy": S.HYBRID_FULL_SHARD,
+            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        },
         "hybrid_bf16": {"strategy": S.HYBRID_SHARD, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     },
     ranks=4,

@@ -9,6 +9,7 @@ import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
+from flatshard._mesh_runtime import MeshRuntime
 from flatshard.layouts import Blocks, Rows, Whole
 from flatshard.planning import Memory, Plan
 
@@ -118,7 +120,9 @@ def _caller() -> str:
 def put_on_wire(model: nn.Module, accelerator: bool = False) -> Wire:
     wire = Wire(widens=not accelerator)  # as gloo
     for unit in units_below(model):
-        for runtime in (unit.context.runtime, unit.handle.runtime, unit.handle.placement.replicas):
+        own = unit.handle.runtime
+        axes = (own.inner, own.outer) if isinstance(own, MeshRuntime) else ()
+        for runtime in (unit.context.runtime, own, unit.handle.placement.replicas, *axes):
             if runtime is not None:
                 runtime.collectives = wire
         if isinstance(unit.handle.source, FromInnerShards):
@@ -212,6 +216,8 @@ def check(
     counted.peak += state
     # Of a unit of which this rank has nothing but padding, it drops the gradient shard at once.
     most = 0 if options.get("layout") is None else grads
+    if isinstance(size, tuple) and options["strategy"].joins_axes:  # what is between the two halves of a reduction
+        most = max(f.padded_numel * f.reduce_dtype.itemsize for u in predicted.units for f in u.flats) // size[1]
     assert 0 <= predicted.peak.nbytes - counted.peak <= most, (counted.of, predicted.peak)
 
 
@@ -344,6 +350,30 @@ HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]
 )
 def test_hybrid(world, strategy, shape, precision):
     check(Net, shape, world, strategy=strategy, mixed_precision=precision)
+
+
+def test_bytes_over_each_axis(world):
+    """Across groups: one gather in a step, and a reduction with each backward, of what a group's rank has."""
+    joined = ShardingStrategy.HYBRID_FULL_SHARD
+    for shape in ((2, 4), (8, 8), (512, 8)):
+        check(Net, shape, world, strategy=joined, microbatches=3)
+        planned = plan(
+            Net(), policy=Block, world_size=shape, strategy=joined, microbatches=3, device="cpu", compare=False
+        )
+        outer, inner = shape
+        wholes = [sum(f.padded_numel * 4 for f in unit.flats) for unit in planned.units]
+        sent = Counter[tuple[str, str]]()
+        for c in planned.collectives:
+            sent[c.kind, c.group] += c.sent_nbytes
+        across, within = (sum(n * (k - 1) // k for n in wholes) for k in (outer, inner))
+        assert sent["all-gather", "outer"] == across // inner
+        assert sent["reduce-scatter", "outer"] == 3 * across // inner
+        assert sent["reduce-scatter", "inner"] == 3 * within
+        again = within - wholes[0] * (inner - 1) // inner  # the root stays for its backward
+        assert sent["all-gather", "inner"] == 3 * (within + again)
+        assert sum(sent.values()) == planned.sent_nbytes
+        assert planned.between_steps.shards == sum(wholes) // (outer * inner)
+        assert planned.between_steps.unsharded == sum(wholes) // inner
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -196,6 +196,11 @@ def register_comm_hook(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
             "handle that register_comm_hook returned for it"
         )
+    if found := [unit.fqn for unit in units if unit.config.strategy.joins_axes]:
+        raise ValueError(
+            f"register_comm_hook: units {name_list(found)} reduce over two axes of a mesh, one after the other, and a hook "
+            "is for one process group: use HYBRID_SHARD, or MixedPrecision(reduce_dtype=...) for 16 bits"
+        )
     reduced = [unit for unit in units if _is_reduced(unit) and not _is_only_replicated(unit)]
     if not reduced:
         world_size = units[0].context.runtime.world_size

@@ -283,6 +283,7 @@ class _Summoned(Claim):
         if not unit.claims.use:
             unit.handle.write_back_if_changed(keep=False)
         unit.show()
+        unit.handle.drop_kept()  # the body may have changed what no version shows
         if not unit.claims.pin:
             unit.handle.reshard()
 
@@ -428,6 +429,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     for unit in units:
         unit.show()
         unit.handle.reshard()
+        unit.handle.drop_kept()
 
 
 def recover(module: nn.Module) -> None:
