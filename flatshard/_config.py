@@ -8,13 +8,56 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import nn
 
 from flatshard import _torch
 from flatshard._errors import name_list
+
+
+class Placed(enum.Enum):
+    """How the ranks of one axis of a mesh have a tensor."""
+
+    SHARDED = "sharded"  # each has another part
+    REPLICATED = "replicated"  # each has all of it
+
+
+class Until(enum.IntEnum):
+    """When parameters that were gathered are freed. A later one keeps them wherever an earlier one does."""
+
+    FORWARD = enum.auto()  # after a forward, and after a backward
+    BACKWARD = enum.auto()  # after a backward
+    CHANGE = (
+        enum.auto()
+    )  # once the parts have changed, and are to be gathered again: after an optimizer's step, a load, ...
+
+
+class Placements(NamedTuple):
+    """Which rank has what of a unit, by one strategy.
+
+    [Note: Strategies as placements]
+    The ranks that have a unit are a mesh. Its inner axis are those that the unit is sharded over. Its outer axis, which only
+    hybrid strategies have, are those that replicate a shard. A strategy is a row of one table, and what depends on the
+    strategy asks the row:
+
+    - ``parts``: the user's parameters, their ``.grad`` and the optimizer's state are all cut alike. So what steps, saves or
+      measures them asks the parameter, and needs no strategy.
+    - ``until``: the parameters that modules compute with are gathered from the parts, and this says how long they stay.
+    - Each rank computes the gradient for its own data, a summand of what is wanted: gradients are *partial* over both axes.
+      A reduction makes them placed as the parts are: by a reduce-scatter where these are sharded, by an all-reduce where they
+      are replicated. It comes with each backward; under ``no_sync`` gradients stay partial, whatever the strategy.
+    """
+
+    parts: Placed
+    until: Until
+    over_replicas: Placed | None = None  # how ``parts`` are placed over the outer axis; None: there is none
+
+    @property
+    def parameters(self) -> Placed:
+        """How the parameters that modules compute with are placed between steps."""
+        return Placed.REPLICATED if self.until is Until.CHANGE else self.parts
 
 
 class ShardingStrategy(enum.Enum):
@@ -28,20 +71,69 @@ class ShardingStrategy(enum.Enum):
         flatshard.fully_shard(model, policy={Block}, strategy=flatshard.ShardingStrategy.SHARD_GRAD_OP)
     """
 
-    FULL_SHARD = "full_shard"
+    if TYPE_CHECKING:
+        placements: Placements
+
+    def __new__(cls, value: str, placements: Placements) -> Self:
+        """Internal: a member, which is known by ``value``."""
+        member = object.__new__(cls)
+        member._value_, member.placements = value, placements
+        return member
+
+    FULL_SHARD = "full_shard", Placements(Placed.SHARDED, Until.FORWARD)
     """ZeRO-3: parameters, gradients and optimizer state sharded; parameters freed after forward and after backward."""
-    SHARD_GRAD_OP = "shard_grad_op"
+    SHARD_GRAD_OP = "shard_grad_op", Placements(Placed.SHARDED, Until.BACKWARD)
     """ZeRO-2: as FULL_SHARD, but parameters stay unsharded from forward to backward: one all-gather instead of two."""
-    NO_SHARD = "no_shard"
+    SHARD_OPTIM = "shard_optim", Placements(Placed.SHARDED, Until.CHANGE)
+    """ZeRO-1, as DDP with ZeroRedundancyOptimizer: each rank has whole parameters, and a part of the optimizer's state.
+    One all-gather of each unit in a step of the optimizer, whatever the number of microbatches and evaluations.
+
+    The user's parameters are parts, as with FULL_SHARD, and an optimizer steps these. The whole ones, in the compute dtype,
+    are gathered again when a unit is used after its parts have changed. So both take memory; with mixed precision fp32
+    parameters are in parts only. Gradients stay whole under ``no_sync``; a backward outside of it reduces them to parts.
+    With ``cpu_offload`` the parts are on the CPU, and whole parameters on the device. ``summon_full_params`` and ``reshard``
+    free a unit, and its next forward gathers it.
+
+    Where a change of parameters leaves autograd's version counters as they are (``dist.all_reduce(p)``; C++ that writes
+    through a pointer, outside of a ``torch.optim.Optimizer``), call ``flatshard.reshard(module)`` after it."""
+    NO_SHARD = "no_shard", Placements(Placed.REPLICATED, Until.BACKWARD)
     """Every rank keeps everything; gradients are all-reduced, one collective a unit."""
-    HYBRID_SHARD = "hybrid_shard"
+    HYBRID_SHARD = "hybrid_shard", Placements(Placed.SHARDED, Until.FORWARD, Placed.REPLICATED)
     """FULL_SHARD within a group, usually a node; replicated across groups, which average gradients shard by shard."""
-    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2", Placements(Placed.SHARDED, Until.BACKWARD, Placed.REPLICATED)
     """SHARD_GRAD_OP within a group, replicated across groups."""
+    HYBRID_SHARD_OPTIM = "hybrid_shard_optim", Placements(Placed.SHARDED, Until.CHANGE, Placed.REPLICATED)
+    """SHARD_OPTIM within a group, replicated across groups."""
+    HYBRID_FULL_SHARD = "hybrid_full_shard", Placements(Placed.SHARDED, Until.FORWARD, Placed.SHARDED)
+    """HYBRID_SHARD, with the optimizer's state, ``.grad`` and the user's parameters over all ranks of both axes.
+
+    Parameters are gathered across groups once in a step of the optimizer: each rank then has what it has under HYBRID_SHARD,
+    in the compute dtype, until the parts change (as SHARD_OPTIM says of whole parameters). Forward and backward gather within
+    the group. Gradients are reduce-scattered within the group, and then across groups."""
 
     @property
     def is_hybrid(self) -> bool:
-        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+        return self.placements.over_replicas is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Internal: whether nothing is sharded."""
+        return self.placements.parts is Placed.REPLICATED
+
+    @property
+    def has_replicas(self) -> bool:
+        """Internal: whether other ranks have the same part of the optimizer's state."""
+        return Placed.REPLICATED in (self.placements.parts, self.placements.over_replicas)
+
+    @property
+    def joins_axes(self) -> bool:
+        """Internal: whether the parts are over the ranks of both axes."""
+        return self.placements.over_replicas is Placed.SHARDED
+
+    def across_replicas(self) -> ShardingStrategy:
+        """Internal: the strategy that does within a group what this one does, and replicates across groups. Or this one."""
+        wanted = self.placements._replace(over_replicas=Placed.REPLICATED)
+        return next((each for each in ShardingStrategy if each.placements == wanted), self)
 
 
 class BackwardPrefetch(enum.Enum):
@@ -279,9 +371,14 @@ def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
             "reshard_after_forward must be True, False, None (as the strategy says) or a number of ranks to reshard to, got "
             f"{value!r}"
         )
-    if value and strategy is ShardingStrategy.NO_SHARD:
+    if value and strategy.placements.parameters is Placed.REPLICATED:
         raise ValueError(
-            f"reshard_after_forward={value} has no meaning with NO_SHARD, whose parameters are always whole: use FULL_SHARD"
+            f"reshard_after_forward={value} has no meaning with {strategy.name}, whose parameters are always whole: use "
+            "FULL_SHARD"
+        )
+    if strategy.joins_axes and value is not None and not isinstance(value, bool):
+        raise ValueError(
+            f"reshard_after_forward={value}: {strategy.name} reshards to its inner ranks: pass True or False"
         )
 
 

@@ -377,6 +377,12 @@ class Runtime(RankGroup):
         result.collectives, result._source = collectives, self
         return result
 
+    def unwatched(self) -> Runtime:
+        """This runtime without a monitor."""
+        result = copy.copy(self)
+        result.monitor, result._source = None, self
+        return result
+
     def beside(self, other: Runtime) -> Runtime:
         """This runtime with the streams of ``other``: their collectives run in one order."""
         if self.streams is other.streams:

@@ -8,6 +8,7 @@ from torch import nn
 from flatshard._composable.completion import UNTOUCHED
 from flatshard._composable.find import units_below
 from flatshard._composable.state import Unit
+from flatshard._config import Until
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.slots import SHARDED
@@ -31,18 +32,22 @@ def check_clean(model: nn.Module) -> None:
     """Nothing is left of any step: no memory, no record, no registration."""
     for unit in units(model):
         handle, context = unit.handle, unit.context
-        assert handle.is_sharded, unit
+        kept = unit.config.strategy.placements.until is Until.CHANGE  # with whatever values
+        assert handle.is_sharded or kept, unit
         assert handle.lifetime.grads is GradState.NONE, unit
         assert handle.slots.shows is SHARDED, unit
         for flat in handle.flats:
-            if flat.placement.pool is None:
+            if kept:
+                pass
+            elif flat.placement.pool is None:
                 assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
             else:  # which keeps the memory, for its next user
                 assert flat.unsharded.nbytes == 0, unit
             assert storage_nbytes(flat.gradients.input) == 0, unit
             assert flat.gradients._filled is flat.gradients.reduction is None, unit
             assert all(c.grad is None for c in flat.unsharded.computes), unit
-        assert (unit.claims, unit.completion.state, unit.completion.pending) == ([], UNTOUCHED, 0), unit
+        assert (unit.completion.state, unit.completion.pending) == (UNTOUCHED, 0), unit
+        assert tuple(unit.claims) == unit.config.claims, unit
         assert not context.forwards
         assert context.backward is None
         assert (context.reductions._reducing, [*context.reductions._open]) == (None, []), unit

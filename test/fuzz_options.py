@@ -33,7 +33,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
 }
 LOW = (torch.bfloat16, torch.float16)
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "NO_SHARD")
-STRATEGIES += ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+STRATEGIES += ("SHARD_OPTIM", "SHARD_OPTIM", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIM")
+STRATEGIES += ("HYBRID_FULL_SHARD",)
 POLICIES = ("none", "class", "set", "wrap", "custom", "size", "manual", "manual", "groups", "groups", "lists")
 STARTS = ("as it is", "meta", "to_empty", "sync")
 
@@ -298,9 +299,14 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
     if hybrid:
         found["mesh"] = rng.choice([(1, size), (size, 1)] + [(2, 2)] * 2 * (size == 4))
     if kind == "manual" and rng.random() < 0.4:
-        own = ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] if hybrid else ["FULL_SHARD", "SHARD_GRAD_OP"]
+        own = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM"]
+        if hybrid:
+            joins = strategy == "HYBRID_FULL_SHARD"  # over other ranks than the others
+            own = [s for s in STRATEGIES if s.startswith("HYBRID") and (s == "HYBRID_FULL_SHARD") == joins]
         found["unit_strategies"] = tuple(rng.choice([*own, "NO_SHARD"]) for _ in range(3))
-    no_shard = strategy == "NO_SHARD" or "NO_SHARD" in found.get("unit_strategies", ())
+    strategies = {strategy, *found.get("unit_strategies", ())}
+    no_shard = "NO_SHARD" in strategies
+    is_whole = no_shard or not strategies.isdisjoint(("SHARD_OPTIM", "HYBRID_SHARD_OPTIM"))
     if "param_dtype" in found and kind in ("manual", "none") and rng.random() < 0.4:
         found["output_dtype"] = rng.choice([torch.float32, torch.float64])
     if size == 1 or hybrid:
@@ -313,8 +319,8 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
     for name in ("cpu_offload", "old_names", "device_id"):
         found[name] = rng.random() < 0.2
     if rng.random() < 0.4:
-        smaller = 2 if found.get("mesh", (1, size)) == (1, 4) else True
-        found["reshard_after_forward"] = rng.choice([False, *[True, smaller, smaller] * (not no_shard)])
+        smaller = 2 if found.get("mesh", (1, size)) == (1, 4) and strategy != "HYBRID_FULL_SHARD" else True
+        found["reshard_after_forward"] = rng.choice([False, *[True, smaller, smaller] * (not is_whole)])
     if rng.random() < 0.2:
         found["prefetch_limit_bytes"] = rng.choice([0, 500])
     if rng.random() < 0.15:

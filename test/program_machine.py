@@ -107,7 +107,8 @@ REFUSALS = {
     "no parameters": r"has no parameters to export",
     "no replicas": r"no replicas to reduce over",
     "nothing to compare": r"check_replicas: no unit has the strategy NO_SHARD or a hybrid one",
-    "not dividing": r"reshard_after_forward=\d does not divide|reshard_after_forward=.* has no meaning with NO_SHARD",
+    "not dividing": r"reshard_after_forward=\d does not divide|reshard_after_forward=.*(has no meaning|reshards to its)",
+    "other group": r"another process group or device than .*: units can be prefetched within one group only",
     "one mesh": r"reshard_after_forward.*mesh",
     "static": r"static_buffers",
 }

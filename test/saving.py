@@ -15,7 +15,7 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint._container import checksums
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+STRATEGIES = [s for s in ShardingStrategy if not s.is_hybrid]
 
 
 class Model(nn.Module):

@@ -1,11 +1,11 @@
 """Claims: the reasons why a unit is unsharded, and what its modules show meanwhile.
 
 [Note: Claims]
-A claim is one reason: a running forward, ``summon_full_params``, ``keep_unsharded``. A unit lists its claims, the outermost
-first. The last claim that shows anything decides which parameters are registered in the modules, and the storage stays while
-any claim pins it. The code that made a claim removes exactly this claim; the remaining ones decide what happens then. After
-an exception that skipped hooks, only the claims of forwards that have ended are dropped: a ``summon_full_params`` around
-them keeps its own claim.
+A claim is one reason: a running forward, ``summon_full_params``, ``keep_unsharded``, a strategy that replicates parameters. A
+unit lists its claims, the outermost first. The last claim that shows anything decides which parameters are registered in the
+modules, and the storage stays while any claim pins it. The code that made a claim removes exactly this claim; the remaining
+ones decide what happens then. After an exception that skipped hooks, only the claims of forwards that have ended are dropped:
+a ``summon_full_params`` around them keeps its own claim.
 
 Parameters may also be unsharded without a claim: those that stay from a forward to its backward, that the user unsharded, or
 that were prefetched. Nothing keeps these from being freed, and the next forward checks whether they are outdated.
@@ -34,6 +34,18 @@ class Claim:
 
     def check_backward(self) -> None:
         """Raise if backward must not reach the unit under this claim."""
+
+
+class Kept(Claim):
+    """The claim of a strategy that keeps unsharded parameters until they change: the storage stays allocated, but the values
+    in it may be outdated.
+    """
+
+    uses = False
+    pins = False
+
+
+KEPT = Kept()
 
 
 class Claims(list[Claim]):

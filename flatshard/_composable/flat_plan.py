@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._composable.partition import PlannedUnit
-from flatshard._config import CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._config import CPUOffload, MixedPrecision
 from flatshard._handle.adapters.encoding import encoded_dtype
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
@@ -80,7 +80,7 @@ def _ranks(groups: Groups | None, world_size: int) -> int:
 
 def _shards(unit: PlannedUnit, groups: Groups | None, world_size: int) -> int:
     """In how many parts parameters of ``groups`` are cut."""
-    return 1 if unit.config.strategy is ShardingStrategy.NO_SHARD else _ranks(groups, world_size)
+    return 1 if unit.config.strategy.is_whole else _ranks(groups, world_size)
 
 
 def _lay_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._comm.backends import joined
 from flatshard._comm.collectives import Collectives, CollectivesFactory
 from flatshard._composable.construct import validate
 from flatshard._composable.construct.materialize import Materialization
@@ -38,6 +40,7 @@ from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement, Runtimes
 from flatshard._handle.planned import Groups
+from flatshard._mesh_runtime import MeshRuntime
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice
@@ -172,7 +175,8 @@ def fully_shard(
         validate.check_module(module)
         root = module
     group, replica_group = validate.resolve_groups(process_group, device_mesh, config.strategy)
-    world_size = dist.get_world_size(group)
+    axes = (group, replica_group) if config.strategy.joins_axes and replica_group is not None else None
+    world_size = math.prod(map(dist.get_world_size, axes or (group,)))
     choice = choose(root, policy, config, ignored_states, world_size)
     planned = choice.planned
     for unit in planned:
@@ -185,8 +189,7 @@ def fully_shard(
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
 
-    context = Context.of(Runtime.of(group, device))
-    runtimes = _runtimes(planned, (group, replica_group), context)
+    context, runtimes = _runtimes(planned, (group, replica_group), axes, device)
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
@@ -212,7 +215,7 @@ def fully_shard(
     below = [unit for unit in units_below(root) if unit.module not in made]
     for unit_below in below:  # units of earlier calls have FQNs that start further in
         unit_below.rename(names)
-    if experts := validate.taken_for_copies(below, group):
+    if experts := validate.taken_for_copies(below, context.runtime.group):
         warnings.warn(
             f"{name_list(experts)} were sharded by an earlier call, over some of the ranks of this one. Norms and "
             "checkpoints take what the other ranks have under these names for copies. If they are other parameters, such as "
@@ -272,7 +275,17 @@ def choose(
     return Choice(planned, config.strategy, ignored, ignored_params)
 
 
-def _runtimes(planned: Sequence[PlannedUnit], groups: Groups, context: Context) -> Runtimes:
+def _runtimes(
+    planned: Sequence[PlannedUnit], groups: Groups, axes: Iterable[dist.ProcessGroup] | None, device: torch.device
+) -> tuple[Context, Runtimes]:
+    """``axes``: over both of which all units are sharded, the inner first. None: units are sharded over ``groups[0]``."""
+    if axes is not None:
+        inner, outer = [Runtime.of(axis, device) for axis in axes]
+        context = Context.of(Runtime.of(joined(inner.group, outer.group, device), device))
+        context.follow(inner)
+        context.follow(outer)
+        return context, {None: (MeshRuntime.over(context.runtime, inner, outer), None)}
+    context = Context.of(Runtime.of(groups[0], device))
     found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
     for chosen in dict.fromkeys(each for unit in planned for each in unit.groups):
         shards, replicas = groups if chosen is None else chosen
@@ -281,7 +294,7 @@ def _runtimes(planned: Sequence[PlannedUnit], groups: Groups, context: Context) 
         for each in found[chosen]:
             if each is not None:
                 context.follow(each)
-    return found
+    return context, found
 
 
 def build(
@@ -330,7 +343,7 @@ def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads
         shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes[groups])
         assert shards is not None
         pool = context.pool_of(shards, config.static_buffers)
-        if config.strategy is ShardingStrategy.NO_SHARD:
+        if config.strategy.is_whole:
             shards, replicas = None, shards
         on_these = [flat for flat in flats if flat.groups == groups]
         placements[groups] = Placement.of(planned.fqn, on_these, shards, replicas, pool, placements.get(None))

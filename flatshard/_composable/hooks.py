@@ -194,7 +194,7 @@ class UnitHooks:
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
-        if grad and not unit.is_done_with_gradients and not unit.handle.is_alias:
+        if grad and not unit.is_done_with_gradients and not unit.handle.never_gathers:
             return self.watch_inputs(args, kwargs) or changed
         return changed
 
@@ -205,7 +205,7 @@ class UnitHooks:
         context.used(unit)
         if in_backward:
             Backward.of(unit).touch(unit)
-            if handle.is_alias:  # it shows the shards themselves, so the values are current
+            if handle.never_gathers:  # it shows the shards themselves, so the values are current
                 handle.reshard()
         elif alone:
             handle.check_parameters()

@@ -114,7 +114,7 @@ class Unit:
     def _reset(self) -> None:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
-        self.claims = Claims()  # claims.py, [Note: Claims]
+        self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
         self.live_steps: weakref.WeakSet[Step] | None = None  # with a live graph; None without static buffers
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
@@ -408,20 +408,20 @@ class Context:
     # -- prefetching ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, unit: Unit, limit: int | None) -> None:
-        """Gather ``unit`` ahead of time. This is a hint: if the unit is not used, it is freed again.
-
-        ``limit``: in bytes, for all parameters gathered ahead. A prefetch that would exceed it is not done.
-        """
+        """Gather ``unit`` ahead of time. This is a hint: if it is not used, it is freed again. ``limit``: in bytes, for all
+        parameters gathered ahead. A prefetch that would exceed it is not done."""
         if limit is not None and self._bytes_ahead(unit) > limit:
             return
         for needed in unit.needs:
+            if needed.claims and self.forwards and not needed.claims.use and needed.is_outdated(self.pass_id):
+                needed.handle.reshard()  # kept, with values that are no longer of use
             if needed.handle.is_sharded:
                 blocked = needed.handle.has_static_buffers and needed.handle.is_blocked
                 if blocked or (needed.claims and needed.claims.show_copies):
                     continue
-                if self.forwards and needed.changes_in_passes:
-                    continue
                 if self.forwards:
+                    if needed.changes_in_passes:
+                        continue
                     needed.handle.check_parameters()
                 needed.handle.unshard(self.pass_id, again=not self.forwards)
                 self._prefetched[needed] = None

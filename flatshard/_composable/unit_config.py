@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._composable.claims import KEPT, Claim
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, Until
 from flatshard.layouts import LayoutChoice
 
 MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
@@ -33,8 +34,13 @@ class UnitConfig:
     static_buffers: bool = False  # [Note: Static buffers]
     shard_mesh_fn: MeshChoice = None
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The claims on a unit that it has as long as it exists."""
+        return (KEPT,) if self.strategy.placements.until is Until.CHANGE else ()
+
     def stays_for_backward(self, outermost: bool) -> bool:
         """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
         if self.reshard_after_forward is None:
-            return outermost or self.strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+            return outermost or self.strategy.placements.until >= Until.BACKWARD
         return not self.reshard_after_forward

@@ -60,7 +60,7 @@ class FlatShard:
         self.options = options
         self.kind = kind
         self.placement = placement
-        self.is_whole = placement.shards is None  # the shard is all of the flat parameter
+        self.is_whole = placement.is_whole
         self.slices = layout.shard_slices(placement.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
@@ -294,7 +294,7 @@ class FlatShard:
             shard = kept
         elif self.options.offload:
             shard = self.on_compute_device()
-        if self.placement.shards is None:
+        if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
         out_of_place = getattr(runtime.collectives, "out_of_place", False)

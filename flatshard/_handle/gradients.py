@@ -479,7 +479,7 @@ class _Parts:
         ``as_gradients``: return them as they are stored in ``.grad``, see ``ShardedGradient``.
         """
         layout = self._flat.layout
-        if self._flat.placement.shards is None:
+        if self._flat.is_whole:
             parts = [shard.as_strided(info.shape, info.stride, info.start) for info in layout.params]
         else:
             parts, split = self._empties.copy(), shard.split_with_sizes(self._sizes)

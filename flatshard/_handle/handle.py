@@ -51,6 +51,12 @@ class Source(Protocol):
         ``gathers`` may be called ``again``.
         """
 
+    def follow(self, flat: FlatParam) -> None:
+        """A forward has changed its own parameters, in the unsharded buffer and in the shard."""
+
+    def drop(self) -> None:
+        """Forget what was kept: the user frees the unit."""
+
 
 class FlatParamHandle:
     """The flat parameters of one unit."""
@@ -126,9 +132,11 @@ class FlatParamHandle:
         self._params = [p for b in self.flats for p in b.params]
         flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
         self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
-        self.is_alias = not self._gathered  # this rank always has whole parameters: unshard and reshard do nothing
+        self.never_gathers = (
+            not self._gathered
+        )  # the shards are what modules compute with: unshard and reshard do nothing
         # Whether units share the memory that they gather into. [Note: Static buffers]
-        self.has_static_buffers = self.placement.pool is not None and not self.is_alias
+        self.has_static_buffers = self.placement.pool is not None and not self.never_gathers
         # Whether other ranks hold the same part of some parameters.
         self.has_replicas = any(p.replicas is not None for p in self.placements)
         self.gradients.find_accumulators()  # here, to save the time in the first step
@@ -212,7 +220,7 @@ class FlatParamHandle:
                 )
             instead = None if self.source is None else self.source.gathers(self._gathered, again)
             if _trace.sinks and instead is None:
-                _trace.event("cast" if self.placement.shards is None else "all-gather", self.fqn)
+                _trace.event("cast" if self.placement.is_whole else "all-gather", self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
                 self._start_gathers(exactly, again, instead)
             else:
@@ -276,6 +284,11 @@ class FlatParamHandle:
                 _trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
         self._free(until)
+
+    def drop_kept(self) -> None:
+        """The next all-gather is from the shards of all ranks."""
+        if self.source is not None:
+            self.source.drop()
 
     def _settle_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
@@ -410,6 +423,8 @@ class FlatParamHandle:
         for flat in self.flats:
             if flat.unsharded.changed() and keep:
                 flat.write_back()
+                if self.source is not None:
+                    self.source.follow(flat)
 
 
 FILL = (

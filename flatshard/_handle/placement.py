@@ -78,6 +78,11 @@ class Placement:
         return None if divisor == self.ranks else self.ranks / divisor
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the flat parameter: ``NO_SHARD``, or a single rank to shard over."""
+        return self.shards is None
+
+    @property
     def rank(self) -> int:
         """The number of this rank's shard."""
         return 0 if self.shards is None else self.shards.rank

@@ -60,7 +60,7 @@ class UnshardedBuffer:
         """
         self._layout = layout
         self._rank = placement.rank
-        self._is_whole = placement.shards is None
+        self._is_whole = placement.is_whole
         self._wrappings = wrappings
         self._pool = placement.pool  # provides the memory; None: the buffer has memory of its own
         self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it

@@ -197,7 +197,7 @@ def _with_lists(value: Any) -> Any:
 
 def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked | None) -> dict[str, Any]:
     """``is_whole``: ``memory`` is the owner's, of the whole parameter."""
-    is_alone = is_whole and named.info is not None and named.info.shard_world_size > 1
+    is_alone = is_whole and named.info is not None and not named.info.is_whole
     return {
         key: value if is_alone else shown(named, key, value, not is_whole)
         for key, value in memory.items()
@@ -329,7 +329,7 @@ def _handed_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             info = param._flatshard_info
             named = Named(info.fqn, param, param)
             # The helper would take a value in a shape of its own for the whole.
-            raises = asked is not None and (info.shard_world_size > 1 or info.parallel is not None)
+            raises = asked is not None and (not info.is_whole or info.parallel is not None)
             state[number] = {key: shown(named, key, value, raises) for key, value in state[number].items()}
     return {**state_dict, "state": state}
 

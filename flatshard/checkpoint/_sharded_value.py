@@ -123,7 +123,7 @@ class ShardedValue(torch.Tensor):
         part, origin = self._part, self._origin
         if origin is None:
             raise RuntimeError(f"{_name(self)}.full_tensor(): it was unpickled, and {_CURE}")
-        if origin.info.shard_world_size > 1:
+        if not origin.info.is_whole:
             roll_call([origin.runtime], f"full_tensor of {origin.info.fqn!r}")
             numel = math.prod(part.block_shape)
             flat = from_parts(origin.runtime, self._local, part.start, numel, self.dtype)
@@ -351,7 +351,7 @@ def part_of(info: ShardInfo) -> Part:
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """``tensor``, which lies as the sharded ``param`` does, as a state dict holds it: whole, where it is."""
     info = shard_info(param)
-    if info is None or (info.shard_world_size == 1 and info.parallel is None and info.runtime is None):
+    if info is None or (info.is_whole and info.parallel is None and info.runtime is None):
         return tensor
     flat = home_of(param) if isinstance(param, ShardedParameter) else None
     origin = Origin(info, flat.placement.runtime) if isinstance(flat, FlatParam) else None
@@ -426,7 +426,7 @@ def _unwrapped(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
 
 def _is_sharded_parameter(source: torch.Tensor) -> TypeGuard[ShardedParameter]:
     """Whether it is one of which other ranks have other parts: ``state_dict(keep_vars=True)`` holds these."""
-    return isinstance(source, ShardedParameter) and source._flatshard_info.shard_world_size > 1
+    return isinstance(source, ShardedParameter) and not source._flatshard_info.is_whole
 
 
 def _other_part(what: str) -> str:
@@ -443,7 +443,7 @@ def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
         return info.shaped(source._flatshard_info.in_memory_order(source.detach()))
     if isinstance(source, ShardedValue):
         local = source._local
-    elif info.shard_world_size == 1 and not is_dtensor(source) and info.parallel is None:
+    elif info.is_whole and not is_dtensor(source) and info.parallel is None:
         return source if source.shape == info.shape else source.reshape(info.shape)
     else:
         if not info.shape and source.dim():

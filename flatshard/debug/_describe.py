@@ -11,6 +11,7 @@ from torch import nn
 
 from flatshard._composable.find import units_below, units_of
 from flatshard._composable.state import Unit
+from flatshard._config import ShardingStrategy, Until
 from flatshard._handle.layout import ParamInfo
 
 
@@ -78,13 +79,24 @@ class Description:
 
     def _ranks(self, unit: UnitDescription, flat: FlatDescription) -> str:
         """Over how many ranks it is sharded, if not over those that the rest of the module is."""
-        usual = flat.world_size == self.world_size or unit.strategy == "NO_SHARD"
+        usual = flat.world_size == self.world_size or ShardingStrategy[unit.strategy].is_whole
         return "" if usual else f" of {flat.world_size} ranks"
 
     @property
     def shard_nbytes(self) -> int:
         """Bytes of parameters that this rank holds between steps."""
         return sum(f.shard_numel * f.dtype.itemsize for u in self.units for f in u.flats)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of whole parameters that this rank holds besides: ``SHARD_OPTIM``."""
+        kept = (u for u in self.units if ShardingStrategy[u.strategy].placements.until is Until.CHANGE)
+        return sum(
+            f.padded_numel * f.compute_dtype.itemsize
+            for unit in kept
+            for f in unit.flats
+            if f.world_size > 1 or f.compute_dtype is not f.dtype
+        )
 
     def __str__(self) -> str:
         head = ("unit", "module", "strategy", "state", "dtype", "trainable", "params", "numel", "padding", "shard here")
@@ -118,6 +130,7 @@ class Description:
         lines.append(
             f"{units}, {flats}, {self.numel:,} elements over {counted(self.world_size, 'rank')} on {self.device.type}; "
             f"{self.shard_nbytes:,} bytes of parameters here between steps"
+            + (f", and {self.kept_nbytes:,} of whole ones" if self.kept_nbytes else "")
         )
         if any("/" in row[4] for row in rows):
             lines.append("dtypes: master/compute/gradient/reduce")

@@ -14,8 +14,6 @@ from flatshard._comm.progress import Label
 from flatshard._composable.features.buffers import Named, buffers_of_units
 from flatshard._composable.features.not_sharded import added_later
 from flatshard._composable.find import units_of
-from flatshard._composable.state import Unit
-from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Runtime, on_any_rank
@@ -51,7 +49,7 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
     """
     units = units_of(module, "check_replicas")
     added = list(added_later(module))
-    if not (buffers or added) and not any(u.config.strategy.is_hybrid or _keeps_all(u) for u in units):
+    if not (buffers or added) and not any(u.config.strategy.has_replicas for u in units):
         raise ValueError(
             "check_replicas: no unit has the strategy NO_SHARD or a hybrid one, so each rank has a different part of every "
             "parameter, and there is nothing to compare. To compare buffers, pass buffers=True"
@@ -94,10 +92,6 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
             + ("; ".join(problems) or "not on this rank, but on others in its shard group; see their messages")
             + f". They must be equal, bit for bit. {cure}"
         )
-
-
-def _keeps_all(unit: Unit) -> bool:
-    return unit.config.strategy is ShardingStrategy.NO_SHARD
 
 
 def _parameters(flat: FlatParam) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.checked_optimizers import CheckedOptimizers
@@ -37,6 +38,7 @@ from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units, flat_of
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
+from flatshard._config import Until
 from flatshard._errors import name_list
 from flatshard._handle.slots import UNSHARDED
 from flatshard._handle.tensors.changes import changes
@@ -49,6 +51,7 @@ from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 _checked = CheckedOptimizers()
 _adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
 _watching: list[Any] = []
+_noting: list[Any] = []
 
 
 class Optimizers(Extension):
@@ -59,6 +62,16 @@ class Optimizers(Extension):
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _see_state_dicts()
+        if not _noting and any(c.strategy.placements.until is Until.CHANGE or c.strategy.joins_axes for c in configs):
+            _noting.append(register_optimizer_step_post_hook(_note_step))
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
+    show, or if the optimizer passed over parts without elements.
+    """
+    stepped = [p for p in params_of(optimizer) if isinstance(p, ShardedParameter) and p.grad is not None]
+    increment_version([p for p in stepped if p._flatshard_info.numel])
 
 
 def _see_state_dicts() -> None:
@@ -259,7 +272,7 @@ def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
         _check_whole(params, name, steps_empty)
-        scattered = [i for p in params if (i := shard_info(p)) is not None and i.shard_world_size > 1]
+        scattered = [i for p in params if (i := shard_info(p)) is not None and not i.is_whole]
         if not steps_empty and scattered:
             raise _NeedsWhole(
                 f"{name} cannot step parameters without elements, such as {scattered[0].fqn!r} on some ranks: use "
@@ -284,7 +297,7 @@ def _try_it(optimizer: Optimizer) -> None:
         )
         for param in settings["params"]:
             info = shard_info(param)
-            if info is None or info.shard_world_size == 1:
+            if info is None or info.is_whole:
                 continue
             ndim, is_cut, by_rows, block = max(1, len(info.shape)), _is_cut(info), info.by_rows, _block_of(param)
             if (case := (options, ndim, is_cut, by_rows, block)) in tried:
@@ -389,4 +402,4 @@ def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bo
 
 def _is_cut(info: ShardInfo) -> bool:
     """Whether ranks have parts of a parameter, or its owner has it in another shape."""
-    return info.shard_world_size > 1 and (info.owner is None or not (info.by_rows or len(info.shape) < 2))
+    return not info.is_whole and (info.owner is None or not (info.by_rows or len(info.shape) < 2))

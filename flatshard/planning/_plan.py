@@ -178,12 +178,11 @@ def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
 
 def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Choice, Ranks]]:
     """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
-    every = ShardingStrategy
-    over = dict.fromkeys((every.FULL_SHARD, every.SHARD_GRAD_OP, every.NO_SHARD), Ranks(1, ranks.total))
+    over = dict.fromkeys((s for s in ShardingStrategy if not s.is_hybrid), Ranks(1, ranks.total))
     if choice.strategy.is_hybrid:
-        over |= dict.fromkeys((every.HYBRID_SHARD, every.HYBRID_SHARD_ZERO2), ranks)
+        over |= dict.fromkeys((s for s in ShardingStrategy if s.is_hybrid), ranks)
     elif ranks.total > per_node and ranks.total % per_node == 0:
-        over[every.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
+        over[ShardingStrategy.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
     del over[choice.strategy]
     return [(_changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import kept_shards
@@ -34,6 +35,7 @@ from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Runtime, Streams
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
 from flatshard.planning._recording import Books, Recorder, RecordingCollectives
@@ -87,8 +89,9 @@ class Program:
 
     def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions) -> None:
         self.ranks, self.options = ranks, options
-        self.layout_warnings = choice.check_layouts(ranks.shards)
-        self.numels = _rank_numels(choice, ranks.shards)
+        self.parts = ranks.total if choice.strategy.joins_axes else ranks.shards
+        self.layout_warnings = choice.check_layouts(self.parts)
+        self.numels = _rank_numels(choice, self.parts)
         memo = _meta_copies(
             tensor
             for each in module.modules()
@@ -122,11 +125,15 @@ class Program:
             return Runtime(collectives, META, Streams(self.recorder, META), host=META)
 
         rank = self.numels.index(max(self.numels))
-        shards = runtime("shards", rank, ranks.shards)
+        shards = every = runtime("shards", rank, self.parts)
         replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
+        if choice.strategy.joins_axes:
+            inner, outer = divmod(rank, ranks.replicas)
+            axes = runtime("inner", inner, ranks.shards), runtime("outer", outer, ranks.replicas)
+            shards, replicas = MeshRuntime.over(every, *axes), None
         for size in kept_shards.sizes(choice.configs):
             kept_shards.add_subgroup(shards, runtime("inner", rank % size, size))
-        made = build(choice, Context.of(shards), {None: (shards, replicas)}, prepare=lambda unit: None)
+        made = build(choice, Context.of(every), {None: (shards, replicas)}, prepare=lambda unit: None)
         install(self.root, choice, made, (*extensions(), _Observer(self.books)))
         return list(made.values())
 
@@ -137,10 +144,10 @@ class Program:
         self.states = state_nbytes(self.options.optimizer, self.params)  # by this rank's part
         for flat in self.flats:
             self.books.add("optimizer", sum(self.states.get(p, 0) for p in flat.params), flat.kind.is_offloaded)
-        self.root.zero_grad()
+        self._end_step()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             self._step(run_once)
-            self.root.zero_grad()
+            self._end_step()
         self.recorder.is_recording = True
         self._step(run_once)
         self._enter("optimizer")
@@ -153,6 +160,11 @@ class Program:
                 self._enter("forward")
                 with no_sync(self.root) if self.options.no_sync and number < last else contextlib.nullcontext():
                     run_once()
+
+    def _end_step(self) -> None:
+        """What an optimizer's step leaves: parameters that have changed, and no gradients."""
+        increment_version([p for flat in self.flats for p in flat.params if p.grad is not None])
+        self.root.zero_grad()
 
     def _enter(self, phase: str) -> None:
         self.recorder.phase, self.recorder.unit = phase, ""

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatshard import _mesh_runtime
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import here
@@ -164,7 +165,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _HANDLE = str(Path(reduction.__file__).parent)
 _POOL = pool.__file__
-_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, __file__)
+_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, _mesh_runtime.__file__, __file__)
 
 
 def _category(frame: Any) -> str:

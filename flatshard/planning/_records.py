@@ -37,7 +37,7 @@ class Collective:
     phase: str  # "forward" or "backward"
     nbytes: int  # of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
     ranks: int  # of its group
-    group: str  # "shards", "inner" (the smaller group that a unit reshards to) or "replicas"
+    group: str  # "shards", "inner" (the smaller group that a unit reshards to, or an axis), "outer" or "replicas"
 
     @property
     def sent_nbytes(self) -> int:

@@ -68,12 +68,21 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
     return found
 
 
-@cases.add({"hybrid": {"strategy": S.HYBRID_SHARD}, "inner": {"reshard_after_forward": 2}}, ranks=4, fake=False)
+@cases.add(
+    {
+        "hybrid": {"strategy": S.HYBRID_SHARD},
+        "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD},
+        "inner": {"reshard_after_forward": 2},
+    },
+    ranks=4,
+    fake=False,
+)
 @cases.add(
     {
         "full_shard": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM, "mixed_precision": BF16},
         "mixed": {"mixed_precision": BF16},
         "static": {"static_buffers": True},
         "offloaded": {"cpu_offload": True},
@@ -85,7 +94,7 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
 )
 def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any:
     asked = dict(options)
-    if options.get("strategy") is S.HYBRID_SHARD:
+    if "strategy" in options and options["strategy"].is_hybrid:
         options["device_mesh"] = env.mesh((2, 2), "replicate", "shard")
     model = env.shard(env.make(Wide), **options)
     optimizer = sgd(model.parameters())
@@ -122,7 +131,7 @@ def planned_step(env: Env, micro: int, holds: bool, options: dict[str, Any]) -> 
     return flatshard.plan(
         Wide(),
         policy=Block,
-        world_size=(2, 2) if options.get("strategy") is S.HYBRID_SHARD else env.size,
+        world_size=(2, 2) if "strategy" in options and options["strategy"].is_hybrid else env.size,
         example_inputs=torch.ones(16, 64),
         microbatches=micro,
         no_sync=holds,

@@ -29,6 +29,8 @@ BF16 = {"rtol": 2e-2, "atol": 2e-3}
         "full": {"strategy": S.FULL_SHARD},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "none": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM},
+        "optim_static": {"strategy": S.SHARD_OPTIM, "static_buffers": True},
         "one_unit": {"policy": {Net}},
         "each_linear": {"policy": {nn.Linear}},
         "all_resharded": {"reshard_after_forward": True},
@@ -53,6 +55,11 @@ def sharded(env: Env, **options: Any) -> Any:
         "hybrid_zero2": {"strategy": S.HYBRID_SHARD_ZERO2},
         "hybrid_accumulates": {"strategy": S.HYBRID_SHARD, "micro": 2},
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
+        "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2},
+        "hybrid_full_bf16": {
+            "strategy": S.HYBRID_FULL_SHARD,
+            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        },
         "hybrid_bf16": {"strategy": S.HYBRID_SHARD, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     },
     ranks=4,
@@ -146,6 +153,7 @@ def full_precision_in_eval(env: Env) -> Any:
         "no_sync_grad_op": {"holds": True, "strategy": S.SHARD_GRAD_OP},
         "no_sync_bf16": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
         "no_sync_not_sharded": {"holds": True, "strategy": S.NO_SHARD},
+        "no_sync_optim": {"holds": True, "strategy": S.SHARD_OPTIM},
     },
     **BF16,
 )
@@ -186,6 +194,7 @@ def reduced_at_the_end(env: Env) -> Any:
         "static_buffers": {"static_buffers": True},
         "offload": {"cpu_offload": CPUOffload(True)},
         "offload_held": {"cpu_offload": CPUOffload(True), "holds": True},
+        "offload_optim": {"cpu_offload": CPUOffload(True), "strategy": S.SHARD_OPTIM},
         "kept_storage": {"keeps": True},
         "on_streams": {"on_streams": True},
     },
@@ -779,6 +788,7 @@ def gradients_of_one_unit(env: Env, holds: bool = False, **options: Any) -> Any:
         "default": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM},
         "holds": {"holds": True},
     }
 )

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM]
 
 
 CHECK = 1024  # bytes by which ranks compare their order at first

@@ -67,7 +67,7 @@ def shard(ctx, model: nn.Module, rng: random.Random) -> nn.Module:
     options["strategy"] = rng.choice(
         [
             ShardingStrategy.FULL_SHARD,
-            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.SHARD_OPTIM,
             ShardingStrategy.SHARD_GRAD_OP,
             ShardingStrategy.NO_SHARD,
         ]
@@ -75,7 +75,7 @@ def shard(ctx, model: nn.Module, rng: random.Random) -> nn.Module:
     if ctx.world_size == 4 and rng.random() < 0.4:
         del options["process_group"]
         options["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
-        options["strategy"] = ShardingStrategy.HYBRID_SHARD
+        options["strategy"] = rng.choice([s for s in ShardingStrategy if s.is_hybrid])
     if rng.random() < 0.3:
         options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
     options["layout"] = layout_named(rng.choice([None, "rows", "pairs", "blocks", "whole", "mixed"]))

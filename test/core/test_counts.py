@@ -225,6 +225,47 @@ def test_collectives_and_their_payload(world, size):
         assert 0 <= root + sum(inner) - 4 * numel <= 16 * len(list(model.parameters())) + 128 * size * (1 + len(inner))
 
 
+def test_shard_optim_gathers_once_in_a_step(world):
+    """Whatever runs forward between two steps of the optimizer; and a step is a change on all ranks, whatever wrote it."""
+
+    class ByPointer(torch.optim.SGD):
+        """As an optimizer in C++, of which version counters show nothing, nor the parts without elements."""
+
+        def step(self) -> None:  # type: ignore[override]
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel()):
+                torch.from_dlpack(p.detach()).sub_(torch.from_dlpack(p.grad.detach().clone()))
+
+    world(64)
+    model = sharded(strategy=ShardingStrategy.SHARD_OPTIM)
+    model.head.requires_grad_(False)
+    wire = put_on_wire(model)
+    units = [padded(unit) for unit in units_below(model)]
+    for optimizer_class in (torch.optim.SGD, ByPointer):
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        step(model)
+        for _ in range(2):
+            for hold in (True, True, False):
+                with flatshard.no_sync(model) if hold else contextlib.nullcontext():
+                    model(torch.ones(2, 3)).sum().backward()
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+            del wire.sent[:]
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(3):
+                model(torch.ones(2, 3)).sum().backward()
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+            kinds = Counter(kind for kind, _ in wire.sent)
+            assert sorted(n for kind, n in wire.sent if kind == "all-gather") == sorted(units)
+            assert kinds == {"all-gather": len(units), "reduce-scatter": 3 * len(units)}
+    described = flatshard.describe(model)
+    assert described.kept_nbytes == sum(units)
+    assert sum(parameter_storages(model).values()) == described.shard_nbytes + described.kept_nbytes
+    flatshard.reshard(model)
+    assert sum(parameter_storages(model).values()) == described.shard_nbytes
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import unit_of
 from flatshard._handle.slots import SHARDED
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 ERRORS: tuple[type[BaseException], ...] = (ValueError, torch.OutOfMemoryError, KeyboardInterrupt)
 WIDTH = 4
 
@@ -510,7 +510,7 @@ def survive_collective(ctx) -> None:
         methods = {method, "all_reduce" if method == "all_reduce" else "reduce_scatter"}
         expected = untouched_params(ctx, strategy, 2)
         for method in sorted(methods):
-            for after in range(4 if method != "all_gather" or strategy is ShardingStrategy.SHARD_GRAD_OP else 6):
+            for after in range(6 if method == "all_gather" and strategy is ShardingStrategy.FULL_SHARD else 4):
                 ctx.note(f"{strategy.name}, {method}, number {after}")
                 run = Run(ctx, strategy)
                 run.step()

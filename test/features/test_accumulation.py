@@ -98,6 +98,8 @@ WHERE = [
     (GRAD_OP, 5, 2),
     (NO_SHARD, 5, 2),
     (NO_SHARD, 200, 2),
+    (ShardingStrategy.SHARD_OPTIM, 5, 3),
+    (ShardingStrategy.SHARD_OPTIM, 200, 2),
 ]
 CASES = all_pairs(WHERE, (True, False), SYNCS, (False, True))
 

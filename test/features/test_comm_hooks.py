@@ -33,7 +33,7 @@ from flatshard.comm import (
     register_comm_hook,
 )
 
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD, ShardingStrategy.SHARD_OPTIM])
 
 
 def built(group: Any, strategy: ShardingStrategy = FULL, model: nn.Module | None = None, **options: Any) -> nn.Module:
@@ -386,8 +386,7 @@ def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
     if strategy is not NO_SHARD:  # gloo's own all-reduce is not counted
         units = units_below(model)
         shards = [u.handle.flats[0].layout.shard_numel for u in units]
-        gathered = 0 if strategy is GRAD_OP else sum(shards[1:])
-        gathered += sum(shards)  # and in forward
+        gathered = {FULL: sum(shards) + sum(shards[1:]), GRAD_OP: sum(shards)}.get(strategy, 0)
         peers = ctx.world_size - 1
         assert sum(sent) == peers * 4 * (gathered + sum(shards))
         assert sum(compressed) == peers * (4 * gathered + 2 * sum(shards))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard._config import Until
 from flatshard._trace import record_events
 
 WIDTH, BLOCKS = 8, 3
@@ -108,14 +109,16 @@ def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, 
     check_parity(ctx, lambda: make(checkpointed), lambda step, n: torch.randn(n, WIDTH), steps=4, shard=shard_it)
     with record_events() as events:
         model[0](torch.randn(2, WIDTH).double()).sum().backward()
-    whole = options.get("strategy") is ShardingStrategy.SHARD_GRAD_OP
+    whole = options["strategy"].placements.until > Until.FORWARD
     assert events.count("all-gather 1") == (1 if whole else 2)
     assert events.count("reduce-scatter 1") == 1
 
 
 @pytest.mark.parametrize(
     ("order", "backend", "strategy", "checkpointed", "world_size"),
-    all_pairs(list(ORDERS), ("aot_eager", "eager"), ("FULL_SHARD", "SHARD_GRAD_OP"), (False, True), (2, 3)),
+    all_pairs(
+        list(ORDERS), ("aot_eager", "eager"), ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM"), (False, True), (2, 3)
+    ),
 )
 def test_parity(ranks, order: str, backend: str, strategy: str, checkpointed: bool, world_size: int):
     options = {"strategy": ShardingStrategy[strategy]}

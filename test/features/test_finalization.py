@@ -114,7 +114,7 @@ def train(ctx, cases: list[Any]) -> None:
             check_clean(model)
 
 
-STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD)
+STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.SHARD_OPTIM)
 SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
 ENDS = ("at once", "async", "later")
 

@@ -21,7 +21,12 @@ from flatshard._handle.slots import SHARDED
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_OPTIM,
+)
 TOKENS, WIDTH = 11, 6
 
 
@@ -117,7 +122,7 @@ def make(dtype: torch.dtype = torch.float64) -> Model:
 
 def assert_sharded(model: nn.Module) -> None:
     for unit in units_below(model):
-        assert not unit.claims, unit
+        assert tuple(unit.claims) == unit.config.claims, unit
         assert unit.handle.slots.shows is SHARDED
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
 

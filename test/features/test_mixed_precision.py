@@ -21,6 +21,7 @@ from flatshard._composable.find import units_below
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+OPTIM = ShardingStrategy.SHARD_OPTIM
 
 
 class Block(nn.Module):
@@ -117,7 +118,7 @@ def training(ctx, policy: MixedPrecision, strategy: ShardingStrategy) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD, OPTIM], ids=lambda s: s.name)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training(pool, policy: str, strategy: ShardingStrategy):
     for world_size in some((3 if strategy is FULL else 2, 1), 1):

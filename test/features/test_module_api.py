@@ -23,7 +23,12 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard, summon_full_params
 from flatshard.tensors import ShardedParameter
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_OPTIM,
+)
 WIDTH = 13
 
 

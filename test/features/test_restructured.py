@@ -89,7 +89,8 @@ def test_what_changes_the_structure_comes_before(pool, world_size):
 def compile_steps(ctx) -> None:
     for options in {"foreach": False}, {"foreach": True}, {"fused": True}:
         ctx.note(str(options))
-        models = [fully_shard(make(), policy={nn.Linear}, process_group=ctx.group) for _ in range(2)]
+        sharding = {"policy": {nn.Linear}, "process_group": ctx.group, "strategy": "shard_optim"}
+        models = [fully_shard(make(), **sharding) for _ in range(2)]
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, **options) for model in models]
         for model in models:
             train(model)
@@ -104,6 +105,7 @@ def compile_steps(ctx) -> None:
         optimizers[1].step()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*map(train, models), rtol=1e-4, atol=1e-5)  # which have gathered what changed
 
 
 @pytest.mark.slow

@@ -36,7 +36,12 @@ from flatshard.checkpoint import full_state_dict
 from flatshard.optim import register_gradients_reduced_hook
 from flatshard.tensors import ShardedParameter
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_OPTIM,
+)
 WIDTH = 8
 
 

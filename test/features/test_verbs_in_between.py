@@ -16,7 +16,12 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
 from flatshard._handle.lifetime import GradState
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_OPTIM,
+)
 
 
 def make(ctx: Any, strategy: ShardingStrategy) -> tuple[nn.Module, nn.Module]:

@@ -211,8 +211,10 @@ def test_a_strategy_by_another_name(world):
         shown,
         """\
 ValueError: strategy='zero3' is not one of ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2""",
+    ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.SHARD_OPTIM,
+    ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD_OPTIM,
+    ShardingStrategy.HYBRID_FULL_SHARD""",
     )
 
 

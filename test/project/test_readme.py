@@ -26,7 +26,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 import flatshard
 import flatshard.fsdp2
+from flatshard import ShardingStrategy
 from flatshard._composable.construct.renamed import OTHER_VALUES
+from flatshard._config import Until
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -47,6 +49,21 @@ def test_every_python_block_is_run():
     blocks = len(re.findall("```python", README))
     assert blocks == len(EXAMPLES) + len(RECIPES) + at_the_top
     assert marked("part of")["quickstart"].strip() in EXAMPLES["quickstart"]
+
+
+def test_the_table_of_strategies_is_that_of_the_code():
+    stays = {
+        Until.FORWARD: "a forward, a backward",
+        Until.BACKWARD: "the backward",
+        Until.CHANGE: "(until the parts change)",
+    }
+    rows = []
+    for strategy in ShardingStrategy:
+        row = strategy.placements
+        until = "(nothing is gathered)" if strategy.is_whole else stays[row.until]
+        outer = "" if row.over_replicas is None else f" {row.over_replicas.value}"
+        rows.append(f"| `{strategy.name}` | {row.parts.value} | {until} |{outer} |")
+    assert "\n".join(["|---|---|---|---|", *rows]) in (ROOT / "flatshard" / "README.md").read_text()
 
 
 def test_the_picture_is_what_its_script_draws():

@@ -23,7 +23,7 @@ PACKAGE = Path(flatshard.__file__).parent
 PACKAGES = [
     ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "_frames", "layouts"],
     ["_comm"],
-    ["_runtime"],
+    ["_runtime", "_mesh_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor", "_comm.quantized", "_comm.subgroups"],
@@ -324,6 +324,7 @@ def only_handles_start_collectives_and_construction_broadcasts():
     found = {
         (name, node.func.attr)
         for name, node in outside(
+            "_mesh_runtime",
             "_runtime",
             "_comm.backends",
             "_comm.quantized",

@@ -28,7 +28,12 @@ from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_OPTIM,
+)
 WIDTH, TOKENS, PER_RANK = 6, 7, 2
 
 Models = dict[str, nn.Module]

@@ -62,10 +62,10 @@ def unit_config(
             f"shard_mesh_fn must be a callable (fqn, parameter) -> mesh or None, got a {type(shard_mesh_fn).__name__}: to "
             "shard everything over one mesh, pass device_mesh=mesh"
         )
-    if strategy is ShardingStrategy.NO_SHARD and getattr(collectives, "reduce", None) is False:
+    if strategy.is_whole and getattr(collectives, "reduce", None) is False:
         raise ValueError(
-            f"collectives={collectives!r} would do nothing for a unit under NO_SHARD, which gathers no parameters: pass "
-            "reduce=True, or omit `collectives`"
+            f"collectives={collectives!r} would do nothing for a unit under {strategy.name}, which gathers no parameters: "
+            "pass reduce=True, or omit `collectives`"
         )
     return UnitConfig(
         strategy,
@@ -106,10 +106,10 @@ def override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> Un
         result = unit_config(**(fields | given))
     except (TypeError, ValueError) as e:
         raise type(e)(f"the policy's {e} (for a {type(module).__name__})") from None
-    if result.strategy.is_hybrid != config.strategy.is_hybrid:
+    if result.strategy.placements.over_replicas is not config.strategy.placements.over_replicas:
         raise ValueError(
-            f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: hybrid and "
-            "other strategies take different process groups, so shard this module in a separate call"
+            f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: they "
+            "take different process groups, so shard this module in a separate call"
         )
     return result
 

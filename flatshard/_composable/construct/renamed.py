@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._config import ShardingStrategy
+from flatshard._config import ShardingStrategy, as_enum
 
 SAME_VALUES = {
     "auto_wrap_policy": "policy",
@@ -79,16 +79,10 @@ def data_parallel_dims(mesh: Any, dims: Any, strategy: Any) -> tuple[DeviceMesh,
                 "that has them as one, init_device_mesh(...), and pass it as device_mesh="
             )
     if replicate and shard:
-        strategy = _HYBRID.get(strategy, strategy)
+        strategy = as_enum(ShardingStrategy, strategy, "strategy").across_replicas()
     elif replicate:
         strategy = ShardingStrategy.NO_SHARD
     return mesh[(*replicate, *shard)], strategy
-
-
-_HYBRID = {
-    ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.HYBRID_SHARD_ZERO2,
-}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -87,6 +87,8 @@ def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
     config, size = unit.config, unit.config.reshard_after_forward
     if config.shard_mesh_fn is None:
         return
+    if config.strategy.joins_axes:
+        raise ValueError(f"shard_mesh_fn: not with {config.strategy}, which shards over both axes of one mesh: omit it")
     for owned in unit.owned:
         mesh = config.shard_mesh_fn(owned.fqn, owned.param)
         if mesh is None:
@@ -97,7 +99,7 @@ def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
             raise type(e)(f"shard_mesh_fn for parameter {owned.fqn!r}: {e}") from None
         if chosen == groups:
             continue
-        if config.strategy is ShardingStrategy.NO_SHARD:
+        if config.strategy.is_whole:
             raise ValueError(
                 f"shard_mesh_fn shards parameter {owned.fqn!r} over another mesh, but strategy is {config.strategy}, which "
                 "shards nothing: use FULL_SHARD, or SHARD_GRAD_OP"

@@ -16,7 +16,6 @@ from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_re
 from flatshard._comm.progress import here
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
-from flatshard._config import ShardingStrategy
 from flatshard._errors import name_list
 from flatshard._runtime import Runtime
 
@@ -197,6 +196,11 @@ def register_comm_hook(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
             "handle that register_comm_hook returned for it"
         )
+    if found := [unit.fqn for unit in units if unit.config.strategy.joins_axes]:
+        raise ValueError(
+            f"register_comm_hook: units {name_list(found)} reduce over two axes of a mesh, one after the other, and a hook "
+            "is for one process group: use HYBRID_SHARD, or MixedPrecision(reduce_dtype=...) for 16 bits"
+        )
     reduced = [unit for unit in units if _is_reduced(unit) and not _is_only_replicated(unit)]
     if not reduced:
         world_size = units[0].context.runtime.world_size
@@ -226,7 +230,7 @@ def _is_only_replicated(unit: Unit) -> bool:
 
 def _check_hook(hook: Any, state: object, unit: Unit) -> None:
     arguments = ["state", "gradient"]
-    if unit.config.strategy is not ShardingStrategy.NO_SHARD:
+    if not unit.config.strategy.is_whole:
         arguments.append("output")
     wanted = f"hook({', '.join(arguments)})"
     if not callable(hook):

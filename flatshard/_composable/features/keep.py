@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flatshard import _frames
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import Claim, Kept
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.hooks import UnitHooks, overridden
@@ -237,11 +237,8 @@ def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = Fals
                 unit.free_if_unused()
 
 
-class Keep(Claim):
-    """One unit in one ``keep_unsharded``. Its storage stays allocated, but the values in it may be outdated."""
-
-    uses = False
-    pins = False
+class Keep(Kept):
+    """One unit in one ``keep_unsharded``."""
 
     def __init__(self, unit: Unit) -> None:
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.

@@ -14,6 +14,7 @@ group's gathers, but the same stream, so the order is the same on all ranks.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,12 +23,14 @@ import torch
 from torch import nn
 
 from flatshard import _trace
-from flatshard._comm.collectives import CollectivesFactory, Pending
+from flatshard._comm.collectives import CollectivesFactory, Done, Pending
 from flatshard._comm.subgroups import subgroup
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.tensors.aggregate import plainly
+from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Runtime
 
 
@@ -69,6 +72,12 @@ class KeptShards:
             _trace.event(self.verb(flats[0]), flats[0].placement.label.unit)
         return (self.gather(flat, taken.get(flat)) for flat in flats)
 
+    def follow(self, flat: FlatParam) -> None:
+        """What is kept is copied after the forward."""
+
+    def drop(self) -> None:
+        """What is kept is of the last forward, as its backward needs it."""
+
     def part(self, flat: FlatParam) -> torch.Tensor | None:
         """The part of the unsharded buffer to keep; None: nothing."""
         raise NotImplementedError
@@ -94,7 +103,7 @@ class KeptCasts(KeptShards):
         return flat.unsharded.own if is_cast and runtime is runtime.exact else None
 
     def verb(self, flat: FlatParam) -> str:
-        return "cast" if flat.placement.shards is None else "all-gather"
+        return "cast" if flat.is_whole else "all-gather"
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
         return flat.gather(False, True, kept)
@@ -145,6 +154,8 @@ def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
 def set_source(unit: Unit) -> None:
     """Have ``unit`` do as its config says, from its next forward on. Call ``split`` first."""
     unit.handle.source = KeptCasts() if unit.config.mixed_precision.keep_cast_shard else None
+    if unit.config.strategy.joins_axes:
+        unit.handle.source = GatheredOutside()
     for size in sizes([unit.config]):
         inner = _subgroups[unit.context.runtime][size]
         unit.handle.source = FromInnerShards(_exact(inner, unit.config.collectives))
@@ -157,6 +168,65 @@ def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
     """
     made = inner.using(factory)
     return made if getattr(made.collectives, "everywhere", False) else made.exact
+
+
+class GatheredOutside:
+    """``HYBRID_FULL_SHARD``: what a rank has of a unit once the outer axis is gathered, until the parts change."""
+
+    def __init__(self) -> None:
+        self._kept: dict[FlatParam, tuple[int, torch.Tensor]] = {}  # with the version of the parts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatheredOutside:
+        return GatheredOutside()
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """Those that exist now."""
+        return [part for _, part in self._kept.values()]
+
+    def follow(self, flat: FlatParam) -> None:
+        """Keep what the forward has made of it."""
+        if (kept := self._kept.get(flat)) is not None and isinstance(runtime := flat.placement.runtime, MeshRuntime):
+            kept[1].copy_(runtime.part(flat.unsharded.wire))
+
+    def drop(self) -> None:
+        """Forget them."""
+        self._kept.clear()
+
+    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
+        """They are kept from the gather on."""
+
+    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
+        """Gather over the inner axis, and over the outer one where the parts have changed."""
+        runtime = flats[0].placement.runtime
+        if not isinstance(runtime, MeshRuntime) or runtime.exact is not runtime:
+            return None
+        return (self._gather(flat, runtime, again) for flat in flats)
+
+    def _gather(self, flat: FlatParam, runtime: MeshRuntime, again: bool) -> Pending:
+        unit, version = flat.placement.label, _version(flat)
+        kept = self._kept.get(flat)
+        if kept is not None and kept[0] == version:
+            if _trace.sinks:
+                _trace.event(f"all-gather over {runtime.inner.world_size}", unit.unit)
+            flat.unsharded.allocate(None)
+            wire = flat.unsharded.wire
+            part = runtime.part(wire).copy_(kept[1])
+            return runtime.gather_inner(wire, part, unit, again)
+        if _trace.sinks:
+            _trace.event("all-gather", unit.unit)
+        self._kept.pop(flat, None)
+        return runtime.then(flat.gather(False, again), functools.partial(self._note, flat, runtime, version))
+
+    def _note(self, flat: FlatParam, runtime: MeshRuntime, version: int) -> Pending:
+        self._kept[flat] = version, runtime.part(flat.unsharded.wire).clone()
+        return runtime.issued(Done())
+
+
+def _version(flat: FlatParam) -> int:
+    """Increases with every change of the parts, by the same amount on all ranks."""
+    with plainly():
+        return sum([param._version for param in (*flat.params, flat.gradients.shard_param) if param is not None])
 
 
 class FromInnerShards(KeptShards):

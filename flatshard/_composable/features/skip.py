@@ -84,7 +84,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
     try:
         hooks.pre_forward(module, (), {}, _frames.of_caller())
         if torch.is_grad_enabled():
-            if not unit.is_done_with_gradients and not unit.handle.is_alias:
+            if not unit.is_done_with_gradients and not unit.handle.never_gathers:
                 watched = hooks.watch_inputs(tensors, {})
                 tensors = tensors if watched is None else watched[0]
             tensors = marked = _mark(unit, inside(tensors))

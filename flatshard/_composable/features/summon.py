@@ -194,7 +194,7 @@ class _Summoned(Claim):
             whole.gather_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
         self.pins = copies is None
-        if copies is None and handle.is_alias:
+        if copies is None and handle.never_gathers:
             self._note_values()
         unit.show()
         if not unit.claims.pin:
@@ -283,6 +283,7 @@ class _Summoned(Claim):
         if not unit.claims.use:
             unit.handle.write_back_if_changed(keep=False)
         unit.show()
+        unit.handle.drop_kept()  # the body may have changed what no version shows
         if not unit.claims.pin:
             unit.handle.reshard()
 
@@ -428,6 +429,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     for unit in units:
         unit.show()
         unit.handle.reshard()
+        unit.handle.drop_kept()
 
 
 def recover(module: nn.Module) -> None:

@@ -103,7 +103,7 @@ class GuardedParameters(Parameters):
         if reader.f_code is not _GETATTR:
             _refuse_early(param, reader)
             return param
-        if param._flatshard_info.shard_world_size > 1:
+        if not param._flatshard_info.is_whole:
             self._check_reader(param, reader)
         _refuse_early(param, reader.f_back)
         return show_whole(param)

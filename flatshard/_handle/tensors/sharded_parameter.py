@@ -135,16 +135,21 @@ class ShardInfo:
         return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the parameter: ``NO_SHARD``, or a single rank to shard over."""
+        return self.shard_world_size == 1
+
+    @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part: 1-D; ``(rows, *rest)`` if cut by rows; the whole shape on a single rank."""
-        if self.shard_world_size == 1:
+        if self.is_whole:
             return self.shape
         return part_shape(self.shape, self.stop - self.start, self.by_rows)
 
     @property
     def rows(self) -> tuple[int, int] | None:
         """The rows of the parameter that this rank has, half-open. None if it was not cut by rows."""
-        if not self.shape or not (self.by_rows or self.shard_world_size == 1):
+        if not self.shape or not (self.by_rows or self.is_whole):
             return None
         row = max(1, math.prod(self.shape[1:]))
         return self.start // row, self.stop // row
@@ -207,7 +212,7 @@ def _filled_or_drawn(name: str) -> Any:
 def _is_part(param: ShardedParameter) -> bool:
     """Whether ``param`` is a part of something whose other parts are elsewhere."""
     info = param._flatshard_info
-    if info.runtime is None or info.shard_world_size == 1:
+    if info.runtime is None or info.is_whole:
         return False
     home = _homes.get(id(param))
     return home is None or home.filling is None or not home.filling.shows(param)  # [Note: Filled later]

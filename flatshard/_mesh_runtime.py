@@ -1,0 +1,77 @@
+"""The collectives of all ranks of a mesh, which go over one of its axes after the other.
+
+[Note: One axis after the other]
+Ranks on the inner axis are near each other, usually those of a node. A gather goes over the outer axis first, where a rank
+receives what its inner rank has, and then over the inner axis. A reduction comes the other way. So what leaves a node is
+divided by the number of its ranks. Rank ``i`` of the inner and ``o`` of the outer axis is number ``i * outer + o`` of all:
+then the parts of an outer group lie side by side, and both gathers fill ranges of one buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from flatshard._comm.collectives import CollectivesFactory, Done, Pending
+from flatshard._comm.progress import GATHER, REDUCE, Label
+from flatshard._runtime import Runtime, holding
+
+
+class MeshRuntime(Runtime):
+    """A runtime of all ranks of a mesh. [Note: One axis after the other]"""
+
+    inner: Runtime
+    outer: Runtime
+
+    @classmethod
+    def over(cls, every: Runtime, inner: Runtime, outer: Runtime) -> MeshRuntime:
+        """``every``: of all ranks, in the order of the note."""
+        result = every.unwatched()  # each axis has a monitor of its own
+        result.__class__ = cls
+        assert isinstance(result, cls)
+        result.inner, result.outer = inner.beside(every), outer.beside(every)
+        assert result.rank == inner.rank * outer.world_size + outer.rank
+        return result
+
+    def using(self, factory: CollectivesFactory | None) -> Runtime:
+        """This runtime with the collectives that ``factory`` makes for each axis."""
+        if factory is None:
+            return self
+        result = self.replacing(self.inner.using(factory).collectives)
+        assert isinstance(result, MeshRuntime)
+        result.inner, result.outer = self.inner.using(factory), self.outer.using(factory)
+        return result
+
+    def part(self, output: torch.Tensor) -> torch.Tensor:
+        """Of what is gathered over all ranks: what this rank has once the outer axis is gathered."""
+        return output.view(self.inner.world_size, -1)[self.inner.rank]
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
+        start = functools.partial(self._gather, label, again)
+        return self._issue("all-gather", GATHER, label, start, output, shard, again=again)
+
+    def _gather(self, label: Label, again: bool, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        part = self.part(output)
+        if self.outer.world_size == 1:
+            return self.gather_inner(output, shard, label, again)
+        first = self.outer.all_gather(part, shard, label, again)
+        return self.then(first, lambda: self.gather_inner(output, part, label, again))
+
+    def gather_inner(self, output: torch.Tensor, part: torch.Tensor, label: Label, again: bool) -> Pending:
+        """The second half of a gather: ``part`` is this rank's, and in place."""
+        if self.inner.world_size == 1:
+            return self.issued(Done())
+        return self.inner.all_gather(output, part, label, again)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
+        start = functools.partial(self._reduce, label)
+        return self._issue("reduce-scatter", REDUCE, label, start, output, input)
+
+    def _reduce(self, label: Label, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        if 1 in (self.inner.world_size, self.outer.world_size):
+            axis = self.outer if self.inner.world_size == 1 else self.inner
+            return axis.reduce_scatter(output, input, label)
+        half = output.new_empty(self.outer.world_size * output.numel())
+        first = self.inner.reduce_scatter(half, input, label)
+        return holding(self.then(first, lambda: self.outer.reduce_scatter(output, half, label)), half)
