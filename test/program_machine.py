@@ -702,7 +702,7 @@ class Machine:
                     if not self.attempt(lambda: out.append(run(call, module, xs[rank], first)), twin):
                         if model.has("batchnorm"):  # it may have run before the unit that refused
                             for mine, theirs in zip(twin.plain.buffers(), twin.model.buffers(), strict=True):
-                                mine.copy_(theirs)
+                                mine.data.copy_(theirs)  # unseen by autograd, as below
                         return None
                 self.interrupted = False
             except (Bang, Interrupt):

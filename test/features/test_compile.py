@@ -109,7 +109,7 @@ def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, 
     check_parity(ctx, lambda: make(checkpointed), lambda step, n: torch.randn(n, WIDTH), steps=4, shard=shard_it)
     with record_events() as events:
         model[0](torch.randn(2, WIDTH).double()).sum().backward()
-    whole = options["strategy"].placements.until > Until.FORWARD
+    whole = options.get("strategy", ShardingStrategy.FULL_SHARD).placements.until > Until.FORWARD
     assert events.count("all-gather 1") == (1 if whole else 2)
     assert events.count("reduce-scatter 1") == 1
 
