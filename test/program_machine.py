@@ -868,8 +868,10 @@ class Machine:
                     twin.held[name] = twin.held[name] + new if name in twin.held else new
             if not self._holds_back(twin):
                 twin.reduce_held(list(twin.synced))
+        groups = {unit.context for loss in losses for unit in loss.twin.units}
         for twin in self._alive if brought else ():
-            twin.reduce_held([unit for unit, synced in twin.synced.items() if synced])
+            mine = [unit for unit, synced in twin.synced.items() if synced]
+            twin.reduce_held([unit for unit in mine if unit < 0 or twin.units[unit].context in groups])
 
     def _holds_back(self, twin: Twin) -> bool:
         """Whether ``no_sync`` keeps gradients out of ``.grad``."""
