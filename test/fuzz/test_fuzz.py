@@ -48,7 +48,7 @@ MINIMISING = 120.0
 
 OPEN = {43307}
 """Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. A part of a unit is frozen between two
-forwards whose losses are added, and some ranks leave the first one out: they reduce the unit before the others gather it again.
+forwards whose losses are added, and some ranks leave the first one out: they reduce before the others gather.
 It ends in an OutOfStepError."""
 
 ran: Counter[str] = Counter()
