@@ -419,30 +419,3 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in str(dist.get_backend_config(group))
-
-
-_Joined = weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
-_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = (
-    weakref.WeakKeyDictionary()
-)  # by the inner and outer one
-
-
-def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh, inner rank by inner rank: they call it together, nobody else need.
-
-    ``inner``, ``outer``: those of this rank. The result is cached, and kept alive by the default group.
-    """
-    made = _joined.setdefault(inner, weakref.WeakKeyDictionary())
-    if outer not in made:
-        size, rank = dist.get_world_size(outer), dist.get_rank(outer)
-        rows = torch.tensor(dist.get_process_group_ranks(inner), device=device).repeat(size, 1)
-        if isinstance(builtin_collectives(outer, device), FakeCollectives):  # which sends nothing
-            first = torch.tensor(dist.get_process_group_ranks(outer), device=device)
-            rows += (first - first[rank]).unsqueeze(1)
-        elif size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), rows[rank].clone(), group=outer)
-        ranks, backend = rows.t().flatten().tolist(), str(dist.get_backend_config(inner))
-        new = dist.new_group(ranks, backend=backend, use_local_synchronization=True, sort_ranks=False)
-        assert isinstance(new, dist.ProcessGroup)
-        made[outer] = weakref.ref(new)
-    return alive(made[outer])
