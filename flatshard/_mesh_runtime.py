@@ -42,13 +42,15 @@ class MeshRuntime(Runtime):
         return output.view(self.inner.world_size, -1)[self.inner.rank]
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
+        if self.outer.world_size == 1:
+            return self.gather_inner(output, shard, label, again)
+        if self.inner.world_size == 1:
+            return self.outer.all_gather(output, shard, label, again)
         start = functools.partial(self._gather, output, shard, label, again)
         return self._issue("all-gather", GATHER, label, start, again=again)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool) -> Pending:
         part = self.part(output)
-        if self.outer.world_size == 1:
-            return self.gather_inner(output, shard, label, again)
         first = self.outer.all_gather(part, shard, label, again)
         return self.then(first, lambda: self.gather_inner(output, part, label, again))
 
@@ -59,12 +61,12 @@ class MeshRuntime(Runtime):
         return self.inner.all_gather(output, part, label, again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
-        return self._issue("reduce-scatter", REDUCE, label, functools.partial(self._reduce, output, input, label))
-
-    def _reduce(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         if 1 in (self.inner.world_size, self.outer.world_size):
             axis = self.outer if self.inner.world_size == 1 else self.inner
             return axis.reduce_scatter(output, input, label)
+        return self._issue("reduce-scatter", REDUCE, label, functools.partial(self._reduce, output, input, label))
+
+    def _reduce(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         half = output.new_empty(self.outer.world_size * output.numel())
         first = self.inner.reduce_scatter(half, input, label)
         return holding(self.then(first, lambda: self.outer.reduce_scatter(output, half, label)), half)

@@ -56,18 +56,24 @@ def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.dev
     """The process group of all ranks of a mesh, inner rank by inner rank: they call it together, nobody else need.
 
     ``inner``, ``outer``: those of this rank. The result is cached, and has the timeout of ``inner``.
+
+    Before torch 2.15, ranks that are a part of the world must be in equally many groups: by this number torch names the new
+    group, and where names differ, ranks wait for each other in vain.
     """
+    if 1 in (dist.get_world_size(inner), dist.get_world_size(outer)):
+        return inner if dist.get_world_size(outer) == 1 else outer
     size, rank = dist.get_world_size(outer), dist.get_rank(outer)
     rows = torch.tensor(dist.get_process_group_ranks(inner), device=device).repeat(size, 1)
     if isinstance(builtin_collectives(outer, device), FakeCollectives):  # which sends nothing
         first = torch.tensor(dist.get_process_group_ranks(outer), device=device)
         rows += (first - first[rank]).unsqueeze(1)
-    elif size > 1:
+    else:
         dist.all_gather_into_tensor(rows.view(-1), rows[rank].clone(), group=outer)
     ranks, backend, timeout = rows.t().flatten().tolist(), str(dist.get_backend_config(inner)), _timeout(inner, device)
     (_, made), key = _made_before(), (f"{backend}, {timeout}", tuple(ranks))
     if key not in made:
-        new = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, sort_ranks=False)
+        is_part = len(ranks) < dist.get_world_size()  # the other ranks of the world don't call this
+        new = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_part, sort_ranks=False)
         assert isinstance(new, dist.ProcessGroup)
         made[key] = weakref.ref(new)
     return alive(made[key])
