@@ -17,14 +17,14 @@ from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
-from flatshard._runtime import Runtime
+from flatshard._runtime import Peers
 from flatshard.checkpoint._state_dict_hooks import StateDicts
 from flatshard.optim._hooks import Optimizers
 
 
 def plug_in() -> None:
     """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
-    Runtime.make_monitor = GroupMonitor
+    Peers.make_monitor = GroupMonitor
     use(
         Compile(),
         Optimizers(),

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._comm.backends import joined
-from flatshard._comm.collectives import Collectives, CollectivesFactory
+from flatshard._comm.collectives import CollectivesFactory
+from flatshard._comm.groups import joined
 from flatshard._composable.construct import validate
 from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
@@ -193,12 +193,7 @@ def fully_shard(
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
-                made_by_user = runtimes[groups][0].using(factory).collectives
-                if not isinstance(made_by_user, Collectives):
-                    raise TypeError(
-                        f"collectives={factory!r} made a {type(made_by_user).__name__}, which lacks one of all_gather, "
-                        "reduce_scatter, all_reduce and exact: see flatshard.comm.Collectives"
-                    )
+                runtimes[groups][0].using(factory)  # raises for what is none, before anything is changed
     for extension in extensions():
         extension.prepare(root, choice.configs, context.runtime)
     values.agree(runtimes)
@@ -284,7 +279,7 @@ def _runtimes(
         context = Context.of(Runtime.of(joined(inner.group, outer.group, device), device))
         context.follow(inner)
         context.follow(outer)
-        return context, {None: (MeshRuntime.over(context.runtime, inner, outer), None)}
+        return context, {None: (MeshRuntime(context.runtime, inner, outer), None)}
     context = Context.of(Runtime.of(groups[0], device))
     found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
     for chosen in dict.fromkeys(each for unit in planned for each in unit.groups):

@@ -299,9 +299,9 @@ class Context:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Context:
-        found = cls._instances.get(id(runtime))  # the context keeps its runtime alive, so the id stays taken
+        found = cls._instances.get(runtime.number)
         if found is None:
-            found = cls._instances[id(runtime)] = cls(runtime)
+            found = cls._instances[runtime.number] = cls(runtime)
         return found
 
     @classmethod

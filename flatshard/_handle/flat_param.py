@@ -34,7 +34,7 @@ class FlatParam(FlatShard):
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """See ``FlatShard``."""
         result = super().copy_with(params, placement)
-        result.gradients.use_runtime(self.gradients.runtime)
+        result.gradients.reduce_by(self.gradients.choose_runtime)
         if (shard_param := self.gradients.shard_param) is not None:
             hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))
         return result
