@@ -559,7 +559,7 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
             each.__dict__["__deepcopy__"] = functools.partial(_copy_with_attributes, each)
 
 
-def _copy_with_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy_with_attributes(module: Any, memo: dict[int, Any]) -> Any:
     """A deep copy. For modules whose class would make a new one of some attributes, without hooks: ``torch.compile``'s."""
     memo[id(module)] = result = object.__new__(type(module))
     result.__setstate__(copy.deepcopy(module.__getstate__(), memo))
