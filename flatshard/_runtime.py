@@ -45,12 +45,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import (
-    Addressed,
-    BuiltinCollectives,
-    FakeCollectives,
-    builtin_collectives,
-)
+from flatshard._comm.backends import Addressed, BuiltinCollectives, FakeCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
@@ -178,13 +173,13 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait()
 
 
-def _has(owner: Any, path: str) -> bool:
-    """Whether ``owner`` has the attribute, which may be one of an attribute."""
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+_NEEDED = "current_stream", "stream", "Stream", "Stream.wait_stream", "Stream.wait_event", "Stream.record_event"
+"""What a device module must have."""
+
+
+def _has(module: Any, name: str) -> bool:
+    owner, _, method = name.rpartition(".")
+    return hasattr(getattr(module, owner, None) if owner else module, method)
 
 
 class Streams:
@@ -210,15 +205,7 @@ class Streams:
         if device.type == "cpu":
             return None
         module = torch.get_device_module(device)
-        needed = (
-            "current_stream",
-            "stream",
-            "Stream",
-            "Stream.wait_stream",
-            "Stream.wait_event",
-            "Stream.record_event",
-        )
-        missing = [name for name in needed if not _has(module, name)]
+        missing = [name for name in _NEEDED if not _has(module, name)]
         if missing:
             raise NotImplementedError(
                 f"fully_shard: parameters are on {str(device)!r}, and torch.{device.type} has no streams to run collectives "

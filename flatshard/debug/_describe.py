@@ -38,9 +38,7 @@ class FlatDescription:
     padded_numel: int  # elements on all ranks, with padding
     shard_numel: int  # elements on this rank, with padding
     world_size: int  # ranks that these elements are sharded over
-    kept_numel: (
-        int  # gathered elements that this rank keeps until the parts change: ``SHARD_OPTIM``, ``HYBRID_FULL_SHARD``
-    )
+    kept_numel: int  # of gathered elements, those that this rank keeps until the parts change
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from flatshard._composable.construct.flat_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync
-from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of

@@ -341,6 +341,7 @@ def only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.features.filled_later", "all_reduce_now"),
         ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
         ("_composable.features.buffers", "broadcast_now"),
+        ("_composable.features.encoded_gathers", "all_gather"),  # scales, before a handle gathers
         ("_composable.features.kept_shards", "all_gather"),  # for a handle, in place of its own
         ("_composable.features.whole_parameters", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),

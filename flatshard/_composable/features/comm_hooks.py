@@ -225,7 +225,7 @@ def _is_reduced(unit: Unit) -> bool:
 
 def _is_only_replicated(unit: Unit) -> bool:
     """Whether the unit is hybrid with a shard group of one rank, so that it has no reduction within that group."""
-    return unit.config.strategy.is_hybrid and unit.context.runtime.world_size == 1
+    return unit.config.strategy.is_hybrid and unit.handle.placement.is_whole
 
 
 def _check_hook(hook: Any, state: object, unit: Unit) -> None:

@@ -103,7 +103,7 @@ class KeptCasts(KeptShards):
         return flat.unsharded.own if is_cast and runtime is runtime.exact else None
 
     def verb(self, flat: FlatParam) -> str:
-        return "cast" if flat.is_whole else "all-gather"
+        return flat.placement.gather_verb
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
         return flat.gather(False, True, kept)
