@@ -806,7 +806,8 @@ class Machine:
             for name in s.losses:
                 self.losses.pop(name, None)
         if failed:
-            self._fail_backward(involved)
+            reached = any(unit.context.backward is not None for twin in self._alive for unit in twin.units)
+            self._fail_backward(involved, reached)
             return True
         try:
             self._run_plain_backward(losses, s.retain, scale)
@@ -829,10 +830,11 @@ class Machine:
                 self.check()
                 twin.adopt()
 
-    def _fail_backward(self, involved: dict[int, Twin]) -> None:
+    def _fail_backward(self, involved: dict[int, Twin], reached: bool = True) -> None:
+        """``reached``: whether it had come to a unit. Otherwise what is held was not touched, and stays."""
         for twin in involved.values():
             twin.undefined = True
-        for twin in self._alive:
+        for twin in self._alive if reached else ():
             twin.held.clear()
 
     def _mixes_gradients(self) -> bool:
