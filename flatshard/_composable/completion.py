@@ -132,7 +132,7 @@ class Completion:
     def comes_again(self) -> bool:
         """Whether the running graph task will reach another forward of the unit."""
         task = current_graph_task()
-        return any(leave.ran_in != task and how_many_run((leave,)) for leave in self.exits)
+        return any(_is_ahead(leave, task) and how_many_run((leave,)) for leave in self.exits)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -213,6 +213,10 @@ class Completion:
 
     def _refuse(self, event: str) -> NoReturn:
         raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
+
+
+def _is_ahead(leave: Any, task: int) -> bool:
+    return leave.ran_in != task and (leave.record is None or leave.record.opened_in != task)
 
 
 def how_many_run(nodes: Collection[Any]) -> int:

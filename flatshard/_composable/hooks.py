@@ -188,7 +188,7 @@ class UnitHooks:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
         if grad and not unit.is_done_with_gradients and not unit.handle.never_gathers:
-            return self.watch_inputs(args, kwargs) or changed
+            return self.watch_inputs(forward, args, kwargs) or changed
         return changed
 
     @staticmethod
@@ -317,7 +317,7 @@ class UnitHooks:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Call ``post_backward`` when backward leaves the unit through its inputs. [Note: Freeing in backward]"""
         values, spec = tree_flatten((args, kwargs))
@@ -325,6 +325,7 @@ class UnitHooks:
         if not where:
             return None
         leaving = _leave(self, *[values[i] for i in where])
+        forward.exit = leaving[0].grad_fn
         for i, watched in zip(where, leaving, strict=True):
             values[i] = watched
         new_args, new_kwargs = tree_unflatten(values, spec)
@@ -429,6 +430,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
         ctx.ran_in = -1  # the last graph task that ran it
+        ctx.record = None  # of the forward, when it has ended
         hooks.unit.completion.exits.add(ctx)
         return tensors
 

@@ -8,6 +8,7 @@ Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/tes
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -636,3 +637,34 @@ def uneven_training(ctx):
 
 def test_training_on_different_paths(pool):
     pool.run(uneven_training, world_size=3)
+
+
+class Skipping(nn.Sequential):
+    """Does not use its last module where ``short`` is set. Its backward raises before the first module where ``fails`` is."""
+
+    short = fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        if self.fails:
+            x.register_hook(lambda grad: 1 / 0)
+        for module in [*self][1 : -1 if self.short else None]:
+            x = module(x)
+        return x
+
+
+def test_what_a_rank_left_out_before_does_not_change_its_order(world):
+    """Other ranks may have left out nothing: also in a backward that fails, all have begun the same reductions."""
+    world(8)
+    model = Skipping(*(nn.Linear(4, 4) for _ in range(4)))
+    fully_shard([model[1], model[3]])
+    fully_shard(model, policy={nn.Linear})
+    steps = []
+    for model.short, model.fails in [(False, False), (False, True), (True, False), (False, False), (False, True)]:
+        with record_events() as events:
+            loss = model(torch.ones(2, 4)).sum()
+            with pytest.raises(ZeroDivisionError) if model.fails else contextlib.nullcontext():
+                loss.backward()
+        steps.append([e for e in events if not e.startswith("reshard")])
+    assert steps[1] == steps[4] != steps[2]
+    assert "reduce-scatter 1, 3" in steps[1]

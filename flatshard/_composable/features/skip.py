@@ -85,7 +85,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
         hooks.pre_forward(module, (), {}, _frames.of_caller())
         if torch.is_grad_enabled():
             if not unit.is_done_with_gradients and not unit.handle.never_gathers:
-                watched = hooks.watch_inputs(tensors, {})
+                watched = hooks.watch_inputs(unit.context.forwards[-1], tensors, {})
                 tensors = tensors if watched is None else watched[0]
             tensors = marked = _mark(unit, inside(tensors))
         else:
