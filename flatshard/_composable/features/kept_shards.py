@@ -219,7 +219,8 @@ class GatheredOutside:
         return runtime.then(flat.gather(False, again), functools.partial(self._note, flat, runtime, version))
 
     def _note(self, flat: FlatParam, runtime: MeshRuntime, version: int) -> Pending:
-        self._kept[flat] = version, runtime.part(flat.unsharded.wire).clone()
+        with torch.inference_mode(False):  # a later forward may write to it
+            self._kept[flat] = version, runtime.part(flat.unsharded.wire).clone()
         return runtime.issued(Done())
 
 
