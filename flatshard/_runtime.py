@@ -275,12 +275,12 @@ class Streams:
 class Users:
     """The streams that compute with memory of the gather stream. [Note: Memory follows the streams]"""
 
-    __slots__ = ("_gathers", "_known", "_streams")
+    __slots__ = ("_all_gathers", "_known", "_streams")
 
     def __init__(self, streams: Streams, gathers: Sequence[Pending]) -> None:
         """``gathers``: what writes it. The current stream waits for them."""
         self._streams = streams
-        self._gathers = tuple(gathers)
+        self._all_gathers = tuple(gathers)
         self._known = [streams.current]
 
     def add_current(self) -> None:
@@ -290,7 +290,7 @@ class Users:
             if streams.is_captured(current):  # the gathers may be from before the capture
                 streams.let_wait(current, self._known[0])
             else:
-                for gather in self._gathers:
+                for gather in self._all_gathers:
                     gather.wait()
             self._known.append(current)
 

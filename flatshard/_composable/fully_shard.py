@@ -337,7 +337,7 @@ def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None
         owner = owner_of(param)
         if owner is None:
             raise InternalError(f"the sharded parameter registered as {name!r} in unit {unit.fqn!r} has no owner")
-        owner.handle.add_slot(module, name, param)
+        owner.handle.add_registration(module, name, param)
         if owner not in needs:
             needs.append(owner)
     unit.needs = tuple(needs)

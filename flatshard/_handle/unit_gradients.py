@@ -124,8 +124,8 @@ class UnitGradients:
             self.find_accumulators()
 
     def find_accumulators(self) -> None:
-        """Called when compute parameters were made, frozen or unfrozen."""
-        leaves = [c for b in self._flats for c in b.unsharded.computes if c.requires_grad]
+        """Called when unsharded parameters were made, frozen or unfrozen."""
+        leaves = [c for b in self._flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
         now, streams = self._placement.runtime.current_stream, frozenset[Any]()

@@ -208,7 +208,7 @@ class _Observer(Extension):
 class _ObservedUnit(ForwardFeature):
     def __init__(self, unit: Unit, books: Books) -> None:
         self.unit, self.books = unit, books
-        for compute in (compute for flat in unit.handle.flats for compute in flat.unsharded.computes):
+        for compute in (compute for flat in unit.handle.flats for compute in flat.unsharded.params):
             if compute.requires_grad:
                 compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
 

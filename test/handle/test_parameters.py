@@ -501,7 +501,7 @@ def test_frozen_parameters_cost_no_gradient_memory_and_no_traffic(ctx) -> None:
             size = storage_nbytes(grads.input)
             largest[index] = max(largest.get(index, 0), size)
 
-    for param in [c for b in handle.flats for c in b.unsharded.computes if c.requires_grad]:
+    for param in [c for b in handle.flats for c in b.unsharded.params if c.requires_grad]:
         param.register_hook(look)
     with counting_reductions(model) as reductions:
         for step in range(2):

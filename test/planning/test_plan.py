@@ -72,7 +72,7 @@ class Counted(TorchDispatchMode):
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
         reducing = [t for _, g, _ in self.flats for t in (g.input, g.reduction and g.reduction._output)]
         reductions = storages(t for t in reducing if t is not None)
-        arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.computes if c.grad is not None)
+        arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.params if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)
         known = shards | gradients | unsharded | reductions | arriving

@@ -256,7 +256,7 @@ WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem
 
 
 def only_slots_registers_parameters():
-    for name, node in outside("_handle.slots"):
+    for name, node in outside("_handle.registrations"):
         for target in written(node):
             if isinstance(target, ast.Subscript):
                 assert not dotted(target.value).endswith("._parameters"), show(name, node)
@@ -506,7 +506,7 @@ def a_handle_knows_no_hooks_and_no_module_tree():
                 assert "hook" not in word, show(name, node)
             known = name == "_handle.tensors.guard" and ast.unparse(node).startswith("nn.Module.")  # who reads a dict
             assert known or word not in TREE_WORDS, show(name, node)
-            if name != "_handle.slots":
+            if name != "_handle.registrations":
                 assert word not in ("_parameters", "_buffers"), show(name, node)
 
 

@@ -30,7 +30,7 @@ def _options(
 ) -> FlatOptions:
     """The options of one parameter. ``plain``: the tensor that is sharded."""
     placed = offload.offload_params, offload.pin_memory
-    if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.slots):
+    if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.registrations):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # A tensor subclass may not be cast, because only the class knows how. Its gradients are reduced as the policy says.
     compute = policy.compute_dtype_of(owned.fqn, owned.param)

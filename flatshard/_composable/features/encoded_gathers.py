@@ -49,7 +49,7 @@ class EncodedBuffer(UnshardedBuffer):
         self._encoded = [self.scales[:0]] * len(infos)  # each parameter's range of the buffer
         super().place(kind, shard)
 
-    def _make_compute(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
         data = torch.empty(self._layout.params[index].shape, dtype=self._of.kind.compute_dtype, device=device)
         compute = nn.Parameter(self._decoded(index, data, torch.ones((), device=device)), param.requires_grad)
         for name, value in param.__dict__.items():
@@ -82,7 +82,7 @@ class EncodedBuffer(UnshardedBuffer):
     def encode(self, shard: torch.Tensor, output: torch.Tensor) -> None:
         """Encode ``shard`` into ``output``. The parameters that modules see get their scales."""
         flat = self._of
-        for index, (part, compute) in enumerate(zip(flat.slices, self.computes, strict=True)):
+        for index, (part, compute) in enumerate(zip(flat.slices, self.params, strict=True)):
             mine = slice(part.start, part.stop)
             asked, sent, metadata = encode(self._wrapping(index), shard[mine], self._each[index])
             output[mine].copy_(sent)
