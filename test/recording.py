@@ -34,27 +34,32 @@ class Recording:
     """The built-in collectives, which note what they are asked for."""
 
     exact = True
+    out_of_place = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.inner = builtin_collectives(group, device)
         self.calls: list[str] = []
 
+    def note(self, call: str, *tensors: Tensor) -> None:
+        """``tensors``: what is written to, and what is sent."""
+        self.calls.append(call)
+
     def all_gather(self, output: Tensor, shard: Tensor) -> Any:
         assert output.dim() == shard.dim() == 1
         assert output.numel() == self.inner.size * shard.numel()
-        assert output.view(self.inner.size, -1)[self.inner.rank].data_ptr() == shard.data_ptr()
-        self.calls.append("all_gather")
+        assert self.out_of_place or output.view(self.inner.size, -1)[self.inner.rank].data_ptr() == shard.data_ptr()
+        self.note("all_gather", output, shard)
         return self.inner.all_gather(output, shard)
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
         assert output.dim() == input.dim() == 1
         assert input.numel() == self.inner.size * output.numel()
-        self.calls.append("reduce_scatter")
+        self.note("reduce_scatter", output, input)
         return self.inner.reduce_scatter(output, input)
 
     def all_reduce(self, tensor: Tensor) -> Any:
         assert tensor.dim() == 1
-        self.calls.append("all_reduce")
+        self.note("all_reduce", tensor, tensor)
         return self.inner.all_reduce(tensor)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from counting import LiveBytes
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
@@ -145,6 +146,25 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.randn(4, 5)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def layers(seed: int = 0) -> nn.Module:
+    """Uneven for two ranks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+
+
+def on_four(ctx, how: str, seed: int = 0, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
+    """Layers on four ranks: ``"tp"``, with tensor parallelism in pairs; ``"replicas"``, in two; ``"plain"``, over all."""
+    model = layers(seed)
+    if how == "plain":
+        return fully_shard(model, process_group=ctx.group)
+    if how == "replicas":
+        mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+        return fully_shard(model, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+    return fully_shard(model, device_mesh=mesh["dp"], strategy=strategy)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:

@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pairs
 import torch
 import torch.distributed as dist
 from models import Mlp
@@ -241,6 +242,18 @@ class Env:
                 stepper.step()
         return {**numbers(model), "losses": losses, "norms": norms}
 
+    def steps(
+        self, model: nn.Module, run: Callable[[int], object], steps: int = 3, steady: bool = True
+    ) -> dict[str, Any]:
+        """``run(step)``, forward and backward, and a step of the optimizer. The host must not wait in the last of them."""
+        optimizer = sgd(model.parameters())
+        for step in range(steps):
+            with self.steady(steady and step == steps - 1):
+                optimizer.zero_grad()
+                run(step)
+                optimizer.step()
+        return numbers(model)
+
 
 class _OnStream:
     """A context that can be entered again."""
@@ -290,22 +303,30 @@ class Cases(dict[str, Case]):
 
         return register
 
+    def _functions(self) -> list[list[str]]:
+        """The variants of each function."""
+        functions: dict[Any, list[str]] = {}
+        for name, case in self.items():
+            functions.setdefault(getattr(case.run, "func", case.run), []).append(name)
+        return list(functions.values())
+
     @property
     def on_ranks(self) -> list[str]:
         """All cases that are not on the fake group as well, and of the others a fourth of each function's variants."""
-        functions: dict[Any, list[str]] = {}
-        for name, case in self.items():
-            if case.ranks:
-                functions.setdefault(getattr(case.run, "func", case.run), []).append(name)
-        return [
-            name
-            for names in functions.values()
-            for name in (some(names, -(-len(names) // 4)) if self[names[0]].fake else names)
-        ]
+        chosen = []
+        for names in self._functions():
+            if self[names[0]].ranks:
+                chosen += some(names, -(-len(names) // 4)) if self[names[0]].fake else names
+        return chosen
 
     @property
     def on_the_fake_group(self) -> list[str]:
-        return [name for name, case in self.items() if case.fake]
+        """What is not on ranks; of many variants of a function a half. All in a thorough run."""
+        chosen, on_ranks = [], () if pairs.thorough else self.on_ranks
+        for names in self._functions():
+            rest = [name for name in names if name not in on_ranks]
+            chosen += some(rest, max(3, len(rest) // 2)) if self[names[0]].fake else []
+        return chosen
 
 
 # -- in the ranks ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import bisect
 import collections
 import contextlib
 import itertools
-import os
 import random
 import sys
 import threading
@@ -199,12 +198,10 @@ class Machine:
 
     def __init__(self, shim: ModuleType) -> None:
         self.shim = shim
-        self.policy = os.environ.get("SIM_POLICY", "late_side")
+        self.policy = "late_side"
         self.races: dict[tuple[str, ...], Race] = {}
         self.host_syncs: list[tuple[str, Stack]] = []  # what made the host wait
         self.launched: collections.Counter[str] = collections.Counter()  # kernels by name
-        self.issued: list[str] = []  # what the streams were given, in order, if `log`
-        self.log = False
         self.checked = True  # whether races are looked for
         self.allocated = self.peak = 0  # bytes
         self._lock = threading.RLock()
@@ -262,10 +259,6 @@ class Machine:
         self._number += 1
         self._touched = time.monotonic()
 
-    def _note(self, text: str) -> None:
-        if self.log:
-            self.issued.append(text)
-
     def record(self, event: int, device: int, stream: int) -> int:
         """Record ``event`` (0: a new one) on a stream. Returns the event."""
         with self.inside():
@@ -275,14 +268,12 @@ class Machine:
             q.tasks.append(Task("record", self._number, record=record))
             event = event or next(self._event_ids)
             self._events[event] = record
-            self._note(f"e{event} = stream {stream}")
             return event
 
     def block(self, event: int, device: int, stream: int) -> None:
         """Let a stream wait for an event."""
         with self.inside():
             record, q = self._events.get(event), self._queues[device, stream]
-            self._note(f"stream {stream} waits for e{event}")
             if record is not None:
                 self._capture_wait(q, record)
                 _merge(q.clock, record.clock)
@@ -442,8 +433,6 @@ class Machine:
 
     def _choose(self, able: list[Queue]) -> Queue:
         policy = self.policy
-        if policy == "program":
-            return min(able, key=lambda q: q.tasks[0].number)
         if policy == "late_side":
             return min(able, key=lambda q: (q.is_side, q.tasks[0].number))
         if policy == "late_main":
@@ -581,7 +570,6 @@ class Machine:
             q, stack = self._queues[key], stack_here()
             self._advance(q)
             self.launched[name] += 1
-            self._note(f"stream {key[1]}: {name}")
             for lo, hi in reads:
                 self.access(q, lo, hi, False, name, stack)
             for lo, hi in writes:
@@ -646,7 +634,6 @@ class Machine:
         self.races.clear()
         self.host_syncs.clear()
         self.launched.clear()
-        self.issued.clear()
         self._random = "", random.Random()
         for block in self._blocks:
             block.accesses.clear()

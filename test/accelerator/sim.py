@@ -7,7 +7,6 @@ Kernels go into a queue per stream. They run when the host waits for something (
 ``synchronize``), in an order that only streams and events decide. Which of the orders that those allow is up to
 ``sim.policy``:
 
-- ``program``: as issued, which most bugs survive;
 - ``late_side``: the default stream first, side streams only where something waits for them;
 - ``late_main``: side streams first;
 - ``random:SEED``: any.

@@ -187,12 +187,7 @@ class SimCCL(dist.ProcessGroup):
         before, self._last = self._last, Record({})
         ranges = [extent(t) for t in reads], [extent(t) for t in writes]
         sim.enqueue(
-            key,
-            name,
-            lambda: begin(what),
-            *ranges,
-            ready=lambda: before is None or before.done,
-            record=self._last,
+            key, name, lambda: begin(what), *ranges, ready=lambda: before is None or before.done, record=self._last
         )
         return Work(sim.record(0, *key), device, reads + writes) if asynchronous else Work()
 

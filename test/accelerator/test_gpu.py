@@ -6,7 +6,6 @@ One GPU is enough. NCCL has no two ranks on it, so ranks that exchange values do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from models import Mlp
 from pairs import some
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed import fake_pg
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
@@ -25,7 +23,7 @@ from flatshard._comm.backends import FakeCollectives, builtin_collectives
 from flatshard._comm.collectives import Done
 
 WIDTH = 24
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+GRAD_OP, NO_SHARD = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
 
 class StagedCollectives:
@@ -131,17 +129,6 @@ def test_parity(pool, device: str, case: str):
 
 
 # -- memory and time ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[[int], None]]:
-    """``world(n)``: be rank 0 of n."""
-
-    def start(size: int) -> None:
-        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
-
-    yield start
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu

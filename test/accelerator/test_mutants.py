@@ -7,10 +7,9 @@ this directory). It must then show a race, other numbers or an error of the capt
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -168,161 +167,100 @@ def summons_offloaded(env: Env) -> Any:
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Mutant:
-    takes_out: str
+class Mutant(NamedTuple):
     mutate: Callable[[], Mutation]
     case: Case
     ranks: int = 1  # 1: on the fake group
 
 
-def _training(name: str) -> Case:
-    return training.cases[name]
-
-
-MUTANTS = {
+case = training.cases.__getitem__
+MUTANTS = {  # what each takes out
     # waits
-    "gathered_parameters": Mutant(
-        "computing waits for the all-gather",
-        lambda: within(FlatParamHandle, "wait", lambda: without(StreamEvent, "wait")),
-        _training("sharded-full"),
+    "computing waits for the all-gather": Mutant(
+        lambda: within(FlatParamHandle, "wait", lambda: without(StreamEvent, "wait")), case("sharded-full")
     ),
-    "reduced_gradients": Mutant(
-        "whoever reads .grad waits for the reduction",
-        lambda: within(UnitGradients, "_wait", lambda: without(StreamEvent, "wait")),
-        _training("sharded-full"),
+    "whoever reads .grad waits for the reduction": Mutant(
+        lambda: within(UnitGradients, "_wait", lambda: without(StreamEvent, "wait")), case("sharded-full")
     ),
-    "before_gather": Mutant(
-        "an all-gather waits for what changed the shards",
-        lambda: enter_without_waiting("gather"),
-        _training("sharded-full"),
+    "an all-gather waits for what changed the shards": Mutant(
+        lambda: enter_without_waiting("gather"), case("sharded-full")
     ),
-    "before_reduce": Mutant(
-        "a reduction waits for its input",
-        lambda: enter_without_waiting("reduce"),
-        _training("sharded-full"),
+    "a reduction waits for its input": Mutant(lambda: enter_without_waiting("reduce"), case("sharded-full")),
+    "the next all-gather into a unit's memory waits for those who computed with it, also on another stream": Mutant(
+        lambda: without(Runtime, "before_free"), case("independent_streams")
     ),
-    "before_free": Mutant(
-        "the next all-gather into a unit's memory waits for those who computed with it, also on another stream",
-        lambda: without(Runtime, "before_free"),
-        _training("independent_streams"),
+    "the side stream waits for the streams of the backend": Mutant(
+        do_not_wait_for_the_backend, cases["asynchronous"], ranks=2
     ),
-    "backend_streams": Mutant(
-        "the side stream waits for the streams of the backend",
-        do_not_wait_for_the_backend,
-        cases["asynchronous"],
-        ranks=2,
-    ),
-    "static_input": Mutant(
-        "a static buffer is taken on the stream that it was used on",
-        lambda: mock.patch.object(Runtime, "current_stream", None),
-        _training("independent_trainings-static_buffers"),
+    "a static buffer is taken on the stream that it was used on": Mutant(
+        lambda: mock.patch.object(Runtime, "current_stream", None), case("independent_trainings-static_buffers")
     ),
     # waits of the host
-    "host_reads_gradients": Mutant(
-        "the host waits for the gradients that are copied to it",
-        lambda: mock.patch("flatshard._handle.reduction.wait_on_host", nothing),
-        _training("offload-pinned"),
+    "the host waits for the gradients that are copied to it": Mutant(
+        lambda: mock.patch("flatshard._handle.reduction.wait_on_host", nothing), case("offload-pinned")
     ),
-    "host_changes_shards_after_forward": Mutant(
-        "the host waits until a forward has read the shards",
+    "the host waits until a forward has read the shards": Mutant(
         lambda: within(UnitContext, "end_pass", lambda: without(Runtime, "wait_for_host_reads")),
-        _training("offload_evaluates-load"),
+        case("offload_evaluates-load"),
     ),
-    "host_changes_shards_after_backward": Mutant(
-        "the host waits until a backward has read the shards",
-        lambda: within(Backward, "_finish", lambda: without(Runtime, "wait_for_host_reads")),
-        cases["holds_offloaded"],
+    "the host waits until a backward has read the shards": Mutant(
+        lambda: within(Backward, "_finish", lambda: without(Runtime, "wait_for_host_reads")), cases["holds_offloaded"]
     ),
-    "host_changes_shards_after_unshard": Mutant(
-        "the host waits until unshard has read the shards",
-        lambda: without(Runtime, "wait_for_host_reads"),
-        cases["unshards_offloaded"],
+    "the host waits until unshard has read the shards": Mutant(
+        lambda: without(Runtime, "wait_for_host_reads"), cases["unshards_offloaded"]
     ),
-    "host_changes_shards_after_summon": Mutant(
-        "the host waits until summon_full_params has read the shards",
-        lambda: without(Runtime, "wait_for_host_reads"),
-        cases["summons_offloaded"],
+    "the host waits until summon_full_params has read the shards": Mutant(
+        lambda: without(Runtime, "wait_for_host_reads"), cases["summons_offloaded"]
     ),
-    "host_reads_noted": Mutant(
-        "a copy from the host is noted",
-        lambda: without(Runtime, "reads_host"),
-        _training("offload_evaluates-step"),
-    ),
-    "synchronize": Mutant(
-        "waiting on the host waits",
-        lambda: without(StreamEvent, "wait_on_host"),
-        _training("offload_evaluates-write"),
-    ),
-    "gathered_before_it_changes": Mutant(
-        "a unit whose shards change inside a pass is not gathered ahead",
+    "a copy from the host is noted": Mutant(lambda: without(Runtime, "reads_host"), case("offload_evaluates-step")),
+    "waiting on the host waits": Mutant(lambda: without(StreamEvent, "wait_on_host"), case("offload_evaluates-write")),
+    "a unit whose shards change inside a pass is not gathered ahead": Mutant(
         lambda: mock.patch.object(
             Unit, "changes_in_passes", property(lambda unit: False, lambda unit, value: None), create=True
         ),
-        _training("momentum_encoder-lerp"),
+        case("momentum_encoder-lerp"),
     ),
     # lifetimes
-    "input_copied_on_the_reduce_stream": Mutant(
-        "gradients live until they have been copied into the reduction's input",
-        lambda: instead(FlatGradients, "complete", complete_on_the_reduce_stream),
-        _training("sharded-full"),
+    "gradients live until they have been copied into the reduction's input": Mutant(
+        lambda: instead(FlatGradients, "complete", complete_on_the_reduce_stream), case("sharded-full")
     ),
-    "input_freed_early": Mutant(
-        "a reduction's input lives until the reduction has been waited for",
-        lambda: instead(Reduction, "start", free_the_input_at_once),
-        _training("sharded-full"),
+    "a reduction's input lives until the reduction has been waited for": Mutant(
+        lambda: instead(Reduction, "start", free_the_input_at_once), case("sharded-full")
     ),
-    "inner_shards": Mutant(
-        "what is kept for backward belongs to the stream that reads it",
-        stay_on_the_current_stream,
-        _training("inner_shards-two"),
+    "what is kept for backward belongs to the stream that reads it": Mutant(
+        stay_on_the_current_stream, case("inner_shards-two")
     ),
     # several streams of the user's own
-    "users_wait": Mutant(
-        "every stream that computes with a unit waits for its all-gather",
-        lambda: without(Users, "add_current"),
-        _training("towers-none_resharded"),
+    "every stream that computes with a unit waits for its all-gather": Mutant(
+        lambda: without(Users, "add_current"), case("towers-none_resharded")
     ),
-    "users_end": Mutant(
-        "a unit's memory is reused after all streams that computed with it",
-        lambda: without(Users, "end"),
-        _training("microbatches_on_streams-grad_op"),
+    "a unit's memory is reused after all streams that computed with it": Mutant(
+        lambda: without(Users, "end"), case("microbatches_on_streams-grad_op")
     ),
-    "second_output": Mutant(
-        "the stream of a second output waits for the all-gather, too",
-        lambda: within(UnitHooks, "pre_backward", lambda: without(Users, "add_current")),
-        _training("halves-resharded"),
+    "the stream of a second output waits for the all-gather, too": Mutant(
+        lambda: within(UnitHooks, "pre_backward", lambda: without(Users, "add_current")), case("halves-resharded")
     ),
-    "gradients_at_home": Mutant(
-        "a unit's gradients are worked on by the stream that they come on",
-        stay_on_the_current_stream,
-        _training("towers-in_turn"),
+    "a unit's gradients are worked on by the stream that they come on": Mutant(
+        stay_on_the_current_stream, case("towers-in_turn")
     ),
-    "gradients_on_other_streams": Mutant(
-        "gradients are read and freed in order with the streams that autograd accumulated them on",
+    "gradients are read and freed in order with the streams that autograd accumulated them on": Mutant(
         lambda: mock.patch.multiple(UnitGradients, _wait_for_others=nothing, _let_others_wait=nothing),
-        _training("gradients_of_one_unit-default"),
+        case("gradients_of_one_unit-default"),
     ),
-    "gradients_come_home": Mutant(
-        "a gradient that is taken on another stream is waited for",
+    "a gradient that is taken on another stream is waited for": Mutant(
         lambda: within(UnitGradients, "receive", lambda: without(Streams, "let_wait")),
-        _training("gradients_of_one_unit-not_sharded"),
+        case("gradients_of_one_unit-not_sharded"),
     ),
     # captures
-    "join_after_forward": Mutant(
-        "side streams join the current one after a forward",
+    "side streams join the current one after a forward": Mutant(
         lambda: within(UnitContext, "end_pass", lambda: without(Runtime, "join")),
         capture.cases["evaluation-all_resharded"],
     ),
-    "join_after_backward": Mutant(
-        "side streams join the current one after a backward",
-        lambda: within(Backward, "_finish", lambda: without(Runtime, "join")),
-        capture.cases["step-full"],
+    "side streams join the current one after a backward": Mutant(
+        lambda: within(Backward, "_finish", lambda: without(Runtime, "join")), capture.cases["step-full"]
     ),
-    "gradient_nodes": Mutant(
-        "autograd accumulates gradients on the stream of the forward",
-        lambda: without(UnitGradients, "follow_stream"),
-        capture.cases["step-full"],
+    "autograd accumulates gradients on the stream of the forward": Mutant(
+        lambda: without(UnitGradients, "follow_stream"), capture.cases["step-full"]
     ),
 }
 
@@ -349,4 +287,4 @@ def test_mutant(request: pytest.FixtureRequest, name: str) -> None:
     mutant = MUTANTS[name]
     pool: Pool = request.getfixturevalue("simulated_process" if mutant.ranks == 1 else "simulated_pool")
     seen = pool.run(run_mutant, name, world_size=mutant.ranks, timeout=60)
-    assert any(seen), f"nothing shows that this is gone: {mutant.takes_out}"
+    assert any(seen), f"nothing shows that this is gone: {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,71 +20,31 @@ def _new(value: float = 1.0) -> Tensor:
     return torch.full((SIZE,), value, device="simdev")
 
 
-def _missing_wait(device: Any, side: Any) -> Tensor:
-    a = _new()
-    with device.stream(side):
-        return a * 2
+def _across(waits: str = "", then: str = "", joins: str = "last") -> Callable[[Any, Any], Tensor]:
+    """A tensor is read on another stream, which waits for nothing, an early event, or this stream; what happens then."""
 
+    def program(device: Any, side: Any) -> Tensor:
+        here = device.current_stream()
+        event = here.record_event()
+        a = _new()
+        if waits:
+            side.wait_event(event) if waits == "event" else side.wait_stream(here)
+        with device.stream(side):
+            b = a * 2
+        if joins == "first":
+            here.wait_stream(side)
+        if then == "recorded":
+            a.record_stream(side)
+        if then == "written":
+            a.fill_(7.0)
+        elif then:
+            del a
+            _new(7.0)
+        if joins == "last":
+            here.wait_stream(side)
+        return b
 
-def _right_wait(device: Any, side: Any) -> Tensor:
-    a = _new()
-    side.wait_stream(device.current_stream())
-    with device.stream(side):
-        b = a * 2
-    device.current_stream().wait_stream(side)
-    return b
-
-
-def _event_too_early(device: Any, side: Any) -> Tensor:
-    event = device.current_stream().record_event()
-    a = _new()
-    side.wait_event(event)
-    with device.stream(side):
-        return a * 2
-
-
-def _freed_too_early(device: Any, side: Any) -> Tensor:
-    a = _new()
-    side.wait_stream(device.current_stream())
-    with device.stream(side):
-        b = a * 2
-    del a
-    _new(7.0)
-    device.current_stream().wait_stream(side)
-    return b
-
-
-def _recorded_stream(device: Any, side: Any) -> Tensor:
-    a = _new()
-    side.wait_stream(device.current_stream())
-    with device.stream(side):
-        b = a * 2
-    a.record_stream(side)
-    del a
-    _new(7.0)
-    device.current_stream().wait_stream(side)
-    return b
-
-
-def _freed_after_wait(device: Any, side: Any) -> Tensor:
-    a = _new()
-    side.wait_stream(device.current_stream())
-    with device.stream(side):
-        b = a * 2
-    device.current_stream().wait_stream(side)
-    del a
-    _new(7.0)
-    return b
-
-
-def _written_while_read(device: Any, side: Any) -> Tensor:
-    a = _new()
-    side.wait_stream(device.current_stream())
-    with device.stream(side):
-        b = a * 2
-    a.fill_(7.0)
-    device.current_stream().wait_stream(side)
-    return b
+    return program
 
 
 def _pinned_read_early(device: Any, side: Any) -> Tensor:
@@ -106,16 +67,18 @@ def _pinned_changed_early(device: Any, side: Any) -> Tensor:
     return b
 
 
+UNORDERED = "no order between two streams"
+HOST = "the host does not wait for the device"
 PROGRAMS: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
-    "missing_wait": (_missing_wait, "no order between two streams"),
-    "event_too_early": (_event_too_early, "no order between two streams"),
-    "written_while_read": (_written_while_read, "no order between two streams"),
-    "freed_too_early": (_freed_too_early, "memory freed while another stream may use it"),
-    "pinned_read_early": (_pinned_read_early, "the host does not wait for the device"),
-    "pinned_changed_early": (_pinned_changed_early, "the host does not wait for the device"),
-    "right_wait": (_right_wait, ""),
-    "recorded_stream": (_recorded_stream, ""),
-    "freed_after_wait": (_freed_after_wait, ""),
+    "missing_wait": (_across(joins=""), UNORDERED),
+    "event_too_early": (_across("event", joins=""), UNORDERED),
+    "written_while_read": (_across("stream", "written"), UNORDERED),
+    "freed_too_early": (_across("stream", "freed"), "memory freed while another stream may use it"),
+    "pinned_read_early": (_pinned_read_early, HOST),
+    "pinned_changed_early": (_pinned_changed_early, HOST),
+    "right_wait": (_across("stream"), ""),
+    "recorded_stream": (_across("stream", "recorded"), ""),
+    "freed_after_wait": (_across("stream", "freed", joins="first"), ""),
     "pinned_read_in_time": (_pinned_read_in_time, ""),
 }
 
@@ -148,65 +111,47 @@ def test_races(simulated_process: Pool, name: str) -> None:
 # -- captures --------------------------------------------------------------------------------------------------------
 
 
-def _in_capture(body: Callable[[Any, Any, Tensor], Any]) -> str:
-    """The error of what is run inside a capture, or nothing."""
-    from accelerator.sim import CaptureError, sim
-
-    device = torch.get_device_module("simdev")
-    sim.reset()
-    a = _new()
-    error = ""
-    with device.stream(device.Stream()):
-        try:
-            with sim.capture():
-                body(device, device.Stream(), a)
-        except CaptureError as e:
-            error = str(e).split(":")[0]
-    return error
-
-
-def _fork_and_join(device: Any, side: Any, a: Tensor) -> None:
-    here = device.current_stream()
-    side.wait_stream(here)
-    with device.stream(side):
-        a * 2
-    here.wait_stream(side)
-
-
-def _fork(device: Any, side: Any, a: Tensor) -> None:
+def _fork(device: Any, side: Any, a: Tensor, joins: bool = False) -> None:
     side.wait_stream(device.current_stream())
     with device.stream(side):
         a * 2
+    if joins:
+        device.current_stream().wait_stream(side)
 
 
-def _wait_for_the_past(device: Any, side: Any, a: Tensor) -> None:
-    device.current_stream().wait_stream(side)
-
-
-def _let_the_default_stream_wait(device: Any, side: Any, a: Tensor) -> None:
-    device.default_stream().wait_stream(device.current_stream())
-
-
-def _read_on_the_host(device: Any, side: Any, a: Tensor) -> None:
-    a.sum().item()
-
-
-CAPTURES = {
-    "fork_and_join": (_fork_and_join, ""),
+CAPTURES: dict[str, tuple[Callable[[Any, Any, Tensor], Any], str]] = {
+    "fork_and_join": (functools.partial(_fork, joins=True), ""),
     "fork": (_fork, "cudaErrorStreamCaptureUnjoined"),
-    "wait_for_the_past": (_wait_for_the_past, "cudaErrorStreamCaptureIsolation"),
-    "default_stream": (_let_the_default_stream_wait, "cudaErrorStreamCaptureImplicit"),
-    "host": (_read_on_the_host, "cudaErrorStreamCaptureUnsupported"),
+    "past": (lambda device, side, a: device.current_stream().wait_stream(side), "cudaErrorStreamCaptureIsolation"),
+    "default_stream": (
+        lambda device, side, a: device.default_stream().wait_stream(device.current_stream()),
+        "cudaErrorStreamCaptureImplicit",
+    ),
+    "host": (lambda device, side, a: a.sum().item(), "cudaErrorStreamCaptureUnsupported"),
 }
 
 
-def run_capture(ctx: Context, name: str) -> str:
-    return _in_capture(CAPTURES[name][0])
+def run_captures(ctx: Context) -> dict[str, str]:
+    """The errors of what is run inside a capture, or nothing."""
+    from accelerator.sim import CaptureError, sim
+
+    device = torch.get_device_module("simdev")
+    errors = {}
+    for name, (body, _) in CAPTURES.items():
+        sim.reset()
+        a, errors[name] = _new(), ""
+        with device.stream(device.Stream()):
+            try:
+                with sim.capture():
+                    body(device, device.Stream(), a)
+            except CaptureError as e:
+                errors[name] = str(e).split(":")[0]
+    return errors
 
 
-@pytest.mark.parametrize("name", CAPTURES)
-def test_captures(simulated_process: Pool, name: str) -> None:
-    assert simulated_process.run(run_capture, name, world_size=1) == [CAPTURES[name][1]]
+def test_captures(simulated_process: Pool) -> None:
+    expected = {name: error for name, (_, error) in CAPTURES.items()}
+    assert simulated_process.run(run_captures, world_size=1) == [expected]
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------

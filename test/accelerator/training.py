@@ -19,6 +19,9 @@ from flatshard import ShardingStrategy as S
 
 cases = Cases()
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
+LOW = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
+KEPT = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)}
+OFFLOAD = {"cpu_offload": CPUOffload(True)}
 
 
 # -- strategies, policies, precision ---------------------------------------------------------------------------------
@@ -58,9 +61,9 @@ def sharded(env: Env, **options: Any) -> Any:
         "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2},
         "hybrid_full_bf16": {
             "strategy": S.HYBRID_FULL_SHARD,
-            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+            **LOW,
         },
-        "hybrid_bf16": {"strategy": S.HYBRID_SHARD, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "hybrid_bf16": {"strategy": S.HYBRID_SHARD, **LOW},
     },
     ranks=4,
     **BF16,
@@ -80,8 +83,8 @@ def replicated(env: Env, micro: int = 1, all_reduce: bool = True, **options: Any
     {
         "full": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
-        "offload": {"cpu_offload": CPUOffload(True)},
-        "bf16_accumulates": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "micro": 2},
+        "offload": OFFLOAD,
+        "bf16_accumulates": {**LOW, "micro": 2},
         "static_buffers": {"static_buffers": True},
     },
     ranks=4,
@@ -107,13 +110,13 @@ def inner_shards(env: Env, value: int, dtype: Any = None) -> Any:
 
 @cases.add(
     {
-        "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "bf16": LOW,
         "bf16_sums": {"mixed_precision": MixedPrecision(torch.bfloat16)},
         "bf16_gradients": {"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
-        "keep_cast_shard": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)},
+        "keep_cast_shard": KEPT,
         "fp64_sums": {"mixed_precision": MixedPrecision(None, torch.float64)},
-        "not_sharded": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "strategy": S.NO_SHARD},
-        "accumulates": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "micro": 2},
+        "not_sharded": {**LOW, "strategy": S.NO_SHARD},
+        "accumulates": {**LOW, "micro": 2},
     },
     **BF16,
 )
@@ -151,7 +154,7 @@ def full_precision_in_eval(env: Env) -> Any:
         "each_reduced": {},
         "no_sync": {"holds": True},
         "no_sync_grad_op": {"holds": True, "strategy": S.SHARD_GRAD_OP},
-        "no_sync_bf16": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "no_sync_bf16": {"holds": True, **LOW},
         "no_sync_not_sharded": {"holds": True, "strategy": S.NO_SHARD},
         "no_sync_optim": {"holds": True, "strategy": S.SHARD_OPTIM},
     },
@@ -173,15 +176,14 @@ def divide_factor(env: Env) -> Any:
 @cases.add()
 def reduced_at_the_end(env: Env) -> Any:
     model = env.shard(env.make())
-    for step in range(3):
-        batches = [env.batch(10 * step + i) for i in range(2)]
-        with env.steady(step == 2):
-            model.zero_grad()
-            with flatshard.no_sync(model):
-                for batch in batches:
-                    mean_square(model(batch)).backward()
-            flatshard.reduce_gradients(model)
-    return numbers(model)
+
+    def run(step: int) -> None:
+        with flatshard.no_sync(model):
+            for i in range(2):
+                mean_square(model(env.batch(10 * step + i))).backward()
+        flatshard.reduce_gradients(model)
+
+    return env.steps(model, run)
 
 
 @cases.add(
@@ -190,11 +192,11 @@ def reduced_at_the_end(env: Env) -> Any:
         "held": {"holds": True},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
-        "bf16_held": {"holds": True, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "bf16_held": {"holds": True, **LOW},
         "static_buffers": {"static_buffers": True},
-        "offload": {"cpu_offload": CPUOffload(True)},
-        "offload_held": {"cpu_offload": CPUOffload(True), "holds": True},
-        "offload_optim": {"cpu_offload": CPUOffload(True), "strategy": S.SHARD_OPTIM},
+        "offload": OFFLOAD,
+        "offload_held": {**OFFLOAD, "holds": True},
+        "offload_optim": {**OFFLOAD, "strategy": S.SHARD_OPTIM},
         "kept_storage": {"keeps": True},
         "on_streams": {"on_streams": True},
     },
@@ -230,19 +232,15 @@ def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
     mesh = env.mesh((2, env.size // 2), "replicate", "shard")
     model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
     flatshard.configure(model, manual_finalization=True)
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        batches = [env.batch(10 * step + i) for i in range(2)]
-        with env.steady(step == 2):
-            optimizer.zero_grad()
-            for i, batch in enumerate(batches):
-                flatshard.configure(model, all_reduce=all_reduce or i == 1)
-                mean_square(model(batch)).backward()
-                handle = flatshard.reduce_gradients(model, async_op=True)
-                if i:
-                    handle.wait()
-            optimizer.step()
-    return numbers(model)
+
+    def run(step: int) -> None:
+        for i in range(2):
+            flatshard.configure(model, all_reduce=all_reduce or i == 1)
+            mean_square(model(env.batch(10 * step + i))).backward()
+            handle = flatshard.reduce_gradients(model, async_op=True)
+        handle.wait()
+
+    return env.steps(model, run)
 
 
 # -- offload ---------------------------------------------------------------------------------------------------------
@@ -250,17 +248,17 @@ def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
 
 @cases.add(
     {
-        "pinned": {"cpu_offload": CPUOffload(True)},
+        "pinned": OFFLOAD,
         "not_pinned": {"cpu_offload": CPUOffload(True, pin_memory=False)},
-        "accumulates": {"cpu_offload": CPUOffload(True), "micro": 2},
-        "holds": {"cpu_offload": CPUOffload(True), "micro": 2, "holds": True},
-        "bf16": {"cpu_offload": CPUOffload(True), "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "accumulates": {**OFFLOAD, "micro": 2},
+        "holds": {**OFFLOAD, "micro": 2, "holds": True},
+        "bf16": {**OFFLOAD, **LOW},
         "keep_cast_shard": {
-            "cpu_offload": CPUOffload(True),
-            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True),
+            **OFFLOAD,
+            **KEPT,
         },
-        "not_sharded": {"cpu_offload": CPUOffload(True), "strategy": S.NO_SHARD},
-        "clips": {"cpu_offload": CPUOffload(True), "clips": True},
+        "not_sharded": {**OFFLOAD, "strategy": S.NO_SHARD},
+        "clips": {**OFFLOAD, "clips": True},
     },
     watch_host=True,
     **BF16,
@@ -326,10 +324,10 @@ def encoded_net(env: Env, **options: Any) -> nn.Module:
 @cases.add(
     {
         "": {},
-        "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "bf16": LOW,
         "static_buffers": {"static_buffers": True},
-        "offload": {"cpu_offload": CPUOffload(True)},
-        "offload_accumulates": {"cpu_offload": CPUOffload(True), "micro": 2},
+        "offload": OFFLOAD,
+        "offload_accumulates": {**OFFLOAD, "micro": 2},
     },
     **BF16,
 )
@@ -337,7 +335,7 @@ def encoded(env: Env, micro: int = 1, **options: Any) -> Any:
     return env.train(encoded_net(env, **options), micro=micro, waits="cpu_offload" in options)
 
 
-@cases.add({"": {}, "offload": {"cpu_offload": CPUOffload(True)}}, ranks=4, **BF16)
+@cases.add({"": {}, "offload": OFFLOAD}, ranks=4, **BF16)
 def encoded_replicated(env: Env, **options: Any) -> Any:
     return encoded(env, device_mesh=env.mesh((2, 2), "replicas", "shards"), strategy=S.HYBRID_SHARD, **options)
 
@@ -372,14 +370,10 @@ class Wandering(Net):
 
 @cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}, "grad_op": {"strategy": S.SHARD_GRAD_OP}})
 def wandering(env: Env, **options: Any) -> Any:
-    """Repeated and skipped units. An order that was not expected makes no host wait."""
+    """Repeated and skipped units."""
     model = env.shard(env.make(Wandering), **options)
-    optimizer = sgd(model.parameters())
-    for step, order in enumerate([(0, 1, 2), (2, 1, 0), (0, 0, 1), (1,), (0, 1, 2)]):
-        optimizer.zero_grad()
-        mean_square(model(env.batch(step), order)).backward()
-        optimizer.step()
-    return numbers(model)
+    orders = [(0, 1, 2), (2, 1, 0), (0, 0, 1), (1,), (0, 1, 2)]
+    return env.steps(model, lambda i: mean_square(model(env.batch(i), orders[i])).backward(), steps=5, steady=False)
 
 
 @cases.add()
@@ -401,12 +395,8 @@ class Skipping(Net):
 @cases.add()
 def skipped(env: Env) -> Any:
     model = env.shard(env.make(Skipping))
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_square(model(env.batch(step), (env.rank + step) % 2 == 0)).backward()
-        optimizer.step()
-    return numbers(model)
+    mine = [(env.rank + step) % 2 == 0 for step in range(3)]
+    return env.steps(model, lambda i: mean_square(model(env.batch(i), mine[i])).backward(), steady=False)
 
 
 class Checkpointed(nn.Module):
@@ -435,51 +425,32 @@ def checkpointed(env: Env, reentrant: bool, inside: bool = False) -> Any:
     """The checkpoints keep the state of random numbers, for which torch asks the device, so the host may wait."""
     model = env.make(lambda: Net(lambda: Checkpointed(reentrant, inside)))
     model = env.shard(model, policy={Checkpointed if inside else Block})
-    model.scale.requires_grad_()
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_square(model(env.batch(step).requires_grad_())).backward()
-        optimizer.step()
-    return numbers(model)
+    return env.steps(model, lambda i: mean_square(model(env.batch(i).requires_grad_())).backward(), steady=False)
 
 
 @cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}})
 def several_backwards(env: Env, **options: Any) -> Any:
     model = env.shard(env.make(), **options)
-    for step in range(3):
-        batches = [env.batch(10 * step + i) for i in range(2)]
-        with env.steady(step == 2):
-            model.zero_grad()
-            first, second = (mean_square(model(b)) for b in batches)
-            second.backward()
-            first.backward()
-    return numbers(model)
 
+    def run(step: int) -> None:
+        first, second = (mean_square(model(env.batch(10 * step + i))) for i in range(2))
+        second.backward()
+        first.backward()
 
-@cases.add()
-def retained_graph(env: Env) -> Any:
-    model = env.shard(env.make())
-    for step in range(3):
-        batch = env.batch(step)
-        with env.steady(step == 2):
-            model.zero_grad()
-            loss = mean_square(model(batch))
-            loss.backward(retain_graph=True)
-            loss.backward()
-    return numbers(model)
+    return env.steps(model, run)
 
 
 @cases.add()
 def gradient_penalty(env: Env) -> Any:
     model = env.shard(env.make())
-    for step in range(2):
+
+    def run(step: int) -> None:
         x = env.batch(step).requires_grad_()
-        model.zero_grad()
         loss = mean_square(model(x))
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + grad.square().sum()).backward()
-    return numbers(model)
+
+    return env.steps(model, run, steps=2, steady=False)
 
 
 class _Raises(torch.autograd.Function):
@@ -511,9 +482,8 @@ class Raising(Net):
 )
 def exception(env: Env, where: str, recovers: bool = False) -> Any:
     model = env.shard(env.make(Raising))
-    optimizer = sgd(model.parameters())
-    for step in range(4):
-        optimizer.zero_grad()
+
+    def run(step: int) -> None:
         if step % 2:
             with pytest.raises(ValueError, match="on purpose"):
                 mean_square(model(env.batch(step), where)).backward()
@@ -521,8 +491,8 @@ def exception(env: Env, where: str, recovers: bool = False) -> Any:
                 flatshard.recover(model)
             model.zero_grad()
         mean_square(model(env.batch(step))).backward()
-        optimizer.step()
-    return numbers(model)
+
+    return env.steps(model, run, steps=4, steady=False)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -532,62 +502,17 @@ def exception(env: Env, where: str, recovers: bool = False) -> Any:
 def side_stream(env: Env, **options: Any) -> Any:
     """The user runs forward, or forward and backward, on a stream of the user's own."""
     model = env.shard(env.make(), **options)
-    optimizer = sgd(model.parameters())
-    batches = [env.batch(step) for step in range(4)]
-    for step, batch in enumerate(batches):
-        with env.steady(step == 3):
-            optimizer.zero_grad()
-            with env.side_stream():
-                loss = mean_square(model(batch))
-                if step % 2:
-                    loss.backward()
-            if not step % 2:
+
+    def run(step: int) -> None:
+        batch = env.batch(step)
+        with env.side_stream():
+            loss = mean_square(model(batch))
+            if step % 2:
                 loss.backward()
-            optimizer.step()
-    return numbers(model)
+        if not step % 2:
+            loss.backward()
 
-
-class Forked(nn.Module):
-    """Two blocks on two streams, and a third after both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.last = Block(), Block(), Block()
-        self.env: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.env.side_streams(2) as (first, second):
-            with first:
-                a = self.left(x)
-            with second:
-                b = self.right(x)
-        return self.last(a + b)
-
-
-@cases.add(
-    {
-        "default": {},
-        "all_resharded": {"reshard_after_forward": True},
-        "no_prefetch": {"forward_prefetch": False},
-        "static_buffers": {"static_buffers": True},
-    }
-)
-def forked_streams(env: Env, **options: Any) -> Any:
-    """Units that are freed on two streams, of which none waits for the other."""
-    model = env.make(Forked)
-    model.env = env
-    model = env.shard(model, **options)
-    optimizer = sgd(model.parameters())
-    results = []
-    batches = [env.batch(step) for step in range(3)]
-    for batch in batches:
-        with torch.no_grad():
-            results.append(model(batch))
-        loss = mean_square(model(batch))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return results, numbers(model)
+    return env.steps(model, run, steps=4)
 
 
 class Towers(nn.Module):
@@ -626,10 +551,6 @@ class Towers(nn.Module):
         return module(x)
 
 
-def _bf16(**options: Any) -> dict[str, Any]:
-    return {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, **options)}
-
-
 @cases.add(
     {
         "default": {},
@@ -643,8 +564,8 @@ def _bf16(**options: Any) -> dict[str, Any]:
         "static_buffers": {"in_turn": True, "static_buffers": True},
         "accumulates": {"micro": 3},
         "holds": {"in_turn": True, "micro": 3, "no_sync": True},
-        "offload": {"in_turn": True, "cpu_offload": CPUOffload(True)},
-        "keep_cast": {**_bf16(keep_cast_shard=True), "micro": 2},
+        "offload": {"in_turn": True, **OFFLOAD},
+        "keep_cast": {**KEPT, "micro": 2},
         "frozen": {"in_turn": True, "frozen": True},
         "flat": {"in_turn": True, "flat": True},
         "checkpointed": {"checkpointed": True, "reshard_after_forward": True},
@@ -887,16 +808,17 @@ def momentum_encoder(env: Env, how: str) -> Any:
     return first, env.train(model, steps=3)
 
 
+class Clamping(nn.Linear):
+    """Changes its own weights, which stay changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
 @cases.add({"frozen": {"frozen": True}, "trained": {"frozen": False}})
 def changed_inside_its_forward(env: Env, frozen: bool) -> Any:
-    """A module that changes its own weights, which stay changed."""
-
-    class Clamping(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.clamp_(-0.2, 0.2)
-            return super().forward(x)
-
     model = env.make(lambda: nn.Sequential(Clamping(8, 8), nn.Tanh(), nn.Linear(8, 8)))
     model[0].requires_grad_(not frozen)
     return env.train(env.shard(model, policy={nn.Linear, Clamping}))

@@ -6,12 +6,14 @@ import io
 
 import pytest
 import torch
-from saving import MemoryWatch, check_equal, make, shard
+import torch.distributed.checkpoint as dcp
+from on_ranks import ranks
+from saving import MemoryWatch, check_equal, layers, make, on_four, shard
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard.checkpoint import full_state_dict, iter_full_params, load_local_state_dict
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM]
 
@@ -27,69 +29,56 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def export(ctx) -> None:
+@ranks(1, 2, 3)
+def test_full_state_dict(ctx) -> None:
     source = make().state_dict()
     for strategy in STRATEGIES:
         for policy in (None, {nn.Linear}):
             model = shard(ctx, make(), strategy, policy)
-            state = flatshard.checkpoint.full_state_dict(model)
+            state = full_state_dict(model)
             same(state, source)
             assert state["head.weight"] is state["down.weight"]
             assert type(state) is type(source), "an OrderedDict, by which accelerate knows a model's state"
             assert state._metadata == source._metadata
             addresses = {t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
             assert not addresses & {t.data_ptr() for t in state.values() if t.numel()}
-            same(
-                flatshard.checkpoint.full_state_dict(model, offload_to_cpu=False, rank0_only=True),
-                source if ctx.rank == 0 else {},
-            )
-            cast = flatshard.checkpoint.full_state_dict(model, dtype=torch.float64)
+            same(full_state_dict(model, offload_to_cpu=False, rank0_only=True), source if ctx.rank == 0 else {})
+            cast = full_state_dict(model, dtype=torch.float64)
             same(cast, {n: v.double() if v.is_floating_point() else v for n, v in source.items()})
             make(1).load_state_dict(state)
-            same(
-                flatshard.checkpoint.full_state_dict(model.up) if policy else state,
-                model_part(source, "up.") if policy else source,
-            )
+            same(full_state_dict(model.up) if policy else state, model_part(source, "up.") if policy else source)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"full_state_dict: .*Call it outside"):
-        flatshard.checkpoint.full_state_dict(model)
+        full_state_dict(model)
     with pytest.raises(ValueError, match=r"floating-point dtype or None, got torch.int8"):
-        flatshard.checkpoint.full_state_dict(model, dtype=torch.int8)
+        full_state_dict(model, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"full_state_dict: nothing in this Linear is sharded"):
-        flatshard.checkpoint.full_state_dict(nn.Linear(2, 2))
+        full_state_dict(nn.Linear(2, 2))
 
 
 def model_part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_full_state_dict(pool, world_size):
-    pool.run(export, world_size=world_size)
-
-
-def measure(ctx) -> None:
+@ranks(2)
+def test_peak_memory_of_exports(ctx) -> None:
+    """At most one unit over the result; a stream holds one bucket."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
     unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
     for rank0_only in (False, True):
         with MemoryWatch() as watch:
-            state = flatshard.checkpoint.full_state_dict(model, rank0_only=rank0_only)
+            state = full_state_dict(model, rank0_only=rank0_only)
         size = sum(v.nbytes for v in state.values())
         assert size <= watch.peak <= size + unit + CHECK
         assert watch.peak > unit / 2  # it sees the gathered one
     with MemoryWatch() as watch:
-        for _ in flatshard.checkpoint.iter_full_params(model, bucket_bytes=1):
+        for _ in iter_full_params(model, bucket_bytes=1):
             pass
     assert watch.peak <= unit + 2 * 64 * 64 * 4 + CHECK  # and two parameters: the caller's last, and the next
     with MemoryWatch() as watch:
-        for _ in flatshard.checkpoint.iter_full_params(model, bucket_bytes=3 * unit):
+        for _ in iter_full_params(model, bucket_bytes=3 * unit):
             pass
     assert 3 * unit <= watch.peak <= 3 * unit + 2 * 64 * 64 * 4 + CHECK
-
-
-def test_peak_memory_of_exports(pool):
-    """At most one unit over the result; a stream holds one bucket."""
-    pool.run(measure, world_size=2)
 
 
 def stream(ctx) -> list[str]:
@@ -98,21 +87,21 @@ def stream(ctx) -> list[str]:
     for strategy in STRATEGIES:
         model = shard(ctx, make(), strategy, {nn.Linear})
         for bucket_bytes in (1, 10**9):
-            found = dict(flatshard.checkpoint.iter_full_params(model, bucket_bytes=bucket_bytes))
+            found = dict(iter_full_params(model, bucket_bytes=bucket_bytes))
             same({n: found[n] for n in whole}, whole)
             assert len(found) == len(whole)
         names = ["head.weight", "ignored", "down.weight", "up.bias"]
-        found = list(flatshard.checkpoint.iter_full_params(model, names=names, dtype=torch.bfloat16))
+        found = list(iter_full_params(model, names=names, dtype=torch.bfloat16))
         assert sorted(n for n, _ in found) == sorted(names)
         for name, value in found:
             assert torch.equal(value, source.get_parameter(name).bfloat16())
         trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert {n for n, _ in flatshard.checkpoint.iter_full_params(model, names=trainable.__contains__)} == trainable
+        assert {n for n, _ in iter_full_params(model, names=trainable.__contains__)} == trainable
     with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
-        flatshard.checkpoint.iter_full_params(model, names=["nothing"])
+        iter_full_params(model, names=["nothing"])
     with pytest.raises(ValueError, match="bucket_bytes must be a positive number of bytes, got 0"):
-        flatshard.checkpoint.iter_full_params(model, bucket_bytes=0)
-    return [n for n, _ in flatshard.checkpoint.iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
+        iter_full_params(model, bucket_bytes=0)
+    return [n for n, _ in iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -121,7 +110,8 @@ def test_iter_full_params(pool, world_size):
     assert all(names == first for names in others)
 
 
-def restart(ctx) -> None:
+@ranks(1, 2)
+def test_local_state_dict(ctx) -> None:
     source = make(1).state_dict()
     for strategy in STRATEGIES:
         model = shard(ctx, make(1), strategy, {nn.Linear})
@@ -135,98 +125,35 @@ def restart(ctx) -> None:
                 tensor.zero_()
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
-        flatshard.checkpoint.load_local_state_dict(model, loaded)
+        load_local_state_dict(model, loaded)
         check_equal(model, source)
         other = shard(ctx, make(), strategy)
         with pytest.raises(ValueError, match=r"load_local_state_dict: .* flat parameters? .*Save by torch.distributed"):
-            flatshard.checkpoint.load_local_state_dict(other, loaded)
+            load_local_state_dict(other, loaded)
         loaded["flats"][0]["fqns"][0] = "x"
         with pytest.raises(ValueError, match=r"another layout \(fqns: \['x'"):
-            flatshard.checkpoint.load_local_state_dict(model, loaded)
+            load_local_state_dict(model, loaded)
         del loaded["rest"]["steps"]
         loaded["flats"][0]["fqns"][0] = state["flats"][0]["fqns"][0]
         with pytest.raises(ValueError, match="'steps' differ in name, shape or kind"):
-            flatshard.checkpoint.load_local_state_dict(model, loaded)
+            load_local_state_dict(model, loaded)
         check_equal(model, source)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_local_state_dict(pool, world_size):
-    pool.run(restart, world_size=world_size)
-
-
-class Mlp(nn.Module):
-    """7 does not divide by two: uneven shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.down(self.up(x)))
-
-
-def parallel(ctx, path: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    torch.manual_seed(0)
-    plain = Mlp()
-    source = plain.state_dict()
-    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-
-    def build(seed: int, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
-        torch.manual_seed(seed)
-        model = Mlp()
-        parallelize_module(
-            model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        )
-        return fully_shard(model, device_mesh=mesh["dp"], strategy=strategy)
-
-    for number, strategy in enumerate(STRATEGIES):
-        model = build(0, strategy)
-        same(flatshard.checkpoint.full_state_dict(model), source)
-        assert bool(flatshard.checkpoint.full_state_dict(model, rank0_only=True)) == (ctx.rank == 0)
+@ranks(4)
+def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
+    """Saved and loaded with tensor parallelism, in replicas and without either."""
+    source = layers().state_dict()
+    ways = [("tp", strategy) for strategy in STRATEGIES] + [("replicas", None), ("plain", None)]
+    for number, (how, strategy) in enumerate(ways):
+        model = on_four(ctx, how, 0, strategy)
+        same(full_state_dict(model), source)
+        assert bool(full_state_dict(model, rank0_only=True)) == (ctx.rank == 0)
         dcp.save(model.state_dict(), checkpoint_id=f"{path}/{number}")
-        other = build(1)
-        state = other.state_dict()
-        dcp.load(state, checkpoint_id=f"{path}/{number}")
-        same(flatshard.checkpoint.full_state_dict(other), source)
-        other = build(2)
-        other.load_state_dict(source)
-        same(flatshard.checkpoint.full_state_dict(other), source)
-        model.load_state_dict(build(2, strategy).state_dict())
+        for other in (on_four(ctx, "tp", 1), on_four(ctx, "plain", 1)):
+            state = other.state_dict()
+            dcp.load(state, checkpoint_id=f"{path}/{number}")
+            same(full_state_dict(other), source)
+        model.load_state_dict(on_four(ctx, how, 2, strategy).state_dict())
         model.load_state_dict(source)
-        same(flatshard.checkpoint.full_state_dict(model), source)
-        torch.manual_seed(3)
-        whole = fully_shard(Mlp(), process_group=ctx.group)  # no tensor parallelism, other ranks
-        state = whole.state_dict()
-        dcp.load(state, checkpoint_id=f"{path}/{number}")
-        same(flatshard.checkpoint.full_state_dict(whole), source)
-        dcp.save(whole.state_dict(), checkpoint_id=f"{path}/whole{number}")
-        state = other.state_dict()
-        dcp.load(state, checkpoint_id=f"{path}/whole{number}")
-        same(flatshard.checkpoint.full_state_dict(other), source)
-
-
-def test_tensor_parallelism(pool, tmp_path):
-    pool.run(parallel, str(tmp_path), world_size=4)
-
-
-def replicate(ctx, path: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    source = make().state_dict()
-    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    model = make()
-    fully_shard(model, strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, ignored_states=[model.ignored])
-    same(flatshard.checkpoint.full_state_dict(model), source)
-    assert bool(flatshard.checkpoint.full_state_dict(model, rank0_only=True)) == (ctx.rank == 0)
-    dcp.save(model.state_dict(), checkpoint_id=path)
-    other = shard(ctx, make(1))
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=path)
-    same(flatshard.checkpoint.full_state_dict(other), source)
-
-
-def test_replicas(pool, tmp_path):
-    pool.run(replicate, str(tmp_path / "saved"), world_size=4)
+        same(full_state_dict(model), source)

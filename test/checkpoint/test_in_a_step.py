@@ -1,12 +1,14 @@
 """State asked for in the middle of a step, also by another thread: right values, or an error; and the step goes on."""
 
+import functools
 import re
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from pairs import all_pairs
 from saving import STRATEGIES
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -48,66 +50,57 @@ def network() -> nn.Module:
     return nn.Sequential(Asking(), Asking(), Asking()).double()
 
 
+def ask_once(model: nn.Module, verb: Any, values: dict[str, Tensor], parts: dict[str, Tensor]) -> bool:
+    """Whether the verb is refused; else its values are right."""
+    try:
+        found = verb(model)
+    except RuntimeError as e:
+        if not re.search(CALL_LATER, str(e)):
+            raise
+        return True
+    assert found.keys() == values.keys()
+    for fqn, value in found.items():
+        is_part = isinstance(value, ShardedValue)
+        assert value.shape == values[fqn].shape
+        assert torch.equal(value.to_local() if is_part else value, (parts if is_part else values)[fqn])
+    return False
+
+
 def in_a_step(ctx, strategy: Any) -> dict[str, set[str]]:
     """By moment: the verbs that raise."""
     plain = network()
     inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain(inputs).sum().backward()
-    values = plain.state_dict()
     refused: dict[str, set[str]] = {}
-    for name, verb in VERBS.items():
-        for when in ("forward", "between", "backward"):
-            for on_a_thread in (False, True):
-                model = flatshard.fully_shard(network(), policy={Asking}, strategy=strategy, process_group=ctx.group)
-                parts = {n: p.detach().clone() for n, p in model.named_parameters()}
-                asked: list[None] = []
+    for name, when, on_a_thread in all_pairs([*VERBS], ("forward", "between", "backward"), (False, True)):
+        ctx.note(f"{name} {when} {on_a_thread}")
+        model = flatshard.fully_shard(network(), policy={Asking}, strategy=strategy, process_group=ctx.group)
+        parts = {n: p.detach().clone() for n, p in model.named_parameters()}
+        asked: list[bool] = []
+        look = functools.partial(ask_once, model, VERBS[name], plain.state_dict(), parts)
 
-                def look(model=model, verb=verb, name=name, when=when, parts=parts, asked=asked) -> None:
-                    asked.append(None)
-                    try:
-                        found = verb(model)
-                    except RuntimeError as e:
-                        if not re.search(CALL_LATER, str(e)):
-                            raise
-                        refused.setdefault(when, set()).add(name)
-                        return
-                    assert found.keys() == values.keys()
-                    for fqn, value in found.items():
-                        is_part = isinstance(value, ShardedValue)
-                        assert value.shape == values[fqn].shape
-                        assert torch.equal(value.to_local() if is_part else value, (parts if is_part else values)[fqn])
+        def ask(look=look, on_a_thread=on_a_thread, asked=asked) -> None:
+            if on_a_thread:
+                with ThreadPoolExecutor(1) as threads:
+                    asked.append(threads.submit(look).result())
+            else:
+                asked.append(look())
 
-                errors: list[BaseException] = []
-
-                def ask(look=look, errors=errors, on_a_thread=on_a_thread) -> None:
-                    def guarded() -> None:
-                        try:
-                            look()
-                        except BaseException as e:
-                            errors.append(e)
-
-                    if not on_a_thread:
-                        look()
-                        return
-                    thread = threading.Thread(target=guarded)
-                    thread.start()
-                    thread.join()
-                    assert not errors, errors
-
-                ctx.note(f"{name} {when} {on_a_thread}")
-                model[1].when, model[1].ask = when, ask
-                loss = model(inputs).sum()
-                if when == "between":
-                    ask()
-                loss.backward()
-                assert len(asked) == 1
-                model[1].when = ""
-                for _ in range(2):
-                    with flatshard.summon_full_params(model, with_grads=True):
-                        for (fqn, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-                            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
-                    model.zero_grad()
-                    model(inputs).sum().backward()
+        model[1].when, model[1].ask = when, ask
+        loss = model(inputs).sum()
+        if when == "between":
+            ask()
+        loss.backward()
+        (is_refused,) = asked
+        if is_refused:
+            refused.setdefault(when, set()).add(name)
+        model[1].when = ""
+        for _ in range(2):
+            with flatshard.summon_full_params(model, with_grads=True):
+                for (fqn, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+            model.zero_grad()
+            model(inputs).sum().backward()
     return refused
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import os
 import pickle
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import ranks
 from saving import CommunicationWatch, MemoryWatch
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError
+from flatshard.checkpoint import MeetingError, Writer, full_state_dict
 from flatshard.checkpoint._disk import METADATA
 
 WIDTH = 7
-SHORT = datetime.timedelta(seconds=2)
 
 
 class Net(nn.Module):
@@ -85,7 +82,7 @@ class Job:
             names = [n for n, _ in self.model.named_parameters()]
             return copy.deepcopy({**model, **{f"{names[i]}.{k}": v for i, s in state.items() for k, v in s.items()}})
         state = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer, full=True)["state"]
-        model = flatshard.checkpoint.full_state_dict(self.model)
+        model = full_state_dict(self.model)
         return {**model, **{f"{n}.{k}": v for n, s in state.items() for k, v in s.items()}}
 
 
@@ -99,9 +96,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], exactly: bo
             torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Saved and resumed
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Saved and resumed ------------------------------------------------------------------------------------------------
 
 
 def test_calls_that_make_no_sense(world, tmp_path):
@@ -211,7 +206,8 @@ class Progress:
         self.seen = dict(state)
 
 
-def keep_anything(ctx, path: str) -> None:
+@ranks(2)
+def test_stateful_objects_and_plain_values(ctx, path: str) -> None:
     class Job(Progress):  # as torchtitan has it
         def state_dict(self) -> dict[str, Any]:
             return {"model": model.state_dict(), **super().state_dict()}
@@ -222,7 +218,7 @@ def keep_anything(ctx, path: str) -> None:
 
     torch.manual_seed(0)
     model = fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group)
-    expected = {n: v.clone() for n, v in flatshard.checkpoint.full_state_dict(model).items()}
+    expected = {n: v.clone() for n, v in full_state_dict(model).items()}
     for name in ("ours", "torch"):
         job = Job()
         job.seen["tokens"] = 7
@@ -245,33 +241,26 @@ def keep_anything(ctx, path: str) -> None:
         assert (found["step"], found["values"]["lr"], found["values"]["names"]) == (3, 0.1, ["a", "b"])
         assert torch.equal(found["values"]["table"], torch.arange(4))
         assert job.seen["tokens"] == 7
-        assert_same(flatshard.checkpoint.full_state_dict(model), expected)
+        assert_same(full_state_dict(model), expected)
 
 
-def ranks_own_values(ctx: Any, directory: str) -> None:
+@ranks(3)
+def test_of_what_is_not_sharded_rank_0s_is_saved(ctx: Any, path: str) -> None:
+    """Not one tensor of one rank, the next of another."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
     fully_shard(model, process_group=ctx.group)
     buffers = dict(model.named_buffers())
     for buffer in buffers.values():
         buffer.fill_(ctx.rank)
     state = {"model": model, "numbers": [torch.full((n,), ctx.rank) for n in range(1, 6)], "own": ctx.rank}
-    save_checkpoint(f"{directory}/own", state, process_group=ctx.group)
+    save_checkpoint(f"{path}/own", state, process_group=ctx.group)
     for buffer in buffers.values():
         buffer.fill_(9)
-    loaded = load_checkpoint(f"{directory}/own", state, process_group=ctx.group)
+    loaded = load_checkpoint(f"{path}/own", state, process_group=ctx.group)
     found = {name: buffer.unique().tolist() for name, buffer in buffers.items()}
     found |= {f"number {n}": number.unique().tolist() for n, number in enumerate(loaded["numbers"])}
     assert found == {name: [0] for name in found}, found
     assert loaded["own"] == 0
-
-
-def test_of_what_is_not_sharded_rank_0s_is_saved(pool, tmp_path):
-    """Not one tensor of one rank, the next of another."""
-    pool.run(ranks_own_values, str(tmp_path), world_size=3)
-
-
-def test_stateful_objects_and_plain_values(pool, tmp_path):
-    pool.run(keep_anything, str(tmp_path), world_size=2)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD, torch.optim.AdamW])
@@ -302,23 +291,6 @@ def test_an_optimizer_whose_first_step_cannot_be_tried(tmp_path):
         load_checkpoint(tmp_path / "x", {"model": model, "optimizer": fresh})
 
 
-def load_flat(ctx, path: str) -> None:
-    """Also of a parameter of no dimension, into a new optimizer and into one that has stepped."""
-    jobs = [Job(ctx.group, seed=seed) for seed in range(3)]
-    for job, steps in zip(jobs, (1, 0, 2), strict=True):
-        job.optimizer = torch.optim.AdamW(flatshard.flat_parameters(job.model))
-        job.train(steps)
-    jobs[0].save(Path(path))
-    for job in jobs[1:]:
-        job.load(Path(path))
-        assert_same(job.values(), jobs[0].values())
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_optimizer_over_flat_parameters(pool, tmp_path, world_size):
-    pool.run(load_flat, str(tmp_path / "x"), world_size=world_size)
-
-
 class Deep(nn.Sequential):
     """Blocks of one size, and a root that is small."""
 
@@ -343,7 +315,7 @@ def start_on_meta(ctx, path: str) -> None:
     assert watch.peak < whole
     torch.manual_seed(0)
     expected = Deep().state_dict()
-    for name, value in flatshard.checkpoint.full_state_dict(model).items():
+    for name, value in full_state_dict(model).items():
         assert torch.equal(value, expected[name])
 
 
@@ -360,9 +332,7 @@ def test_from_the_meta_device(pool, tmp_path):
     pool.run(start_on_meta, str(tmp_path / "x"), world_size=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What goes wrong: on all ranks, and nothing is changed
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What goes wrong: on all ranks, and nothing is changed ------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -374,10 +344,11 @@ def unchanged(job: Job):
 
 
 def expect(pattern: str) -> Any:
-    return pytest.raises(flatshard.checkpoint.MeetingError, match=pattern)
+    return pytest.raises(MeetingError, match=pattern)
 
 
-def fail_to_save(ctx, path: str) -> None:
+@ranks(3)
+def test_failed_saves(ctx, path: str) -> None:
     at = Path(path) / "checkpoint"
     job = Job(ctx.group)
     job.train(1)
@@ -393,16 +364,16 @@ def fail_to_save(ctx, path: str) -> None:
     with expect(r"a name with a dot"):
         save_checkpoint(at, {"a.b": 1}, process_group=ctx.group)
     # The disk is full on one rank.
-    write = flatshard.checkpoint.Writer.write_data
+    write = Writer.write_data
     if ctx.rank == 1:
-        flatshard.checkpoint.Writer.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        Writer.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
     try:
         with unchanged(job), expect(r"rank 1: OSError: .*No space left"):
             job.save(at, overwrite=True)
         with expect(r"rank 1: OSError: .*No space left"):
             job.save(at, overwrite=True, wait=False).result()
     finally:
-        flatshard.checkpoint.Writer.write_data = write
+        Writer.write_data = write
     job.load(at)
     assert_same(job.values(), saved)
     dist.barrier(ctx.group)
@@ -417,11 +388,8 @@ def fail_to_save(ctx, path: str) -> None:
     assert sorted(p.name for p in Path(path).iterdir()) == ["checkpoint", "other"]
 
 
-def test_failed_saves(pool, tmp_path):
-    pool.run(fail_to_save, str(tmp_path), world_size=3)
-
-
-def lose_elements(ctx, path: str) -> None:
+@ranks(2)
+def test_every_element_is_accounted_for(ctx, path: str) -> None:
     """A bug that loses a rank's part is not saved."""
     job = Job(ctx.group)
     state = job.model.state_dict()
@@ -430,10 +398,12 @@ def lose_elements(ctx, path: str) -> None:
     with expect(r"elements that the ranks would write, and of the tensor: 'model.blocks.0.0.weight' \(\d+ of 49\)"):
         save_checkpoint(Path(path) / "x", {"model": state}, process_group=ctx.group)
     dist.barrier(ctx.group)
-    assert list(Path(path).iterdir()) == []  # nothing is left of the attempt
+    assert list(Path(path).parent.glob("*/*")) == []  # nothing is left of the attempt
 
 
-def stay(ctx, path: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("sharded", "world_size"), [(True, 3), (False, 1)])
+@ranks()
+def test_what_is_not_in_a_checkpoint_stays(ctx, path: str, sharded: bool) -> None:
     """What a checkpoint lacks stays as it is, an optimizer's state included."""
     job = Job(ctx.group, sharded)
     job.train(2)
@@ -451,80 +421,43 @@ def stay(ctx, path: str, sharded: bool) -> None:
     job.train(1)
 
 
-@pytest.mark.parametrize(("sharded", "world_size"), [(True, 3), (False, 1)])
-def test_what_is_not_in_a_checkpoint_stays(pool, tmp_path, sharded, world_size):
-    pool.run(stay, str(tmp_path / "x"), sharded, world_size=world_size)
-
-
-def test_every_element_is_accounted_for(pool, tmp_path):
-    pool.run(lose_elements, str(tmp_path), world_size=2)
-
-
-def come_not(ctx, path: str) -> None:
-    job = Job(ctx.group)
-    began = time.monotonic()
-    if ctx.rank == 1:
-        time.sleep(3)
-        with expect(r"'?rank 1'? did not come within 2 s\. All ranks must"):
-            job.save(Path(path) / "x", timeout=SHORT)
-    else:
-        with expect(r"'?rank 1'? did not come within 2 s"):
-            job.save(Path(path) / "x", timeout=SHORT)
-        assert time.monotonic() - began < 10
-    job.save(Path(path) / "x")  # and then they do
-    with expect(r"came for different things. Rank 0: .*/x0.*rank 1: .*/x1"):
-        job.save(Path(path) / f"x{ctx.rank}")
-    job.train(1)
-
-
-def test_missing_ranks_are_named(pool, tmp_path):
-    pool.run(come_not, str(tmp_path), world_size=3)
-
-
 def damage(ctx, path: str) -> None:
     at = Path(path)
     job = Job(ctx.group, seed=1)
     job.train(1)
-
-    def refused(change: Callable[[], None], pattern: str, **state: Any) -> None:
+    metadata, largest = (at / METADATA).read_bytes(), max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    data = largest.read_bytes()
+    other = Net().double()
+    other.head = nn.Linear(WIDTH + 1, 4).double()
+    other.added = nn.Linear(2, 2)
+    fully_shard(other, process_group=ctx.group)
+    renamed = {"net": job.model, "optimizer": job.optimizer}
+    extra = {**job.state(), "extra": torch.ones(2)}
+    changed = (
+        r"not in the checkpoint: 'model.added.weight', 'model.added.bias'.*'model.head.weight' has shape \(3, 7\) in the "
+        r"checkpoint, \(4, 8\) here"
+    )
+    for state, change, pattern in (
+        (extra, bool, r"not in the checkpoint: 'extra'; it was saved with 'model'"),
+        (renamed, bool, r"not in the checkpoint: 'net'; it was saved with 'model', 'optimizer', 'scheduler', 'step'"),
+        ({"model": other}, bool, changed),
+        (None, lambda: os.truncate(largest, len(data) // 2), r"the checkpoint are incomplete: .*distcp' \(\d+ of"),
+        (None, largest.unlink, r"files of the checkpoint are incomplete: .*distcp' \(missing\)"),
+        (extra, lambda: largest.write_bytes(data), r"not in the checkpoint"),
+        (None, lambda: (at / METADATA).write_bytes(metadata[:100]), r"cannot be read: pickle data was truncated"),
+        (
+            None,
+            lambda: (at / METADATA).write_bytes(pickle.dumps(Evil())),
+            r"the checkpoint's metadata names posix\.system",
+        ),
+        (None, (at / METADATA).unlink, r"is no checkpoint: it has no \.metadata, so a save that did not end"),
+    ):
         dist.barrier(ctx.group)
         if ctx.rank == 0:
             change()
         dist.barrier(ctx.group)
         with unchanged(job), expect(pattern):
-            load_checkpoint(at, {**job.state(), **state}, process_group=ctx.group)
-
-    def nothing() -> None: ...
-
-    metadata = (at / METADATA).read_bytes()
-    largest = max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
-    data = largest.read_bytes()
-    refused(nothing, r"not in the checkpoint: 'extra'; it was saved with 'model'", extra=torch.ones(2))
-    with (
-        unchanged(job),
-        expect(r"not in the checkpoint: 'net'; it was saved with 'model', 'optimizer', 'scheduler', 'step'"),
-    ):
-        load_checkpoint(
-            at, {"net": job.model, "optimizer": job.optimizer}, process_group=ctx.group
-        )  # under another name
-    other = Net().double()
-    other.head = nn.Linear(WIDTH + 1, 4).double()
-    other.added = nn.Linear(2, 2)
-    fully_shard(other, process_group=ctx.group)
-    with expect(
-        r"not in the checkpoint: 'model.added.weight', 'model.added.bias'.*'model.head.weight' has shape \(3, 7\) in the "
-        r"checkpoint, \(4, 8\) here"
-    ):
-        load_checkpoint(at, {"model": other}, process_group=ctx.group)
-    refused(lambda: os.truncate(largest, len(data) // 2), r"files of the checkpoint are incomplete: .*distcp' \(\d+ of")
-    refused(largest.unlink, r"files of the checkpoint are incomplete: .*distcp' \(missing\)")
-    refused(lambda: largest.write_bytes(data), r"not in the checkpoint", extra=1)
-    refused(
-        lambda: (at / METADATA).write_bytes(metadata[:100]), r"\.metadata cannot be read: pickle data was truncated"
-    )
-    evil = pickle.dumps(Evil())
-    refused(lambda: (at / METADATA).write_bytes(evil), r"the checkpoint's metadata names posix\.system")
-    refused((at / METADATA).unlink, r"is no checkpoint: it has no \.metadata, so a save that did not end")
+            load_checkpoint(at, state or job.state(), process_group=ctx.group)
 
 
 class Evil:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import CommunicationWatch, MemoryWatch, Model, make, same, shard, train
+from on_ranks import ranks
+from saving import CommunicationWatch, MemoryWatch, Model, layers, make, on_four, same, shard, train
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import flatshard
 from flatshard import ShardingStrategy
-from flatshard.checkpoint import ShardedValue
+from flatshard.checkpoint import ShardedValue, load_optim_state_dict, optim_state_dict, rekey
 
 FULL, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 Optimizer = torch.optim.Optimizer
@@ -44,7 +44,7 @@ def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """A plain optimizer's state."""
     ids = {id(p): n for n, p in model.named_parameters()}
     order = [ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    return flatshard.checkpoint.rekey(optimizer.state_dict(), order)
+    return rekey(optimizer.state_dict(), order)
 
 
 def drop_empty(optimizer: Optimizer) -> None:
@@ -53,7 +53,9 @@ def drop_empty(optimizer: Optimizer) -> None:
         del optimizer.state[param]
 
 
-def both_ways(ctx, kind: Callable[[Model], Optimizer]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(1, 2, 3)
+def test_from_a_plain_optimizer_and_back(ctx, kind: Callable[[Model], Optimizer]) -> None:
     plain = make()
     reference = kind(plain)
     train(plain, reference)
@@ -65,91 +67,30 @@ def both_ways(ctx, kind: Callable[[Model], Optimizer]) -> None:
             model = shard(ctx, make(), strategy, policy)
             optimizer = kind(model)
             with CommunicationWatch() as watch:
-                flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected)
-                state = flatshard.checkpoint.optim_state_dict(model, optimizer)
+                load_optim_state_dict(model, optimizer, expected)
+                state = optim_state_dict(model, optimizer)
             assert watch.seen == []
             sharded = ctx.world_size > 1 and strategy is FULL
             values = [v for s in state["state"].values() for v in s.values() if isinstance(v, Tensor)]
             assert any(isinstance(v, ShardedValue) for v in values) == sharded
-            same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+            same(optim_state_dict(model, optimizer, full=True), expected)
             drop_empty(optimizer)
-            same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
-            only = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=True)
+            same(optim_state_dict(model, optimizer, full=True), expected)
+            only = optim_state_dict(model, optimizer, full=True, rank0_only=True)
             same(only, expected) if ctx.rank == 0 else None
             assert bool(only) == (ctx.rank == 0)
             other = kind(model)
-            flatshard.checkpoint.load_optim_state_dict(model, other, copy.deepcopy(state))
-            same(flatshard.checkpoint.optim_state_dict(model, other, full=True), expected)
+            load_optim_state_dict(model, other, copy.deepcopy(state))
+            same(optim_state_dict(model, other, full=True), expected)
             other = kind(model)
-            flatshard.checkpoint.load_optim_state_dict(model, other, numbered)
-            same(flatshard.checkpoint.optim_state_dict(model, other, full=True), expected)
+            load_optim_state_dict(model, other, numbered)
+            same(optim_state_dict(model, other, full=True), expected)
             other.load_state_dict(flatshard.checkpoint.optim_state_dict_to_load(model, optimizer, expected))
-            same(flatshard.checkpoint.optim_state_dict(model, other, full=True), expected)
+            same(optim_state_dict(model, other, full=True), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_from_a_plain_optimizer_and_back(pool, kind, world_size):
-    pool.run(both_ways, kind, world_size=world_size)
-
-
-def resume(ctx, kind: Callable[[Model], Optimizer], path: str) -> None:
-    """Four steps are two, a checkpoint, another layout, and two more, of which a plain model gets the same as well."""
-    straight = shard(ctx, make(), policy={nn.Linear})
-    optimizer = kind(straight)
-    train(straight, optimizer)
-    saved = {"model": straight.state_dict(), "optim": flatshard.checkpoint.optim_state_dict(straight, optimizer)}
-    with CommunicationWatch() as watch:
-        dcp.save(saved, checkpoint_id=path, process_group=ctx.group)
-    assert watch.data == []
-    model = shard(ctx, make(1), ShardingStrategy.SHARD_GRAD_OP)
-    resumed = kind(model)
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    every = flatshard.checkpoint.optim_state_dict(model, resumed, for_load=True)["state"]
-    assert every.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    template = flatshard.checkpoint.optim_state_dict(model, resumed, for_load=keys)
-    assert template["state"].keys() == saved["optim"]["state"].keys() == every.keys() - {"empty"}
-    assert not resumed.state
-    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
-    loaded = {"model": model.state_dict(), "optim": template}
-    dcp.load(loaded, checkpoint_id=path, process_group=ctx.group)
-    model.load_state_dict(loaded["model"])
-    flatshard.checkpoint.load_optim_state_dict(model, resumed, loaded["optim"])
-    expected = flatshard.checkpoint.optim_state_dict(straight, optimizer, full=True)
-    same(flatshard.checkpoint.optim_state_dict(model, resumed, full=True), expected)
-    plain = make(2)
-    plain_optimizer = kind(plain)
-    loaded = {
-        "model": plain.state_dict(),
-        "optim": copy.deepcopy(flatshard.checkpoint.optim_state_dict(straight, optimizer, full=True)),
-    }
-    for values in (loaded["model"], *loaded["optim"]["state"].values()):
-        for value in values.values():
-            value.zero_()
-    dcp.load(loaded, checkpoint_id=path, process_group=ctx.group)
-    same(loaded["optim"], expected)
-    whole = flatshard.checkpoint.full_state_dict(straight)
-    assert all(torch.equal(whole[n], v) for n, v in loaded["model"].items())
-    plain_optimizer.load_state_dict(
-        flatshard.checkpoint.rekey(
-            loaded["optim"], [n for g in loaded["optim"]["param_groups"] for n in g["params"]], "ids"
-        )
-    )
-    for each, its_optimizer in ((straight, optimizer), (model, resumed)):
-        train(each, its_optimizer)
-    whole = flatshard.checkpoint.full_state_dict(straight)
-    for name, value in flatshard.checkpoint.full_state_dict(model).items():
-        torch.testing.assert_close(value, whole[name])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_resuming_through_a_checkpoint(pool, kind, world_size, tmp_path):
-    pool.run(resume, kind, str(tmp_path), world_size=world_size)
-
-
-def flat(ctx) -> None:
+@ranks(1, 2, 3)
+def test_flat_parameters(ctx) -> None:
     """An optimizer over flat parameters loads and saves what one over single parameters does."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
@@ -163,40 +104,32 @@ def flat(ctx) -> None:
         )
         optimizer = torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)
         for state in (expected, reference.state_dict()):
-            flatshard.checkpoint.load_optim_state_dict(model, optimizer, state)
-            same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
+            load_optim_state_dict(model, optimizer, state)
+            same(optim_state_dict(model, optimizer, full=True), expected)
         again = torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)
-        flatshard.checkpoint.load_optim_state_dict(
-            model, again, flatshard.checkpoint.optim_state_dict(model, optimizer)
-        )
-        same(flatshard.checkpoint.optim_state_dict(model, again, full=True), expected)
-        template = flatshard.checkpoint.optim_state_dict(
-            model, torch.optim.AdamW(flatshard.flat_parameters(model)), for_load=True
-        )
+        load_optim_state_dict(model, again, optim_state_dict(model, optimizer))
+        same(optim_state_dict(model, again, full=True), expected)
+        template = optim_state_dict(model, torch.optim.AdamW(flatshard.flat_parameters(model)), for_load=True)
         assert template["state"].keys() == expected["state"].keys()
         single = copy.deepcopy(model)
         other = torch.optim.AdamW(single.parameters())
-        flatshard.checkpoint.load_optim_state_dict(single, other, flatshard.checkpoint.optim_state_dict(model, again))
-        same(flatshard.checkpoint.optim_state_dict(single, other, full=True), expected)
+        load_optim_state_dict(single, other, optim_state_dict(model, again))
+        same(optim_state_dict(single, other, full=True), expected)
     bad = copy.deepcopy(expected)
     bad["state"]["0.bias"]["step"] += 1
     with pytest.raises(ValueError, match=r"one flat parameter here, saved with different 'step': '0.weight', '0.bias'"):
-        flatshard.checkpoint.load_optim_state_dict(model, optimizer, bad)
+        load_optim_state_dict(model, optimizer, bad)
     bad = copy.deepcopy(expected)
     bad["param_groups"] = [
         {**bad["param_groups"][0], "params": ["0.bias"], "lr": 3.0},
         {**bad["param_groups"][0], "params": [n for n in bad["param_groups"][0]["params"] if n != "0.bias"]},
     ]
     with pytest.raises(ValueError, match=r"saved with other options than the first of it: '0.bias'"):
-        flatshard.checkpoint.load_optim_state_dict(model, optimizer, bad)
+        load_optim_state_dict(model, optimizer, bad)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_flat_parameters(pool, world_size):
-    pool.run(flat, world_size=world_size)
-
-
-def several(ctx) -> None:
+@ranks(2)
+def test_several_optimizers(ctx) -> None:
     def halves(model: Model) -> list[Optimizer]:
         params = list(model.parameters())
         return [torch.optim.AdamW(params[:4]), torch.optim.SGD(params[4:], lr=0.1, momentum=0.5)]
@@ -205,22 +138,18 @@ def several(ctx) -> None:
     optimizers = halves(model)
     for optimizer in optimizers:
         train(model, optimizer)
-    state = flatshard.checkpoint.optim_state_dict(model, optimizers)
-    whole = flatshard.checkpoint.optim_state_dict(model, optimizers, full=True)
+    state = optim_state_dict(model, optimizers)
+    whole = optim_state_dict(model, optimizers, full=True)
     assert len(state["param_groups"]) == 2
     for given in (state, whole):
         others = halves(model)
-        flatshard.checkpoint.load_optim_state_dict(model, others, given)
-        same(flatshard.checkpoint.optim_state_dict(model, others, full=True), whole)
+        load_optim_state_dict(model, others, given)
+        same(optim_state_dict(model, others, full=True), whole)
     others = halves(model)
     with pytest.raises(ValueError, match=r"unexpected: .*'conv.bias'"):
-        flatshard.checkpoint.load_optim_state_dict(model, others[0], state)
-    flatshard.checkpoint.load_optim_state_dict(model, others[0], state, strict=False)
+        load_optim_state_dict(model, others[0], state)
+    load_optim_state_dict(model, others[0], state, strict=False)
     assert len(others[0].state) == 4 - 1  # one was never used
-
-
-def test_several_optimizers(pool):
-    pool.run(several, world_size=2)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -233,21 +162,18 @@ class Wrapper(torch.optim.Optimizer):
     param_groups = property(lambda self: self.optimizer.param_groups)
 
 
-def wrap_optimizer(ctx) -> None:
+@ranks(2)
+def test_an_optimizer_that_holds_another(ctx) -> None:
     model = shard(ctx, make(), policy={nn.Linear})
     optimizer = one_group(model)
     train(model, optimizer)
-    state = flatshard.checkpoint.optim_state_dict(model, Wrapper(optimizer), full=True)
+    state = optim_state_dict(model, Wrapper(optimizer), full=True)
     fresh = one_group(model)
-    template = flatshard.checkpoint.optim_state_dict(model, Wrapper(fresh), for_load=True)
+    template = optim_state_dict(model, Wrapper(fresh), for_load=True)
     assert template["state"].keys() >= state["state"].keys()
     assert not fresh.state
-    flatshard.checkpoint.load_optim_state_dict(model, Wrapper(fresh), state)
-    same(flatshard.checkpoint.optim_state_dict(model, fresh, full=True), state)
-
-
-def test_an_optimizer_that_holds_another(pool):
-    pool.run(wrap_optimizer, world_size=2)
+    load_optim_state_dict(model, Wrapper(fresh), state)
+    same(optim_state_dict(model, fresh, full=True), state)
 
 
 class Factored(torch.optim.SGD):
@@ -261,19 +187,20 @@ class Factored(torch.optim.SGD):
                     self.state[p]["rows"] = torch.ones(3, 2)
 
 
-def refuse(ctx) -> None:
+@ranks(1, 2)
+def test_what_does_not_fit_raises_and_changes_nothing(ctx) -> None:
     model = shard(ctx, make())
     optimizer = one_group(model)
     train(model, optimizer)
-    good = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    good = optim_state_dict(model, optimizer, full=True)
     before = copy.deepcopy(good)
 
     def wrong(pattern: str, change: Callable[[dict], Any]) -> None:
         bad = copy.deepcopy(good)
         change(bad)
         with pytest.raises(ValueError, match=pattern):
-            flatshard.checkpoint.load_optim_state_dict(model, optimizer, bad)
-        same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), before)
+            load_optim_state_dict(model, optimizer, bad)
+        same(optim_state_dict(model, optimizer, full=True), before)
 
     def drop(state: dict) -> None:
         state["param_groups"][0]["params"].remove("scale")
@@ -288,23 +215,18 @@ def refuse(ctx) -> None:
     wrong(r"ignored: exp_avg: shape \(7,\)", lambda s: s["state"]["ignored"].update(exp_avg=torch.ones(7)))
     wrong("with 'state' and 'param_groups'", lambda s: s.pop("state"))
     with pytest.raises(ValueError, match=r"steps a parameter of shape \(2, 2\) that this Model has not"):
-        flatshard.checkpoint.optim_state_dict(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2))], lr=1))
+        optim_state_dict(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2))], lr=1))
     plain = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)
     with pytest.raises(ValueError, match="the state numbers 1 parameters"):
-        flatshard.checkpoint.load_optim_state_dict(model, optimizer, plain.state_dict())
+        load_optim_state_dict(model, optimizer, plain.state_dict())
     with pytest.raises(ValueError, match="needs full=True"):
-        flatshard.checkpoint.optim_state_dict(model, optimizer, rank0_only=True)
+        optim_state_dict(model, optimizer, rank0_only=True)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="Call it outside"):
-        flatshard.checkpoint.optim_state_dict(model, optimizer)
+        optim_state_dict(model, optimizer)
     factored = Factored(model.parameters(), lr=0.1)
     train(model, factored, 1)
     with pytest.raises(NotImplementedError, match=r"state 'rows' of '.*' has shape \(3, 2\)"):
-        flatshard.checkpoint.optim_state_dict(model, factored)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_does_not_fit_raises_and_changes_nothing(pool, world_size):
-    pool.run(refuse, world_size=world_size)
+        optim_state_dict(model, factored)
 
 
 def test_rekey():
@@ -313,49 +235,38 @@ def test_rekey():
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()
-    named = flatshard.checkpoint.rekey(state, ["weight", "bias"])
+    named = rekey(state, ["weight", "bias"])
     assert list(named["state"]) == named["param_groups"][0]["params"] == ["weight", "bias"]
-    assert flatshard.checkpoint.rekey(named, ["weight", "bias"], "ids") == state
+    assert rekey(named, ["weight", "bias"], "ids") == state
     with pytest.raises(ValueError, match="rekey: '1' are not among the 1 names given"):
-        flatshard.checkpoint.rekey(state, ["weight"])
+        rekey(state, ["weight"])
     with pytest.raises(ValueError, match="to must be 'names' or 'ids', got 'x'"):
-        flatshard.checkpoint.rekey(state, [], "x")
+        rekey(state, [], "x")
 
 
-def parallel(ctx, path: str) -> None:
+@ranks(4)
+def test_tensor_parallelism(ctx, path: str) -> None:
     """With tensor parallelism, uneven: states are cut as DTensors and then as shards."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
+    plain = layers()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     train(plain, reference)
     expected = by_name(plain, reference)
-    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
-        return flatshard.fully_shard(model, device_mesh=mesh["dp"])
-
-    model = build()
+    model = on_four(ctx, "tp")
     optimizer = torch.optim.AdamW(model.parameters())
-    flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected)
-    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
-    assert bool(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=True)) == (ctx.rank == 0)
-    dcp.save(flatshard.checkpoint.optim_state_dict(model, optimizer), checkpoint_id=path)
-    whole = flatshard.fully_shard(copy.deepcopy(plain), process_group=ctx.group)
-    for other in (build(), whole):
+    load_optim_state_dict(model, optimizer, expected)
+    same(optim_state_dict(model, optimizer, full=True), expected)
+    assert bool(optim_state_dict(model, optimizer, full=True, rank0_only=True)) == (ctx.rank == 0)
+    dcp.save(optim_state_dict(model, optimizer), checkpoint_id=path)
+    for other in (on_four(ctx, "tp"), on_four(ctx, "plain")):
         fresh = torch.optim.AdamW(other.parameters())
-        state = flatshard.checkpoint.optim_state_dict(other, fresh, for_load=True)
+        state = optim_state_dict(other, fresh, for_load=True)
         dcp.load(state, checkpoint_id=path)
-        flatshard.checkpoint.load_optim_state_dict(other, fresh, state)
-        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+        load_optim_state_dict(other, fresh, state)
+        same(optim_state_dict(other, fresh, full=True), expected)
 
 
-def test_tensor_parallelism(pool, tmp_path):
-    pool.run(parallel, str(tmp_path), world_size=4)
-
-
-def differing(ctx) -> None:
+@ranks(3)
+def test_where_optimizers_of_ranks_differ_all_ranks_raise(ctx) -> None:
     """A part that an optimizer lacks is an error on all ranks, not zeros, whether its unit has other parameters or none."""
     for policy, dropped in ((None, {"up.weight"}), ({nn.Linear}, {"up.weight", "up.bias"})):
         ctx.note(f"policy {policy}")
@@ -367,41 +278,31 @@ def differing(ctx) -> None:
             with pytest.raises(
                 ValueError, match=r"'up.weight' is stepped on rank 0, and not by the optimizer of rank 1"
             ):
-                flatshard.checkpoint.optim_state_dict(model, optimizer, full=True, rank0_only=rank0_only)
+                optim_state_dict(model, optimizer, full=True, rank0_only=rank0_only)
     model = shard(ctx, make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
     if ctx.rank == 2:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with pytest.raises(ValueError, match=r"has 'exp_avg' of '[a-z.]+' in torch.float32, rank 2 has none"):
-        flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+        optim_state_dict(model, optimizer, full=True)
 
 
-def test_where_optimizers_of_ranks_differ_all_ranks_raise(pool):
-    pool.run(differing, world_size=3)
-
-
-def differing_elsewhere(ctx) -> None:
+@ranks(4)
+def test_where_optimizers_of_replicas_differ(ctx) -> None:
     """Replicas of what is missing raise, too."""
-    model = fully_sharded_hybrid(ctx)
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    model = flatshard.fully_shard(nn.Linear(5, 7), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     here = [p for n, p in model.named_parameters() if ctx.rank != 1 or n != "weight"]
     optimizer = torch.optim.AdamW(here)
     train(model, optimizer)
     told = "'weight' is stepped on rank 0" if ctx.rank < 2 else "but on others, which tell more"
     with pytest.raises(ValueError, match=told):
-        flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+        optim_state_dict(model, optimizer, full=True)
 
 
-def fully_sharded_hybrid(ctx) -> nn.Module:
-    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    return flatshard.fully_shard(nn.Linear(5, 7), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-def test_where_optimizers_of_replicas_differ(pool):
-    pool.run(differing_elsewhere, world_size=4)
-
-
-def wrapped(ctx, path: str) -> None:
+@ranks(2)
+def test_names_under_checkpoint_wrapper(ctx, path: str) -> None:
     """Names are those of the state dict, which has none of checkpoint_wrapper's, whoever is wrapped: in all ways to load."""
 
     def build(wraps: bool) -> nn.Module:
@@ -425,21 +326,17 @@ def wrapped(ctx, path: str) -> None:
     for flat in (False, True):
         model = flatshard.fully_shard(build(True), policy={nn.Linear}, process_group=ctx.group)
         optimizer = torch.optim.AdamW(flatshard.flat_parameters(model) if flat else model.parameters(), lr=1e-2)
-        flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected)
-        state = flatshard.checkpoint.optim_state_dict(model, optimizer)
+        load_optim_state_dict(model, optimizer, expected)
+        state = optim_state_dict(model, optimizer)
         assert state["state"].keys() == expected["state"].keys() <= model.state_dict().keys()
-        same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
-        template = flatshard.checkpoint.optim_state_dict(model, torch.optim.AdamW(model.parameters()), for_load=True)
+        same(optim_state_dict(model, optimizer, full=True), expected)
+        template = optim_state_dict(model, torch.optim.AdamW(model.parameters()), for_load=True)
         assert flat or template["state"].keys() == expected["state"].keys()
-        flatshard.checkpoint.load_optim_state_dict(model, optimizer, numbered)
+        load_optim_state_dict(model, optimizer, numbered)
     flatshard.save_checkpoint(path, {"model": plain_wrapped, "optim": theirs}, process_group=ctx.group)
     model = flatshard.fully_shard(build(False), process_group=ctx.group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     flatshard.load_checkpoint(path, {"model": model, "optim": optimizer}, process_group=ctx.group)
-
-
-def test_names_under_checkpoint_wrapper(pool, tmp_path):
-    pool.run(wrapped, str(tmp_path / "checkpoint"))
 
 
 class Counting(torch.optim.AdamW):
@@ -460,7 +357,9 @@ class Counting(torch.optim.AdamW):
         return super().step(closure)
 
 
-def template(ctx, flat: bool) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+@ranks(1, 2)
+def test_a_template_takes_no_step(ctx, flat: bool) -> None:
     """A template comes of no step: no hook runs, nothing moves, and a parameter at a time is held besides."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
@@ -473,7 +372,7 @@ def template(ctx, flat: bool) -> None:
     everybody = register_optimizer_step_post_hook(lambda o, *_: seen.append("all") if o is optimizer else None)
     kept = [p.detach().clone() for p in model.parameters()]
     with MemoryWatch() as watch:
-        state = flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)["state"]
+        state = optim_state_dict(model, optimizer, for_load=True)["state"]
     everybody.remove()
     part = model[0].weight.nbytes
     assert watch.peak <= 6 * 2 * part + 6 * part  # the averages; values, gradients and what AdamW needs of one
@@ -488,17 +387,11 @@ def template(ctx, flat: bool) -> None:
     }
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
-    found = flatshard.checkpoint.optim_state_dict(model, optimizer)["state"]
+    found = optim_state_dict(model, optimizer)["state"]
     for name, values in found.items():
         for key, value in values.items():
             made = state[name][key]
             assert (type(made), made.shape, made.dtype) == (type(value), value.shape, value.dtype), (name, key)
-
-
-def test_a_template_takes_no_step(pool):
-    for flat in (False, True):
-        for world_size in (1, 2):
-            pool.run(template, flat, world_size=world_size)
 
 
 def test_templates_of_torchs_optimizers(world):
@@ -509,11 +402,11 @@ def test_templates_of_torchs_optimizers(world):
     for kind, options in (*((kind, {}) for kind in kinds), *more):
         model = flatshard.fully_shard(nn.Linear(5, 7))
         optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
-        state = flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)["state"]
+        state = optim_state_dict(model, optimizer, for_load=True)["state"]
         for param in model.parameters():
             param.grad = torch.zeros_like(param.detach())
         optimizer.step()
-        assert forms(state) == forms(flatshard.checkpoint.optim_state_dict(model, optimizer)["state"]), kind
+        assert forms(state) == forms(optim_state_dict(model, optimizer)["state"]), kind
 
 
 def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
@@ -521,7 +414,8 @@ def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {k: (type(v), v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for k, v in every.items()}
 
 
-def freeze(ctx, path: str) -> None:
+@ranks(2)
+def test_parameters_frozen_after_some_steps(ctx, path: str) -> None:
     """What was frozen after some steps keeps its state, and a checkpoint of it loads into the same model."""
 
     def build() -> tuple[nn.Module, Optimizer]:
@@ -535,20 +429,16 @@ def freeze(ctx, path: str) -> None:
     model[0].weight.requires_grad_(False)
     train(model, optimizer)
     flatshard.save_checkpoint(path, {"model": model, "optim": optimizer}, process_group=ctx.group)
-    expected = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    expected = optim_state_dict(model, optimizer, full=True)
     assert "0.weight" in expected["state"]
     other, other_optimizer = build()
     other[0].weight.requires_grad_(False)
     for target, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         flatshard.load_checkpoint(path, {"model": target, "optim": its_optimizer}, process_group=ctx.group)
-        same(flatshard.checkpoint.optim_state_dict(target, its_optimizer, full=True), expected)
+        same(optim_state_dict(target, its_optimizer, full=True), expected)
         train(target, its_optimizer, 1)
-    everything = flatshard.checkpoint.optim_state_dict(*build(), for_load=True)
+    everything = optim_state_dict(*build(), for_load=True)
     assert everything["state"].keys() == expected["state"].keys()
-
-
-def test_parameters_frozen_after_some_steps(pool, tmp_path):
-    pool.run(freeze, str(tmp_path / "saved"), world_size=2)
 
 
 class Tied(nn.Module):
@@ -562,21 +452,18 @@ class Tied(nn.Module):
         return self.inner(self.embed(x)) @ self.head.weight
 
 
-def tied(ctx, path: str) -> None:
+@ranks(2)
+def test_tied_weights_and_flat_parameters(ctx, path: str) -> None:
     torch.manual_seed(0)
     model = flatshard.fully_shard(Tied(), process_group=ctx.group)
     optimizer = torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)
     train(model, optimizer)
-    expected = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    expected = optim_state_dict(model, optimizer, full=True)
     flatshard.save_checkpoint(path, {"model": model, "optim": optimizer}, process_group=ctx.group)
     other = flatshard.fully_shard(Tied(), process_group=ctx.group)
     again = torch.optim.AdamW(flatshard.flat_parameters(other), lr=1e-2)
     flatshard.load_checkpoint(path, {"model": other, "optim": again}, process_group=ctx.group)
-    same(flatshard.checkpoint.optim_state_dict(other, again, full=True), expected)
+    same(optim_state_dict(other, again, full=True), expected)
     stranger = torch.optim.AdamW(flatshard.flat_parameters(model))
     with pytest.raises(RuntimeError, match=r"optimizer 'optim' steps parameters of no module in the state"):
         flatshard.save_checkpoint(f"{path}2", {"model": other, "optim": stranger}, process_group=ctx.group)
-
-
-def test_tied_weights_and_flat_parameters(pool, tmp_path):
-    pool.run(tied, str(tmp_path / "saved"), world_size=2)

@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from saving import MemoryWatch, make, read_safetensors, shard
+from on_ranks import ranks
+from saving import MemoryWatch, layers, make, on_four, read_safetensors, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import _safetensors, export_safetensors
+from flatshard.layouts import Elements
 
 
 def read_folder(path: Path) -> tuple[dict[str, Tensor], int]:
@@ -46,7 +47,8 @@ def check(path: Path, expected: dict[str, Tensor], files: int | None = None) -> 
         assert torch.equal(found[name], value), name
 
 
-def export(ctx, path: str) -> None:
+@ranks(1, 2, 3)
+def test_files_and_index(ctx, path: str) -> None:
     source = make().state_dict()
     once = {n: v for n, v in source.items() if n != "head.weight"}  # tied to down.weight, which comes first
     for number, strategy in enumerate((ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)):
@@ -61,36 +63,16 @@ def export(ctx, path: str) -> None:
         check(at, {n: v.bfloat16() if v.is_floating_point() else v for n, v in once.items()}, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_files_and_index(pool, world_size, tmp_path):
-    pool.run(export, str(tmp_path), world_size=world_size)
-
-
-def export_parallel(ctx, path: str) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
-    source = plain.state_dict()
-    for names in (("dp", "tp"), ("replicate", "shard")):
-        mesh = ctx.device_mesh((2, 2), names)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
-        if names[1] == "tp":
-            parallelize_module(
-                model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
-            )
-            fully_shard(model, device_mesh=mesh["dp"])
-        else:
-            fully_shard(model, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-        model.load_state_dict(source)
-        export_safetensors(model, f"{path}/{names[1]}", max_file_bytes=100)
+@ranks(4)
+def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
+    for how in ("tp", "replicas"):
+        export_safetensors(on_four(ctx, how), f"{path}/{how}", max_file_bytes=100)
         if ctx.rank == 0:
-            check(Path(path) / names[1], source)
+            check(Path(path) / how, layers().state_dict())
 
 
-def test_tensor_parallel_modules_and_replicas(pool, tmp_path):
-    pool.run(export_parallel, str(tmp_path), world_size=4)
-
-
-def measure(ctx, path: str) -> None:
+@ranks(2)
+def test_no_rank_holds_the_model(ctx, path: str) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
     unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
@@ -99,11 +81,8 @@ def measure(ctx, path: str) -> None:
     assert watch.peak <= unit + 2 * 64 * 64 * 4 + 1024  # and two parameters: the one before, and the next
 
 
-def test_no_rank_holds_the_model(pool, tmp_path):
-    pool.run(measure, str(tmp_path), world_size=2)
-
-
-def refuse(ctx, path: str) -> None:
+@ranks(2)
+def test_one_rank_that_cannot_write(ctx, path: str) -> None:
     """Where one rank cannot write, all raise, and no file is left."""
     model = shard(ctx, make(), policy={nn.Linear})
     with pytest.MonkeyPatch.context() as patch:
@@ -132,31 +111,23 @@ def refuse(ctx, path: str) -> None:
         export_safetensors(model, f"{path}2")
 
 
-def test_one_rank_that_cannot_write(pool, tmp_path):
-    pool.run(refuse, str(tmp_path / "folder"), world_size=2)
-
-
-def write_by_torch(ctx, path: str) -> None:
+@ranks(2)
+def test_what_torchs_writer_would_lose_is_refused(ctx, path: str) -> None:
     """torch's own writer keeps one box of each name: before it writes anything, it is refused what has several."""
-    for layout in (flatshard.layouts.Elements(), flatshard.layouts.Rows()):
+    for layout in (Elements(), flatshard.layouts.Rows()):
         model = nn.Linear(5, 9)  # each rank has rows, and a part of one
         fully_shard(model, layout=layout, process_group=ctx.group)
         at = Path(path) / f"{type(layout).__name__} {ctx.rank}"
         writer = dcp.HuggingFaceStorageWriter(str(at), save_distributed=True)
-        if isinstance(layout, flatshard.layouts.Elements):
+        if isinstance(layout, Elements):
             with pytest.raises(
-                CheckpointException,
-                match=r"'weight': .* several boxes.*layouts\.Rows\(\).*export_safetensors",
+                CheckpointException, match=r"'weight': .* several boxes.*layouts\.Rows\(\).*export_safetensors"
             ):
                 dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
             assert list(at.glob("*")) == []
         elif importlib.util.find_spec("safetensors"):
             dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
         dcp.save(model.state_dict(), checkpoint_id=at, no_dist=True)  # others keep all of them
-
-
-def test_what_torchs_writer_would_lose_is_refused(pool, tmp_path):
-    pool.run(write_by_torch, str(tmp_path), world_size=2)
 
 
 def test_the_library_reads_it(world, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import ranks
 from saving import MemoryWatch, Net, make, net, same, shard, step, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -26,7 +27,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import ShardedValue, _meeting, _roll_call
+from flatshard.checkpoint import (
+    ShardedValue,
+    _meeting,
+    _roll_call,
+    full_state_dict,
+    load_optim_state_dict,
+    optim_state_dict,
+)
 from flatshard.tensors import shard_info
 
 Optimizer = torch.optim.Optimizer
@@ -38,19 +46,18 @@ def build(ctx, seed: int, strategy: ShardingStrategy = ShardingStrategy.FULL_SHA
 
 
 def check(model: nn.Module, optimizer: Optimizer, expected: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
-    whole = flatshard.checkpoint.full_state_dict(model)
+    whole = full_state_dict(model)
     assert whole.keys() == expected[0].keys()
     assert all(torch.equal(whole[n], v) for n, v in expected[0].items())
-    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected[1])
+    same(optim_state_dict(model, optimizer, full=True), expected[1])
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return flatshard.checkpoint.full_state_dict(model), flatshard.checkpoint.optim_state_dict(
-        model, optimizer, full=True
-    )
+    return full_state_dict(model), optim_state_dict(model, optimizer, full=True)
 
 
-def use(ctx, path: str) -> None:
+@ranks(1, 2, 3)
+def test_sharded_state(ctx, path: str) -> None:
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         model, optimizer = build(ctx, 0, strategy)
         step(model, optimizer)
@@ -86,12 +93,9 @@ def use(ctx, path: str) -> None:
         }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sharded_state(pool, world_size, tmp_path):
-    pool.run(use, str(tmp_path), world_size=world_size)
-
-
-def load_whole(ctx) -> None:
+@ranks(1, 4)
+def test_loading_whole_state(ctx) -> None:
+    """``broadcast_from_rank0`` takes all ranks of the world."""
     model, optimizer = build(ctx, 0)
     step(model, optimizer)
     expected = whole(model, optimizer)
@@ -104,12 +108,6 @@ def load_whole(ctx) -> None:
         set_model_state_dict(other, state, options=options)
         set_optimizer_state_dict(other, other_optimizer, optim, options=options)
         check(other, other_optimizer, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_loading_whole_state(pool, world_size):
-    """``broadcast_from_rank0`` takes all ranks of the world."""
-    pool.run(load_whole, world_size=world_size)
 
 
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -138,13 +136,14 @@ def check_whole(model: nn.Module, optimizer: Optimizer, source: dict[str, Tensor
             assert (found.dtype, found.shape, found.stride()) == (value.dtype, value.shape, source[name].stride()), name
             assert torch.equal(found, source[name]), name
             assert torch.equal((value * 2).full_tensor(), source[name] * 2), name
-    for name, values in flatshard.checkpoint.optim_state_dict(model, optimizer)["state"].items():
+    for name, values in optim_state_dict(model, optimizer)["state"].items():
         for key, value in values.items():
             if isinstance(value, ShardedValue):
                 assert torch.equal(value.full_tensor(), trained["state"][name][key]), (name, key)
 
 
-def gather(ctx) -> None:
+@ranks(1, 2, 3, 4)
+def test_getting_whole_state(ctx) -> None:
     """Uneven, tied, unused, frozen and empty parameters, of several dtypes and strides; buffers."""
     plain = make()
     reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
@@ -157,19 +156,15 @@ def gather(ctx) -> None:
         model.inner = shard(ctx, make(1), strategy, policy)
         model.inner.load_state_dict(expected[0])
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        flatshard.checkpoint.load_optim_state_dict(model.inner, optimizer, expected[1])
+        load_optim_state_dict(model.inner, optimizer, expected[1])
         check_whole(model.inner, optimizer, *expected)
         found = get_model_state_dict(model, options=WHOLE)
         assert found.keys() == {f"inner.{n}" for n in expected[0]}
         assert all(torch.equal(found[f"inner.{n}"], v) for n, v in expected[0].items())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_getting_whole_state(pool, world_size):
-    pool.run(gather, world_size=world_size)
-
-
-def gather_parallel(ctx) -> None:
+@ranks(4)
+def test_getting_whole_state_of_tensor_parallel_modules_and_replicas(ctx) -> None:
     torch.manual_seed(0)
     plain = net(0)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -184,21 +179,18 @@ def gather_parallel(ctx) -> None:
         fully_shard(model, device_mesh=mesh["dp"], strategy=strategy)
         model.load_state_dict(expected[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected[1])
+        load_optim_state_dict(model, optimizer, expected[1])
         check_whole(model, optimizer, *expected)
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     model = fully_shard(net(1), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     model.load_state_dict(expected[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    flatshard.checkpoint.load_optim_state_dict(model, optimizer, expected[1])
+    load_optim_state_dict(model, optimizer, expected[1])
     check_whole(model, optimizer, *expected)
 
 
-def test_getting_whole_state_of_tensor_parallel_modules_and_replicas(pool):
-    pool.run(gather_parallel, world_size=4)
-
-
-def measure(ctx) -> None:
+@ranks(2)
+def test_ranks_that_do_not_receive_hold_one_unit(ctx) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
     unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
@@ -209,11 +201,8 @@ def measure(ctx) -> None:
     assert bool(size) == (ctx.rank == 0)
 
 
-def test_ranks_that_do_not_receive_hold_one_unit(pool):
-    pool.run(measure, world_size=2)
-
-
-def alone(ctx) -> None:
+@ranks(3)
+def test_one_rank_alone(ctx) -> None:
     """Who calls alone gets an error that names the others; afterwards all can call together."""
     model, optimizer = build(ctx, 0)
     step(model, optimizer)
@@ -221,7 +210,7 @@ def alone(ctx) -> None:
     calls = {
         r"get_model_state_dict\(full_state_dict=True\)": lambda: get_model_state_dict(model, options=WHOLE),
         r"optim_state_dict\(full=True\)": lambda: get_optimizer_state_dict(model, optimizer, options=WHOLE_ON_FIRST),
-        r"full_state_dict": lambda: flatshard.checkpoint.full_state_dict(model),
+        r"full_state_dict": lambda: full_state_dict(model),
         r"iter_full_params": lambda: list(flatshard.checkpoint.iter_full_params(model)),
         r"full_tensor of 'up.weight'": value.full_tensor,
     }
@@ -240,11 +229,8 @@ def alone(ctx) -> None:
         call()
 
 
-def test_one_rank_alone(pool):
-    pool.run(alone, world_size=3)
-
-
-def convert(ctx, path: str) -> None:
+@ranks(2)
+def test_dcp_to_torch_save(ctx, path: str) -> None:
     model, optimizer = build(ctx, 0)
     step(model, optimizer)
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{path}/a", process_group=ctx.group)
@@ -261,11 +247,8 @@ def convert(ctx, path: str) -> None:
         )
 
 
-def test_dcp_to_torch_save(pool, tmp_path):
-    pool.run(convert, str(tmp_path), world_size=2)
-
-
-def hand_out(ctx, path: str) -> None:
+@ranks(1, 2)
+def test_what_an_optimizer_hands_out(ctx, path: str) -> None:
     """``optimizer.state_dict()`` says whose part it is, to torch.distributed.checkpoint and in files."""
     model, optimizer = build(ctx, 0)
     step(model, optimizer)
@@ -316,18 +299,14 @@ def hand_out(ctx, path: str) -> None:
     check(late, late_optimizer, whole(other, other_optimizer))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_an_optimizer_hands_out(pool, world_size, tmp_path):
-    pool.run(hand_out, str(tmp_path), world_size=world_size)
-
-
-def after_loading(ctx) -> None:
+@ranks(2)
+def test_optimizers_that_have_loaded_and_flat_parameters(ctx) -> None:
     """An optimizer that has loaded and not stepped is known to the helpers; flat parameters' state is marked, too."""
     model, optimizer = build(ctx, 0)
     step(model, optimizer)
     expected = whole(model, optimizer)
     fresh, fresh_optimizer = build(ctx, 1)
-    flatshard.checkpoint.load_optim_state_dict(fresh, fresh_optimizer, expected[1])
+    load_optim_state_dict(fresh, fresh_optimizer, expected[1])
     same(get_optimizer_state_dict(fresh, fresh_optimizer, options=WHOLE), expected[1])
     flat = fully_shard(net(0), policy={nn.Linear}, process_group=ctx.group)
     flat_optimizer = torch.optim.AdamW(flatshard.flat_parameters(flat), lr=1e-2)
@@ -336,16 +315,13 @@ def after_loading(ctx) -> None:
     step(flat, flat_optimizer)
     values = [v for s in flat_optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"]
     assert all(isinstance(v, ShardedValue) for v in values)
-    before = flatshard.checkpoint.optim_state_dict(flat, flat_optimizer, full=True)
+    before = optim_state_dict(flat, flat_optimizer, full=True)
     flat_optimizer.load_state_dict(pickle.loads(pickle.dumps(flat_optimizer.state_dict())))
-    same(flatshard.checkpoint.optim_state_dict(flat, flat_optimizer, full=True), before)
+    same(optim_state_dict(flat, flat_optimizer, full=True), before)
 
 
-def test_optimizers_that_have_loaded_and_flat_parameters(pool):
-    pool.run(after_loading, world_size=2)
-
-
-def added_later(ctx) -> None:
+@ranks(2)
+def test_an_optimizer_that_gets_sharded_parameters_later(ctx) -> None:
     """An optimizer that stepped plain parameters first, or the same ones before they were sharded."""
     fully_shard(nn.Linear(1, 1), process_group=ctx.group)  # from here on, optimizers are noticed
     model = nn.Sequential(net(0))
@@ -362,12 +338,8 @@ def added_later(ctx) -> None:
     for name, param in model.named_parameters():
         if shard_info(param) is not None:
             assert isinstance(state[name]["exp_avg"], ShardedValue), name
-    expected = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    expected = optim_state_dict(model, optimizer, full=True)
     whole_state = get_optimizer_state_dict(model, optimizer)
     whole_state["state"] = {**copy.deepcopy(expected)["state"]}
     set_optimizer_state_dict(model, optimizer, whole_state)
-    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
-
-
-def test_an_optimizer_that_gets_sharded_parameters_later(pool):
-    pool.run(added_later)
+    same(optim_state_dict(model, optimizer, full=True), expected)

@@ -10,15 +10,17 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_ranks import ranks
 from saving import STRATEGIES, CommunicationWatch, check_equal, make, shard
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import ShardedValue, _sharded_value
+from flatshard.checkpoint import ShardedValue, _sharded_value, full_state_dict
 
 
-def values(ctx) -> None:
+@ranks(1, 2, 3)
+def test_names_shapes_and_memory(ctx) -> None:
     plain = make().state_dict()
     for strategy in STRATEGIES:
         for policy in (None, {nn.Linear}):
@@ -45,12 +47,8 @@ def values(ctx) -> None:
             check_equal(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_names_shapes_and_memory(pool, world_size):
-    pool.run(values, world_size=world_size)
-
-
-def load_whole(ctx) -> None:
+@ranks(1, 2, 3)
+def test_loading_whole_and_sharded_values(ctx) -> None:
     for strategy in STRATEGIES:
         for assign in (False, True):
             source = make(1).state_dict()  # anew, as torch's `assign` keeps a plain parameter's tensor
@@ -76,12 +74,8 @@ def load_whole(ctx) -> None:
     check_equal(model, source)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_loading_whole_and_sharded_values(pool, world_size):
-    pool.run(load_whole, world_size=world_size)
-
-
-def load_badly(ctx) -> None:
+@ranks(1, 2)
+def test_bad_values_change_nothing(ctx) -> None:
     before, source = make().state_dict(), make(1).state_dict()
     model = shard(ctx, make(), policy={nn.Linear})
 
@@ -121,11 +115,6 @@ def load_badly(ctx) -> None:
     check_equal(model, source)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_bad_values_change_nothing(pool, world_size):
-    pool.run(load_badly, world_size=world_size)
-
-
 class Translating(nn.Module):
     """Loads a name of old."""
 
@@ -143,7 +132,8 @@ class Translating(nn.Module):
         return self.inner(x)
 
 
-def translate(ctx) -> None:
+@ranks(2)
+def test_modules_that_translate_what_they_load(ctx) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Translating())
     source = {n: torch.randn_like(v) for n, v in model.state_dict().items()}
     torch.manual_seed(0)
@@ -154,11 +144,8 @@ def translate(ctx) -> None:
         model.load_state_dict({n.replace("inner", "old"): v[:2] for n, v in source.items()})
 
 
-def test_modules_that_translate_what_they_load(pool):
-    pool.run(translate, world_size=2)
-
-
-def operate(ctx) -> None:
+@ranks(2, 3)
+def test_operations_on_values(ctx) -> None:
     source = make().state_dict()
     model = shard(ctx, make())
     state = model.state_dict()
@@ -206,12 +193,8 @@ def operate(ctx) -> None:
     assert f"elements {value._part.start}:{value._part.stop} here" in repr(value)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_operations_on_values(pool, world_size):
-    pool.run(operate, world_size=world_size)
-
-
-def average(ctx) -> None:
+@ranks(2, 3)
+def test_averages_of_lists(ctx) -> None:
     """As averages of weights do with lists of everything in ``state_dict()``: timm's ModelEmaV3, torch's swa_utils."""
     g = torch.Generator().manual_seed(0)
     plain = make().state_dict().items()
@@ -238,12 +221,12 @@ def average(ctx) -> None:
     models[1].load_state_dict(other)
     expected, others = (m.state_dict() for m in models)
     apply([expected[n] for n in names], [others[n] for n in names])
-    full = flatshard.checkpoint.full_state_dict(model)
+    full = full_state_dict(model)
     for n in names:
         torch.testing.assert_close(full[n], expected[n], msg=lambda m, n=n: f"{n}: {m}")
     mine = [state["up.weight"], state["down.weight"]]
     torch._foreach_copy_(mine, [other["up.weight"], other["down.weight"]])  # each rank takes its part of a whole tensor
-    full = flatshard.checkpoint.full_state_dict(model)
+    full = full_state_dict(model)
     assert full["up.weight"].equal(other["up.weight"])
     assert full["down.weight"].equal(other["down.weight"])
     torch._foreach_zero_(mine)
@@ -252,7 +235,8 @@ def average(ctx) -> None:
     assert [(type(r), r.shape) for r in results] == [(ShardedValue, v.shape) for v in mine]
 
 
-def refuse_lists(ctx) -> None:
+@ranks(2, 3)
+def test_lists_that_are_refused(ctx) -> None:
     state = shard(ctx, make(), policy={nn.Linear}).state_dict()
     mine, before = [state["up.weight"], state["down.weight"]], state["up.weight"].to_local().clone()
     for function in (torch._foreach_norm, torch._foreach_max):
@@ -264,37 +248,15 @@ def refuse_lists(ctx) -> None:
     assert state["up.weight"].to_local().equal(before)  # nothing was changed
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_lists_of_values(pool, world_size):
-    pool.run(average, world_size=world_size)
-    pool.run(refuse_lists, world_size=world_size)
-
-
-def write(ctx) -> None:
+@ranks(2)
+def test_memory_of_values_is_refused_by_name(ctx) -> None:
     """As safetensors and transformers' save_pretrained do: they ask every value for its memory."""
-    model = shard(ctx, make(), ShardingStrategy.FULL_SHARD, {nn.Linear})
-    value = model.state_dict()["up.weight"]
-    uses = {
-        "untyped_storage": lambda v: v.untyped_storage().data_ptr(),
-        "storage": lambda v: v.storage().data_ptr(),
-        "numpy": lambda v: v.numpy(),
-        "__array__": lambda v: v.__array__(),
-        "__dlpack__": lambda v: v.__dlpack__(),
-        "tolist": lambda v: v.tolist(),
-    }
-    for name, use in uses.items():
+    value = shard(ctx, make(), ShardingStrategy.FULL_SHARD, {nn.Linear}).state_dict()["up.weight"]
+    text = r"'up.weight' of shape \(7, 5\).*this rank has only.*full_state_dict\(.*export_safetensors\("
+    for name in ("untyped_storage", "storage", "numpy", "__array__", "__dlpack__", "tolist"):
         for tried in (value, value.double(), copy.deepcopy(value)):
-            with pytest.raises(RuntimeError) as e:
-                use(tried)
-            text = str(e.value)
-            for part in (
-                "'up.weight'",
-                "of shape (7, 5)",
-                "this rank has only",
-                "full_state_dict(",
-                "export_safetensors(",
-            ):
-                assert part in text, (name, text)
+            with pytest.raises(RuntimeError, match=text):
+                getattr(tried, name)()
     with warnings.catch_warnings(action="ignore"):
         nameless = pickle.loads(pickle.dumps(value))
     with pytest.raises(RuntimeError, match=r"a sharded tensor of shape \(7, 5\)"):
@@ -303,15 +265,12 @@ def write(ctx) -> None:
         value.view(-1)
 
 
-def test_memory_of_values_is_refused_by_name(pool):
-    pool.run(write, world_size=2)
-
-
 def address(value: Tensor) -> int:
     return (value.to_local() if isinstance(value, ShardedValue) else value).data_ptr()
 
 
-def follow(ctx) -> None:
+@ranks(1, 2)
+def test_replaced_parameters_and_copies(ctx) -> None:
     """What the user changed by hand is what is saved; a copy has hooks of its own."""
     model = shard(ctx, make(), policy={nn.Linear})
     model.up.weight.data = model.up.weight.data * 2
@@ -334,12 +293,8 @@ def follow(ctx) -> None:
     check_equal(model, source)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_replaced_parameters_and_copies(pool, world_size):
-    pool.run(follow, world_size=world_size)
-
-
-def save(ctx, path: str) -> None:
+@ranks(1, 2, 3)
+def test_saving_takes_no_collective_on_parameters(ctx, path: str) -> None:
     source = make(1).state_dict()
     model = shard(ctx, make(1), policy={nn.Linear})
     with CommunicationWatch() as watch:
@@ -361,8 +316,3 @@ def save(ctx, path: str) -> None:
     state = model.state_dict()
     dcp.load(state, checkpoint_id=f"{path}/b", process_group=ctx.group)
     check_equal(model, source)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_saving_takes_no_collective_on_parameters(pool, world_size, tmp_path):
-    pool.run(save, str(tmp_path), world_size=world_size)

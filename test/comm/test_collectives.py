@@ -13,7 +13,6 @@ import gc
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,9 @@ import torch
 import torch.distributed as dist
 from models import Block
 from no_communication import NoCommunication
+from on_ranks import ranks
 from parity import check_parity, full_params
-from recording import (
-    FULL,
-    GRAD_OP,
-    NO_SHARD,
-    Net,
-    Recording,
-    collectives_of,
-    make_input,
-    same_everywhere,
-    sent_bytes,
-)
+from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, make_input
 from suite import fake_world
 from torch import Tensor, nn
 
@@ -50,9 +40,7 @@ class OtherRecording(Recording):
     pass
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Replacing them
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Replacing them ---------------------------------------------------------------------------------------------------
 
 
 def parity_with_others(ctx, strategy: ShardingStrategy) -> list[str]:
@@ -75,7 +63,8 @@ def test_other_collectives_do_all_the_work_of_a_step(pool, world_size):
     assert set(pool.run(parity_with_others, NO_SHARD, world_size=world_size)[0]) == {"all_reduce"}
 
 
-def shared_runtime(ctx) -> None:
+@ranks(2)
+def test_units_with_different_collectives_share_everything_else(ctx) -> None:
     made = []
 
     def factory(group: dist.ProcessGroup, device: torch.device) -> Recording:
@@ -108,10 +97,6 @@ def shared_runtime(ctx) -> None:
     assert type(collectives_of(plain)) is GlooCollectives
     assert unit_of(plain).context is root.context
     assert type(collectives_of(copy.deepcopy(again))) is Recording
-
-
-def test_units_with_different_collectives_share_everything_else(pool):
-    pool.run(shared_runtime)
 
 
 class NoReduce(Recording):
@@ -169,9 +154,7 @@ def test_an_option_that_would_do_nothing_raises():
                 fully_shard(Net(), strategy=NO_SHARD, collectives=factory)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Collectives that approximate
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Collectives that approximate -------------------------------------------------------------------------------------
 
 
 class Coarse(Recording):
@@ -184,7 +167,8 @@ class Coarse(Recording):
         return Works([pending], lambda: output.mul_(8).round_().div_(8))
 
 
-def approximate_gathers(ctx) -> None:
+@ranks(2)
+def test_approximate_gathers_never_reach_the_shards(ctx) -> None:
     for strategy in (FULL, GRAD_OP):
         torch.manual_seed(0)
         model = Net()
@@ -231,7 +215,8 @@ class Clamped(nn.Module):
         return x * self.weight.sum()
 
 
-def changes_in_forward(ctx) -> None:
+@ranks(3)
+def test_changes_in_forward_under_approximate_gathers(ctx) -> None:
     expected = torch.linspace(-1, 1, 37)
     expected[7] = 0.3
     model = Clamped()
@@ -262,7 +247,8 @@ class Toggled(nn.Module):
         module.weight[11] = value
 
 
-def changed_and_changed_back(ctx) -> None:
+@ranks(2)
+def test_a_change_back_to_what_the_gather_had_rounded_it_to(ctx) -> None:
     """What a forward sets to the very value that the gather had rounded it to is a change, too."""
     expected = torch.linspace(-1, 1, 37)
     rounded = ((expected[11] * 8).round() / 8).item()
@@ -273,63 +259,11 @@ def changed_and_changed_back(ctx) -> None:
     assert torch.equal(full_params(model)["inner.weight"], expected)
 
 
-def test_approximate_gathers_never_reach_the_shards(pool):
-    pool.run(approximate_gathers, world_size=2)
-    pool.run(changes_in_forward, world_size=3)
-    pool.run(changed_and_changed_back)
+# -- A second communicator for reductions -----------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# None at all
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def without_communication(ctx, choice: dict[str, bool], strategy: ShardingStrategy) -> tuple[int, int]:
-    class Fresh(NoCommunication):  # equal to none that another test used: it warns once for each group
-        pass
-
-    torch.manual_seed(ctx.rank)  # different values: `sync_module_states` must communicate still
-    model = Net()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fully_shard(
-            model,
-            policy={Block},
-            process_group=ctx.group,
-            strategy=strategy,
-            sync_module_states=True,
-            collectives=Fresh(**choice),
-        )
-        fully_shard(Net(), process_group=ctx.group, strategy=strategy, collectives=Fresh(**choice))
-    assert [w.category for w in caught] == [RuntimeWarning]  # once
-    assert "GARBAGE: use it for timing only" in str(caught[0].message)
-    whole = full_params(model)
-    assert same_everywhere(ctx.group, whole["head.weight"].view(-1))
-    with sent_bytes() as forward:
-        loss = model(make_input(0, 2)).sum()
-    with sent_bytes() as backward:
-        loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    after = full_params(model)
-    assert all(torch.equal(after[name], value) for name, value in whole.items())
-    return len(forward), len(backward)
-
-
-def test_no_communication(pool):
-    run = functools.partial(pool.run, without_communication, world_size=3)
-    peers = 2
-    assert run({}, FULL) == [(0, 0)] * 3
-    assert run({"reduce": False}, FULL) == [(0, 3 * peers)] * 3
-    assert run({"all_gather": False}, FULL) == [(3 * peers, 2 * peers)] * 3
-    assert run({}, NO_SHARD) == [(0, 0)] * 3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A second communicator for reductions
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def second_group(ctx) -> None:
+@ranks(4)
+def test_reductions_may_have_a_group_of_their_own(ctx) -> None:
     second = dist.new_group()
     used: dict[str, set[Any]] = {"_all_gather": set(), "_reduce_scatter": set()}
 
@@ -369,10 +303,6 @@ def second_group(ctx) -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match=r"the process group .* has been destroyed"):
         collectives.all_reduce(torch.ones(1))
-
-
-def test_reductions_may_have_a_group_of_their_own(pool):
-    pool.run(second_group, world_size=4)  # all ranks of the world make it
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from clean import storage_nbytes
 from models import Block
+from on_ranks import ranks
 from pool import RankFailure
 from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, make_input
 from torch import Tensor, nn
@@ -68,6 +69,9 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
         model.blocks[1].linear.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: go(how)) and None)
     try:
         model(make_input(0, 2)).sum().backward()
+        if ctx.rank == last:
+            go(how)
+        model.head.weight.grad.norm()
     except Leaves:
         return "left"
     except CollectiveError as e:
@@ -96,6 +100,7 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
         # What the dead rank had sent may or may not have arrived.
         ("dies", "forward", {}, r"^the all-gather of unit 'blocks\.[01]' "),
         ("dies", "backward", {}, r"^the (reduce-scatter|all-gather) of unit '(blocks\.[012]|<root>)' "),
+        ("dies", "norm", {}, r"^the all-reduce for the norm of order 2.0 of the gradient of 'head.weight' failed"),
     ],
 )
 @pytest.mark.slow
@@ -111,30 +116,6 @@ def test_when_a_rank_is_lost_the_others_say_where(pool, monkeypatch, how, where,
         assert re.search(message, failure.message, re.DOTALL), failure.message
         lead = f"failed on rank {failure.rank} of 3: if it waited in vain or lost a connection, look for the first error on"
         assert lead in failure.message  # before gloo's text
-
-
-def lose_a_rank_in_a_norm(ctx) -> None:
-    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=4))
-    model = Net(blocks=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_config, "WATCH_SECONDS", 0)
-        patch.setattr(_config, "ORDER_CHECK", "off")
-        fully_shard(model, policy={Block}, process_group=group)
-    model(make_input(0, 2)).sum().backward()
-    if ctx.rank == ctx.world_size - 1:
-        go("dies")
-    model.head.weight.grad.norm()
-
-
-def test_a_norm_with_a_dead_rank(pool, monkeypatch):
-    monkeypatch.setattr(pool_module, "GRACE", 30.0)
-    with pytest.raises(RankFailure) as e:
-        pool.run(lose_a_rank_in_a_norm, world_size=3, timeout=40)
-    others = [f for f in e.value.failures if f.rank != 2]
-    assert [(f.rank, f.kind, f.type_name) for f in others] == [(r, "raised", "CollectiveError") for r in (0, 1)]
-    for failure in others:
-        what = "the all-reduce for the norm of order 2.0 of the gradient of 'head.weight' failed"
-        assert failure.message.startswith(f"{what} on rank {failure.rank} of 3"), failure.message
 
 
 class FailsInWait(Recording):
@@ -161,7 +142,8 @@ class FailsInWait(Recording):
         return self._maybe("all_reduce", super().all_reduce(tensor))
 
 
-def survive_a_failed_wait(ctx) -> None:
+@ranks(2, timeout=20)
+def test_a_step_after_a_failed_wait(ctx) -> None:
     for strategy in (FULL, GRAD_OP, NO_SHARD):
         phases = ("all_reduce",) if strategy is NO_SHARD else ("all_gather", "reduce_scatter")
         for method in phases:
@@ -199,11 +181,8 @@ def survive_a_failed_wait(ctx) -> None:
                     check_let_go(model)
 
 
-def test_a_step_after_a_failed_wait(pool):
-    pool.run(survive_a_failed_wait, timeout=20)
-
-
-def fail_elsewhere(ctx) -> None:
+@ranks(2)
+def test_failures_outside_a_step(ctx) -> None:
     model = Net()
     fully_shard(model, policy={Block}, process_group=ctx.group, collectives=FailsInWait)
     model(make_input(0, 2)).sum().backward()
@@ -222,10 +201,6 @@ def fail_elsewhere(ctx) -> None:
     collectives.method = ""
     flatshard.reshard(model.blocks[0])
     check_let_go(model)
-
-
-def test_failures_outside_a_step(pool):
-    pool.run(fail_elsewhere)
 
 
 def test_failed_works_let_go_of_the_others():

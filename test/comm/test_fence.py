@@ -15,6 +15,7 @@ import fence as fences
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import ranks
 from pairs import some
 from parity import full_params
 from pool import Pool
@@ -75,7 +76,8 @@ def check_same(run: Run, expected: dict[str, Tensor]) -> None:
 # -- the fence itself --------------------------------------------------------------------------------------------------
 
 
-def violate(ctx) -> None:
+@ranks(2)
+def test_the_fence_sees(ctx) -> None:
     before = {verb: getattr(dist.ProcessGroup, verb) for verb in fences.VERBS}
     with fences.install() as fence:
         peer = 1 - ctx.rank
@@ -113,10 +115,6 @@ def violate(ctx) -> None:
         work.wait()
 
 
-def test_the_fence_sees(pool):
-    pool.run(violate)
-
-
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +124,13 @@ def places(waits: int) -> Iterator[tuple[int, bool]]:
         yield wait, True
 
 
-def interrupt(ctx, strategy: ShardingStrategy, recovers: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "recovers"),
+    some([(s, r) for i, s in enumerate(STRATEGIES) for r in (i == 1, i != 1)], 3),
+    ids=lambda value: getattr(value, "name", "recovers" if value else "goes on"),
+)
+@ranks(2, timeout=30)
+def test_interrupts_at_every_wait(ctx, strategy: ShardingStrategy, recovers: bool) -> None:
     """On all ranks at the same wait, as Ctrl-C in a notebook that drives them; the exceptions stay alive."""
     expected = untouched(ctx, strategy, 3)
     kept: list[BaseException] = []
@@ -157,15 +161,6 @@ def interrupt(ctx, strategy: ShardingStrategy, recovers: bool) -> None:
         kept.clear()
         gc.collect()
         fence.check()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "recovers"),
-    some([(s, r) for i, s in enumerate(STRATEGIES) for r in (i == 1, i != 1)], 3),
-    ids=lambda value: getattr(value, "name", "recovers" if value else "goes on"),
-)
-def test_interrupts_at_every_wait(pool, strategy, recovers):
-    pool.run(interrupt, strategy, recovers, timeout=30)
 
 
 def interrupt_one(ctx, wait: int) -> list[str]:
@@ -208,7 +203,8 @@ def test_an_interrupt_on_one_rank_ends_in_an_error_on_all(pool, wait):
 # -- models that are dropped -------------------------------------------------------------------------------------------
 
 
-def drop(ctx) -> None:
+@ranks(2, 3, timeout=30)
+def test_a_model_dropped_while_it_is_gathered(ctx) -> None:
     for strategy in STRATEGIES[:2]:
         expected = untouched(ctx, strategy, 2)
         for how in ("unshard", "prefetch", "interrupt"):
@@ -239,11 +235,6 @@ def drop(ctx) -> None:
                 gc.collect()
                 fence.check()
                 assert not fence.under_way
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_model_dropped_while_it_is_gathered(pool, world_size):
-    pool.run(drop, world_size=world_size, timeout=30)
 
 
 # -- ranks that do different things ------------------------------------------------------------------------------------

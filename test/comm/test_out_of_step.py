@@ -14,7 +14,7 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pool as pool_module
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, optim, skip
-from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.messages import interrupt
 from flatshard._comm.progress import NOBODY, Progress, here
@@ -48,10 +47,14 @@ class Net(nn.Module):
         return x
 
 
+def new_group(size: int) -> dist.ProcessGroup:
+    return dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=60))
+
+
 def make(ctx, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, order_check: str = "off") -> tuple[Any, Any]:
     """A sharded model, and its process group."""
     _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, order_check
-    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    group = new_group(ctx.world_size)
     torch.manual_seed(0)
     return fully_shard(Net(), policy={nn.Linear}, process_group=group, strategy=strategy), group
 
@@ -97,9 +100,7 @@ def all_out_of_step(found: list[tuple[str, str]], *patterns: str) -> None:
             assert re.search(pattern, message, re.DOTALL), message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The order check
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The order check --------------------------------------------------------------------------------------------------
 
 
 def swap_at_first(ctx) -> None:
@@ -107,23 +108,9 @@ def swap_at_first(ctx) -> None:
     train(model, "0213" if ctx.rank == 1 else "0123")
 
 
-def test_another_order_in_the_first_pass(errors):
-    all_out_of_step(
-        errors(swap_at_first, world_size=3),
-        r"ranks run different units.*\(in pass 1 of this process\)",
-        r"ranks 0, 2: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.1'\n",
-        r"rank 1: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.2'\n",
-        r"have it call flatshard\.skip",
-    )
-
-
 def leave_out_without_gathers(ctx) -> None:
     model, _ = make(ctx, ShardingStrategy.NO_SHARD, order_check="first")
     train(model, "013" if ctx.rank == 1 else "0123")
-
-
-def test_another_order_of_reductions_in_the_first_pass(errors):
-    all_out_of_step(errors(leave_out_without_gathers), r"all-reduce of 'blocks\.2'", r"all-reduce of 'blocks\.1'")
 
 
 def go_on_after(ctx) -> None:
@@ -137,17 +124,7 @@ def go_on_after(ctx) -> None:
     train(model)
 
 
-def test_a_group_out_of_step_is_not_used_again(errors):
-    all_out_of_step(
-        errors(go_on_after),
-        r"all-gather of 'blocks\.0' was not issued: ranks got out of step before.*at the all-gather of 'blocks\.[12]'",
-        r"restart all ranks",
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The watch, and what keeps data apart, in passes that nobody checks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The watch, and what keeps data apart, in passes that nobody checks -----------------------------------------------
 
 
 def swap_later(ctx) -> None:
@@ -157,19 +134,9 @@ def swap_later(ctx) -> None:
     train(model, "2130" if ctx.rank == 1 else "0123")
 
 
-def test_another_order_later(errors):
-    all_out_of_step(
-        errors(swap_later, world_size=3),
-        r"ranks wait for each other, as they run different units",
-        r"rank [02] waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
-        r"rank 1 waits for the all-gather of 'blocks\.[123]'",
-        r"have it call flatshard\.skip",
-    )
-
-
 def interrupt_after_another(ctx) -> None:
     """Rank 0 has ended its own waits and left; rank 2 waits for rank 1, which does nothing."""
-    group = dist.new_group(list(range(3)), timeout=datetime.timedelta(seconds=60))
+    group = new_group(3)
     dist.barrier(group)  # all are connected
     if ctx.rank == 0:
         interrupt(group)
@@ -189,7 +156,7 @@ def test_interrupt_when_a_connection_is_closed_already(errors):
 def swap_in_a_smaller_group(ctx) -> None:
     """After forward all ranks keep a half of each unit: backward gathers it among two of the four."""
     _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, "off"
-    group = dist.new_group(list(range(4)), timeout=datetime.timedelta(seconds=60))
+    group = new_group(4)
     model = fully_shard(Net(), policy={nn.Linear}, process_group=group, reshard_after_forward=2)
     for _ in range(2):
         train(model)
@@ -216,10 +183,6 @@ def leave_out_later(ctx) -> None:
     train(model, "013" if ctx.rank == 1 else "0123")
 
 
-def test_a_unit_left_out_later(errors):
-    all_out_of_step(errors(leave_out_later), r"'blocks\.2'", r"\(in (pass|backward) 2 of this process\)")
-
-
 def mix_all_reduces(ctx) -> None:
     model, _ = make(ctx, ShardingStrategy.NO_SHARD)
     train(model)
@@ -231,96 +194,64 @@ def mix_all_reduces(ctx) -> None:
         raise
 
 
-def test_all_reduces_of_different_units_are_not_mixed(errors):
-    all_out_of_step(
-        errors(mix_all_reduces),
-        r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'",
-    )
-
-
-def norm_on_one_rank(ctx) -> None:
-    model, _ = make(ctx)
-    for _ in range(2):
-        train(model)
-        if ctx.rank == 0:
-            model.blocks[0].weight.grad.norm()
-
-
-def total_norm_on_one_rank(ctx) -> None:
+def compute_on_one_rank(ctx, what: str) -> None:
     model, _ = make(ctx)
     train(model)
-    if ctx.rank == 0:
+    if what == "norm" and ctx.rank == 0:
+        model.blocks[0].weight.grad.norm()
+    elif what == "total norm" and ctx.rank == 0:
         nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    train(model)
-
-
-def statistics_on_one_rank(ctx) -> None:
-    model, _ = make(ctx)
-    train(model)
-    if ctx.rank == 1:
+    elif what == "statistics" and ctx.rank == 1:
         optim.gradient_statistics(model)
     train(model)
 
 
 @pytest.mark.parametrize(
-    ("body", "rank", "what"),
+    ("what", "world_size", "rank", "text"),
     [
-        (norm_on_one_rank, 0, r"the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'"),
-        (total_norm_on_one_rank, 0, r"the total norm of order 2\.0"),
-        (statistics_on_one_rank, 1, r"statistics of 8 gradients, the first of which is 'blocks\.0\.weight'"),
+        ("norm", 2, 0, r"the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'"),
+        ("total norm", 3, 0, r"the total norm of order 2\.0"),
+        ("statistics", 3, 1, r"statistics of 8 gradients, the first of which is 'blocks\.0\.weight'"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_norm_that_one_rank_computes(errors, body, rank, what, world_size):
+def test_a_norm_that_one_rank_computes(errors, what, world_size, rank, text):
     all_out_of_step(
-        errors(body, world_size),
+        errors(functools.partial(compute_on_one_rank, what=what), world_size),
         r"not all of them compute the same norm, sum or maximum",
-        rf"rank {rank} waits for the all-reduce for {what} \(after pass 1 of this process\), which rank",
+        rf"rank {rank} waits for the all-reduce for {text} \(after pass 1 of this process\), which rank",
         r"rank [012] waits for the all-gather of 'blocks\.0' \(in pass 2 of this process\), which rank \d has not come to",
         r"Have all ranks call what computes it",
     )
 
 
-def norm_before_a_barrier(ctx) -> None:
+def wait_in_the_users_collective(ctx, collective: str) -> None:
+    """Rank 0 alone evaluates, or computes a norm."""
     model, group = make(ctx)
     train(model)
-    if ctx.rank == 0:
+    if ctx.rank == 0 and collective == "barrier":
         model.blocks[0].weight.grad.norm()
-    dist.barrier(group)
-
-
-def forward_before_a_sum(ctx) -> None:
-    """As rank 0 alone evaluates."""
-    model, group = make(ctx)
-    train(model)
-    if ctx.rank == 0:
+    elif ctx.rank == 0:
         with torch.no_grad():
             model(torch.ones(2, 4))
-    dist.all_reduce(torch.ones(()), group=group)
+    dist.barrier(group) if collective == "barrier" else dist.all_reduce(torch.ones(()), group=group)
 
 
 @pytest.mark.parametrize(
-    ("body", "what", "where"),
+    ("collective", "world_size", "what", "cure"),
     [
         (
-            norm_before_a_barrier,
-            r"all-reduce for the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'",
             "barrier",
+            2,
+            r"all-reduce for the norm of order 2\.0 of the gr.* 'blocks\.0\.weight'",
+            "Have all ranks call what",
         ),
-        (forward_before_a_sum, r"all-gather of 'blocks\.\d'", "all_reduce"),
+        ("all_reduce", 3, r"all-gather of 'blocks\.\d'", "All ranks must run the same units"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_others_wait_for_in_a_collective_of_the_users(errors, body, what, where, world_size):
-    began = time.monotonic()
-    first = errors(body, world_size)[0]
-    assert time.monotonic() - began < 45
-    all_out_of_step(
-        [first],
-        rf"rank 0 waits for the {what}",
-        rf"rank [12] is in torch\.distributed\.{where}\(\)",
-        r"Have all ranks call what computes it" if where == "barrier" else r"All ranks must run the same units",
-    )
+def test_a_rank_that_others_wait_for_in_a_collective_of_the_users(errors, collective, world_size, what, cure):
+    first = errors(functools.partial(wait_in_the_users_collective, collective=collective), world_size)[0]
+    where = rf"rank [12] is in torch\.distributed\.{collective}\(\)"
+    all_out_of_step([first], rf"rank 0 waits for the {what}", where, cure)
 
 
 def leave_early(ctx, how: str) -> None:
@@ -336,17 +267,9 @@ def leave_early(ctx, how: str) -> None:
     dist.barrier(group)  # where rank 1 waits, for nothing that we know of
 
 
-def end_early(ctx) -> None:
-    leave_early(ctx, "end")
-
-
-def raise_early(ctx) -> None:
-    leave_early(ctx, "exception")
-
-
-@pytest.mark.parametrize("body", [end_early, raise_early])
-def test_a_rank_that_has_left_the_forward(errors, body):
-    first, second = errors(body)
+@pytest.mark.parametrize("how", ["end", "exception"])
+def test_a_rank_that_has_left_the_forward(errors, how):
+    first, second = errors(functools.partial(leave_early, how=how))
     all_out_of_step([first], r"rank 0 waits for the all-gather of 'blocks\.3'", r"rank 1 has left the forward")
     assert second[0] == "RuntimeError"  # of the barrier
 
@@ -358,10 +281,6 @@ def generate_unevenly(ctx) -> None:
         for _ in range(3 + ctx.rank):
             model(torch.ones(2, 4))
     train(model)  # a rank's fourth forward gathers what another's training does, and only then do they differ
-
-
-def test_generation_of_uneven_length(errors):
-    all_out_of_step(errors(generate_unevenly), r"\(in (pass|backward) \d of this process\)", r"'blocks\.\d'")
 
 
 class Tower(Net):
@@ -386,18 +305,12 @@ def skip_a_checkpoint(ctx) -> None:
     make(ctx)
     _config.ORDER_CHECK = "first"
     model = Root()
-    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    group = new_group(ctx.world_size)
     fully_shard(model, policy={nn.Linear}, process_group=group)
     model(torch.ones(2, 4), ctx.rank == 1).sum().backward()
 
 
-def test_what_skip_cannot_follow(errors):
-    all_out_of_step(errors(skip_a_checkpoint), r"'tower\.blocks\.0' for backward", r"'tower\.blocks\.3' for backward")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Other models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Other models -----------------------------------------------------------------------------------------------------
 
 
 def build_another(ctx, how: str, order_check: str) -> None:
@@ -438,26 +351,79 @@ def test_another_model_by_the_order_check(errors, how):
 @pytest.mark.parametrize("how", ["size", "module"])
 def test_another_model_by_the_watch(errors, how):
     body = functools.partial(build_another, how=how, order_check="off")
-    all_out_of_step(
-        errors(body), r"ranks wait for each other, as .*" + OTHERS[how], r"Build the same model on all ranks"
-    )
+    patterns = r"ranks wait for each other, as .*" + OTHERS[how], r"Build the same model on all ranks"
+    all_out_of_step(errors(body), *patterns)
 
 
 def run_another(ctx) -> None:
     """Two models whose units have the same names: nothing differs between ranks but which one they run."""
     make(ctx)
-    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=60))
+    group = new_group(ctx.world_size)
     models = [fully_shard(nn.Linear(4, size), process_group=group) for size in (4, 5)]
     models[ctx.rank](torch.ones(2, 4))
 
 
-def test_another_of_two_models(errors):
-    all_out_of_step(errors(run_another), r"ranks wait for each other, as they run different units")
+CASES: dict[str, tuple[Callable[[Any], None], int, tuple[str, ...]]] = {
+    "another order in the first pass": (
+        swap_at_first,
+        3,
+        (
+            r"ranks run different units.*\(in pass 1 of this process\)",
+            r"ranks 0, 2: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.1'\n",
+            r"rank 1: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.2'\n",
+            r"have it call flatshard\.skip",
+        ),
+    ),
+    "another order of reductions in the first pass": (
+        leave_out_without_gathers,
+        2,
+        (r"all-reduce of 'blocks\.2'", r"all-reduce of 'blocks\.1'"),
+    ),
+    "a group out of step is not used again": (
+        go_on_after,
+        2,
+        (
+            r"all-gather of 'blocks\.0' was not issued: ranks got out of step before.*at the all-gather of 'blocks\.[12]'",
+            r"restart all ranks",
+        ),
+    ),
+    "another order later": (
+        swap_later,
+        3,
+        (
+            r"ranks wait for each other, as they run different units",
+            r"rank [02] waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
+            r"rank 1 waits for the all-gather of 'blocks\.[123]'",
+            r"have it call flatshard\.skip",
+        ),
+    ),
+    "a unit left out later": (leave_out_later, 2, (r"'blocks\.2'", r"\(in (pass|backward) 2 of this process\)")),
+    "all-reduces of different units are not mixed": (
+        mix_all_reduces,
+        2,
+        (r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'",),
+    ),
+    "generation of uneven length": (
+        generate_unevenly,
+        2,
+        (r"\(in (pass|backward) \d of this process\)", r"'blocks\.\d'"),
+    ),
+    "what skip cannot follow": (
+        skip_a_checkpoint,
+        2,
+        (r"'tower\.blocks\.0' for backward", r"'tower\.blocks\.3' for backward"),
+    ),
+    "another of two models": (run_another, 2, (r"ranks wait for each other, as they run different units",)),
+}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Slow ranks
-# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_do_different_things(errors, case):
+    body, world_size, patterns = CASES[case]
+    all_out_of_step(errors(body, world_size), *patterns)
+
+
+# -- Slow ranks -------------------------------------------------------------------------------------------------------
 
 
 def be_slow(ctx) -> None:
@@ -506,11 +472,12 @@ def test_slow_is_no_error(errors, body):
     assert [type_name for type_name, _ in errors(body)] == ["Ends", "Ends"]
 
 
-class Collectives(GlooCollectives):
+class Collectives:
     """Of two ranks that have a store and no group."""
 
+    rank, size = 0, 2
+
     def __init__(self, store: dist.Store) -> None:
-        self.rank, self.size = 0, 2
         self.store = lambda: store
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block
+from on_ranks import ranks
 from pairs import some
 from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, same_everywhere, sent_bytes
 from suite import fake_world
@@ -74,28 +75,8 @@ def test_quantisation_error_of_each_operation(pool, world_size, by_default):
             assert 1e-3 < error < 1.3e-2, f"{what}: {error}"
 
 
-def one_error_per_operation(ctx) -> dict[str, float]:
-    """What the docstring promises, of normal numbers."""
-    size, rank, numel = ctx.world_size, ctx.rank, 65_536
-    values = torch.randn(size, size * numel)
-    collectives = quantised(ctx.group)
-    output = torch.empty(size * numel)
-    output.view(size, -1)[rank] = values[rank, :numel]
-    collectives.all_gather(output, values[rank, :numel].clone()).wait()
-    part = torch.empty(numel)
-    collectives.reduce_scatter(part, values[rank].clone()).wait()
-    mean = values.mean(0).view(size, -1)[rank]
-    gathered = values[:, :numel].reshape(-1)
-    return {"all-gather": rms(output - gathered) / rms(gathered), "reduce-scatter": rms(part - mean) / rms(mean)}
-
-
-def test_quantisation_error_of_normal_numbers(pool):
-    for errors in pool.run(one_error_per_operation, world_size=3):
-        assert errors["all-gather"] == pytest.approx(7e-3, rel=0.02)
-        assert errors["reduce-scatter"] == pytest.approx(7e-3, rel=0.02)
-
-
-def what_is_not_rounded(ctx) -> None:
+@ranks(2, 3)
+def test_what_quantisation_keeps(ctx) -> None:
     size, rank = ctx.world_size, ctx.rank
     collectives = quantised(ctx.group, block=4)
     for dtype in (torch.uint8, torch.int64, torch.complex64):  # as they are
@@ -139,11 +120,6 @@ def what_is_not_rounded(ctx) -> None:
     torch.testing.assert_close(reduced, numbers.view(size, -1)[rank], atol=numbers.abs().max() / 127, rtol=0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_quantisation_keeps(pool, world_size):
-    pool.run(what_is_not_rounded, world_size=world_size)
-
-
 class TwoWays(nn.Module):
     """Uses one of two scalars, or neither, besides a layer; all of them share a block."""
 
@@ -156,7 +132,9 @@ class TwoWays(nn.Module):
         return self.linear(x).square().sum() - (1e-9 * self.a if use == "a" else 0)
 
 
-def unused_parameters(ctx, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
+@ranks(3)
+def test_quantised_gradients_of_unused_parameters_are_none(ctx, strategy: ShardingStrategy) -> None:
     model = TwoWays()
     fully_shard(model, process_group=ctx.group, strategy=strategy, collectives=QuantizedCollectives())
     model(torch.ones(2, 8), "a" if ctx.rank == 0 else "").backward()
@@ -166,11 +144,6 @@ def unused_parameters(ctx, strategy: ShardingStrategy) -> None:
     used = torch.tensor(float(model.a.grad is not None and model.a.grad.numel() > 0))
     dist.all_reduce(used, group=ctx.group)
     assert used.item() == (ctx.world_size if strategy is NO_SHARD else 1)  # on the rank that holds it
-
-
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-def test_quantised_gradients_of_unused_parameters_are_none(pool, strategy):
-    pool.run(unused_parameters, strategy, world_size=3)
 
 
 def bytes_of_a_step(ctx, collectives: Any) -> dict[str, int]:

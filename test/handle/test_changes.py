@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
+from pairs import all_pairs
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._composable.find import units_below
+from flatshard.checkpoint import full_state_dict
 from flatshard.layouts import Rows, Whole
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -41,6 +44,25 @@ def by_copy(teacher: nn.Parameter, student: nn.Parameter) -> None:
     teacher.copy_(0.5 * teacher + 0.5 * student)
 
 
+def train_both(ctx: Any, plain: nn.Module, model: nn.Module, params: tuple[Any, Any], steps: int = 4) -> None:
+    """Steps of SGD on the whole batch and on this rank's rows; then the parameters are the same."""
+    optimizers = [torch.optim.SGD(p, lr=0.5) for p in params]
+    for step in range(steps):
+        torch.manual_seed(step)
+        batch = torch.randn(ctx.world_size, 3, 5, dtype=torch.double)
+        for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
+            m(x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check(model, plain)
+
+
+def check(model: nn.Module, plain: nn.Module) -> None:
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
 class Momentum(nn.Module):
     """Updates its teacher from its student inside its forward, before the teacher runs."""
 
@@ -61,33 +83,21 @@ class Momentum(nn.Module):
         return (y - z).square().mean()
 
 
-def train_momentum(ctx: Any) -> None:
-    for update, policy in itertools.product((by_data, by_data_in_place, by_lerp, by_copy), ({nn.Linear}, None)):
-        for strategy in STRATEGIES:
-            ctx.note(f"{update.__name__}, {strategy}, {'units' if policy else 'one unit'}")
-            torch.manual_seed(0)
-            plain = Momentum(update).double()
-            model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group, strategy=strategy)
-            optimizers = [torch.optim.SGD(m.student.parameters(), lr=0.5) for m in (plain, model)]
-            for step in range(4):
-                torch.manual_seed(step)
-                batch = torch.randn(ctx.world_size, 3, 5, dtype=torch.double)
-                for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
-                    m(x).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            for name, value in flatshard.checkpoint.full_state_dict(model).items():
-                torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+UPDATES = (by_data, by_data_in_place, by_lerp, by_copy)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_momentum_encoders(pool, world_size: int):
+@ranks(2, 3)
+def test_momentum_encoders(ctx: Any) -> None:
     """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty.
 
     In one unit the forward writes to its own unsharded parameters. [Note: Written through .data]
     """
-    pool.run(train_momentum, world_size=world_size)
+    for update, policy, strategy in all_pairs(UPDATES, ({nn.Linear}, None), STRATEGIES):
+        ctx.note(f"{update.__name__}, {strategy}, {'units' if policy else 'one unit'}")
+        torch.manual_seed(0)
+        plain = Momentum(update).double()
+        model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group, strategy=strategy)
+        train_both(ctx, plain, model, (plain.student.parameters(), model.student.parameters()))
 
 
 class Own(nn.Module):
@@ -105,7 +115,9 @@ class Own(nn.Module):
         return (self.student(x) - self.teacher(x)).square().mean()
 
 
-def train_own(ctx: Any) -> None:
+@ranks(1, 2)
+def test_a_forward_that_changes_its_own_unit_and_its_backward(ctx: Any) -> None:
+    """What its own forward wrote back is no change after it: the shard's memory counts no version of its parameters."""
     cases = itertools.product((by_data, by_lerp), (FULL, NO_SHARD), (False, True), (False, True))
     for update, strategy, late, flat in cases:
         ctx.note(f"{update.__name__}, {strategy}{', from meta' * late}{', flat parameters' * flat}")
@@ -116,23 +128,7 @@ def train_own(ctx: Any) -> None:
         if late:
             model.to_empty(device="cpu").load_state_dict(plain.state_dict())
         params = flatshard.flat_parameters(model) if flat else model.student.parameters()
-        optimizers = [torch.optim.SGD(p, lr=0.5) for p in (plain.student.parameters(), params)]
-        for step in range(3):
-            torch.manual_seed(step)
-            batch = torch.randn(ctx.world_size, 3, 5, dtype=torch.double)
-            for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
-                m(x).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in flatshard.checkpoint.full_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_forward_that_changes_its_own_unit_and_its_backward(pool, world_size: int):
-    """What its own forward wrote back is no change after it: the shard's memory counts no version of its parameters."""
-    pool.run(train_own, world_size=world_size)
+        train_both(ctx, plain, model, (plain.student.parameters(), params), steps=3)
 
 
 class Twins(nn.Module):
@@ -147,8 +143,10 @@ class Twins(nn.Module):
         return (self.online(x) - self.target(x.flip(1)).detach()).square().mean()
 
 
-def train_twins(ctx: Any, update: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
-    for policy in ({nn.Sequential}, {nn.Linear}, None):
+@ranks(2, 3)
+def test_targets_updated_between_steps(ctx: Any) -> None:
+    """The parts of two networks with units of their own are cut alike; in one unit the parameters must be whole."""
+    for update, policy in itertools.product(UPDATES, ({nn.Sequential}, {nn.Linear}, None)):
         torch.manual_seed(0)
         plain = Twins().double()
         model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group)
@@ -160,18 +158,10 @@ def train_twins(ctx: Any, update: Callable[[nn.Parameter, nn.Parameter], None]) 
                 optimizer.step()
                 m.zero_grad()
                 whole = policy is None and m is model
-                with flatshard.summon_full_params(m) if whole else contextlib.nullcontext():
+                with summon_full_params(m) if whole else contextlib.nullcontext():
                     for target, online in zip(m.target.parameters(), m.online.parameters(), strict=True):
                         update(target, online)
-        for name, value in flatshard.checkpoint.full_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("update", [by_data, by_data_in_place, by_lerp, by_copy])
-def test_targets_updated_between_steps(pool, update):
-    """The parts of two networks with units of their own are cut alike; in one unit the parameters must be whole."""
-    for world_size in (2, 3):
-        pool.run(train_twins, update, world_size=world_size)
+        check(model, plain)
 
 
 def net() -> nn.Module:
@@ -182,7 +172,8 @@ def net() -> nn.Module:
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-def summoned(ctx: Any) -> None:
+@ranks(2)
+def test_changes_in_summon_full_params_are_noticed(ctx: Any) -> None:
     expected = net()
     with torch.no_grad():
         expected[0].weight.mul_(3)
@@ -208,11 +199,8 @@ def summoned(ctx: Any) -> None:
     loss.backward()
 
 
-def test_changes_in_summon_full_params_are_noticed(pool):
-    pool.run(summoned)
-
-
-def assigned(ctx: Any) -> None:
+@ranks(2)
+def test_parameters_assigned_in_summon_full_params(ctx: Any) -> None:
     for options in ({}, {"mixed_precision": BF16}):
         for offload in (False, True):
             model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, **options)
@@ -221,7 +209,7 @@ def assigned(ctx: Any) -> None:
             with summon_full_params(model, offload_to_cpu=offload):
                 model[0].weight = nn.Parameter(torch.full((6, 4), 0.25))
             assert model[0].weight is held
-            assert (flatshard.checkpoint.full_state_dict(model)["0.weight"] == 0.25).all()
+            assert (full_state_dict(model)["0.weight"] == 0.25).all()
             for other, why in ((nn.Parameter(torch.ones(2, 2)), r"by one of shape \(2, 2\)"), (None, "deleted")):
                 with pytest.raises(RuntimeError, match=rf"'0.weight' .*was .*{why}"):  # noqa: SIM117
                     with summon_full_params(model, offload_to_cpu=offload):
@@ -232,27 +220,21 @@ def assigned(ctx: Any) -> None:
             assert not any(unit.claims for unit in units_below(model))
             model(X).sum().backward()
             optimizer.step()
-            assert (flatshard.checkpoint.full_state_dict(model)["0.weight"] != 0.25).any()
+            assert (full_state_dict(model)["0.weight"] != 0.25).any()
 
 
-def test_parameters_assigned_in_summon_full_params(pool):
-    pool.run(assigned)
-
-
-def copied(ctx: Any) -> None:
+@ranks(3)
+def test_copies_have_what_was_assigned_before(ctx: Any) -> None:
     model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
     for p in model.parameters():
         p.data = torch.full_like(p.data, 0.5)
     other = copy.deepcopy(model)
-    assert all((v == 0.5).all() for v in flatshard.checkpoint.full_state_dict(other).values())
+    assert all((v == 0.5).all() for v in full_state_dict(other).values())
     assert torch.equal(other(X), model(X))
 
 
-def test_copies_have_what_was_assigned_before(pool):
-    pool.run(copied, world_size=3)
-
-
-def converted(ctx: Any) -> None:
+@ranks(3)
+def test_conversions(ctx: Any) -> None:
     """Also where parameters stayed unsharded, or were gathered ahead."""
     for strategy in STRATEGIES:
         model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
@@ -265,32 +247,15 @@ def converted(ctx: Any) -> None:
         assert torch.equal(model(X), net()(X))
 
 
-def test_conversions(pool):
-    pool.run(converted, world_size=3)
-
-
-def test_offloaded_shards_stay_pinned_where_they_can_be():
-    """Without an accelerator nothing is offloaded, so nothing is pinned: conversions and copies keep it so."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed import fake_pg
-
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    try:
-        model = fully_shard(net(), cpu_offload=CPUOffload())
-        for m in (model, copy.deepcopy(model), model.double()):
-            assert not any(p.is_pinned() for p in m.parameters())
-    finally:
-        dist.destroy_process_group()
-
-
-def in_summon(ctx: Any) -> None:
+@ranks(2)
+def test_what_summon_full_params_cannot_keep(ctx: Any) -> None:
     """``p.data = ...`` of a whole parameter; forwards and backwards that would communicate on some ranks, or be lost."""
     for writeback in (True, False):
         model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
-        before = flatshard.checkpoint.full_state_dict(model)["0.weight"]
+        before = full_state_dict(model)["0.weight"]
         with summon_full_params(model, writeback=writeback):
             model[0].weight.data = torch.full((6, 4), 0.5)
-        after = flatshard.checkpoint.full_state_dict(model)["0.weight"]
+        after = full_state_dict(model)["0.weight"]
         assert torch.equal(after, torch.full((6, 4), 0.5) if writeback else before)
         model(X).sum().backward()
     with torch.no_grad(), summon_full_params(model, writeback=False, rank0_only=True):
@@ -314,11 +279,8 @@ def in_summon(ctx: Any) -> None:
             flatshard.reduce_gradients(model)
 
 
-def test_what_summon_full_params_cannot_keep(pool):
-    pool.run(in_summon)
-
-
-def same(ctx: Any) -> None:
+@ranks(3)
+def test_conversions_to_what_it_is(ctx: Any) -> None:
     """Conversions to what a module is, and conversions that ``inference_mode`` or held gradients come upon."""
     model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
     loss = model(X).sum()
@@ -339,14 +301,11 @@ def same(ctx: Any) -> None:
     with pytest.raises(
         RuntimeError, match=r"are shown whole since unshard\(\): call flatshard.reshard\(module\) first"
     ):
-        flatshard.checkpoint.full_state_dict(model)
+        full_state_dict(model)
 
 
-def test_conversions_to_what_it_is(pool):
-    pool.run(same, world_size=3)
-
-
-def converted_to_another_precision(ctx) -> None:
+@ranks(1, 2)
+def test_converted_to_another_precision(ctx) -> None:
     """The compute dtype stays the policy's, whatever the parameters' own dtype was when they were sharded."""
     bf16 = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD:
@@ -364,11 +323,6 @@ def converted_to_another_precision(ctx) -> None:
             assert all(p.dtype is after and p.grad.dtype is after for p in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_converted_to_another_precision(pool, world_size):
-    pool.run(converted_to_another_precision, world_size=world_size)
-
-
 def draw(model: nn.Module) -> Tensor:
     torch.manual_seed(7)  # on all ranks
     for number, p in enumerate(model.parameters()):
@@ -376,18 +330,14 @@ def draw(model: nn.Module) -> Tensor:
     return torch.rand(())
 
 
-def draw_all(ctx) -> None:
+@ranks(2, 3)
+def test_ranks_seeded_alike_draw_what_one_process_draws(ctx) -> None:
+    """Not each the same numbers for its part: also of parameters that have been sharded, on the host."""
     plain = nn.Sequential(nn.Linear(5, 7), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last), nn.Linear(1, 1))
     start = copy.deepcopy(plain)
     afterwards = draw(plain)
     for options in ({}, {"cpu_offload": CPUOffload()}, {"layout": Rows(max_padding=9.0)}, {"layout": Whole(9.0)}):
         model = fully_shard(copy.deepcopy(start), policy={nn.Linear}, process_group=ctx.group, **options)
         assert torch.equal(draw(model), afterwards), options  # the generators go on alike
-        for name, value in flatshard.checkpoint.full_state_dict(model).items():
+        for name, value in full_state_dict(model).items():
             assert torch.equal(value, plain.state_dict()[name]), (options, name)
-
-
-def test_ranks_seeded_alike_draw_what_one_process_draws(pool):
-    """Not each the same numbers for its part: also of parameters that have been sharded, on the host."""
-    for world_size in (2, 3):
-        pool.run(draw_all, world_size=world_size)

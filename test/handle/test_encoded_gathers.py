@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from encoded import FLOAT8, WIDTH, Linear8, Weight, encoded
+from on_ranks import ranks
 from parity import check_parity
+from recording import Recording
 from torch import Tensor, nn
 
 import flatshard
@@ -25,7 +27,8 @@ def vectors(step: int, n: int) -> Tensor:
     return torch.randn(n, WIDTH)
 
 
-def train(ctx: Any) -> None:
+@ranks(1, 2, 3)
+def test_trains_as_in_one_process(ctx: Any) -> None:
     torch.set_default_dtype(torch.float64)
     for options in (
         {},
@@ -46,32 +49,18 @@ def train(ctx: Any) -> None:
         check_parity(ctx, net, vectors, steps=4, dtype=None, shard=shard, replicated=replicated)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_trains_as_in_one_process(pool, world_size):
-    pool.run(train, world_size=world_size)
-
-
-class Counting:
+class Counting(Recording):
     """Collectives that note the bytes of what is gathered."""
 
-    exact = True
     gathered: ClassVar[list[int]] = []
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.inner = flatshard.comm.builtin_collectives(group, device)
-
-    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
-        self.gathered.append(output.nbytes)
-        return self.inner.all_gather(output, shard)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
-        return self.inner.reduce_scatter(output, input)
-
-    def all_reduce(self, tensor: Tensor) -> Any:
-        return self.inner.all_reduce(tensor)
+    def note(self, call: str, *tensors: Tensor) -> None:
+        if call == "all_gather":
+            self.gathered.append(tensors[0].nbytes)
 
 
-def counted(ctx: Any) -> None:
+@ranks(2)
+def test_one_byte_per_element_and_one_gather_of_scales(ctx: Any) -> None:
     model = fully_shard(net(torch.float32), policy={Linear8}, process_group=ctx.group, collectives=Counting)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units = units_below(model)[1:]
@@ -97,11 +86,8 @@ def counted(ctx: Any) -> None:
     assert Counting.gathered.count(scales) == 2
 
 
-def test_one_byte_per_element_and_one_gather_of_scales(pool):
-    pool.run(counted, world_size=2)
-
-
-def in_bfloat16(ctx: Any) -> None:
+@ranks(3)
+def test_mixed_precision(ctx: Any) -> None:
     """The elements are encoded as they are, not cast before, as in FSDP2."""
     torch.manual_seed(0)
     plain = Linear8(torch.float32)
@@ -121,11 +107,8 @@ def in_bfloat16(ctx: Any) -> None:
     assert torch.equal(full["weight"].inner, inner)
 
 
-def test_mixed_precision(pool):
-    pool.run(in_bfloat16, world_size=3)
-
-
-def changed(ctx: Any) -> None:
+@ranks(2)
+def test_changes(ctx: Any) -> None:
     torch.manual_seed(0)
     model = fully_shard(net(torch.float32), policy={Linear8}, process_group=ctx.group)
     x = vectors(0, 2)
@@ -153,7 +136,3 @@ def changed(ctx: Any) -> None:
     torch.testing.assert_close(model(x), doubled, rtol=0.2, atol=0.2)
     torch.set_grad_enabled(True)
     model(x).sum().backward()
-
-
-def test_changes(pool):
-    pool.run(changed, world_size=2)

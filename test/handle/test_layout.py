@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 from expecttest import assert_expected_inline
 
-from flatshard._handle.layout import (
-    PARAM_ALIGNMENT,
-    SHARD_ALIGNMENT,
-    FlatLayout,
-    ShardSlice,
-    dense_stride,
-    plan_layout,
-)
+from flatshard._handle.layout import PARAM_ALIGNMENT, SHARD_ALIGNMENT, FlatLayout, ShardSlice, dense_stride, plan_layout
 
 CASES = 2000
 ITEMSIZES = (1, 2, 4, 8, 16)  # bool to complex128
@@ -38,54 +31,35 @@ def random_shape(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choice(sizes) for _ in range(rng.randint(0, 3)))
 
 
-@functools.cache
-def random_plans() -> list[tuple[int, list[tuple[int, ...]], int, FlatLayout]]:
+def random_plans() -> Iterator[tuple[int, list[tuple[int, ...]], int, FlatLayout]]:
     """(seed, shapes, itemsize, layout)."""
-    plans = []
     for seed in range(CASES):
         rng = random.Random(seed)
         shapes = [random_shape(rng) for _ in range(rng.randint(0, 9))]
         itemsize, world_size = rng.choice(ITEMSIZES), rng.randint(1, 97)
-        plans.append((seed, shapes, itemsize, plan(shapes, itemsize, world_size)))
-    return plans
+        yield seed, shapes, itemsize, plan(shapes, itemsize, world_size)
 
 
-def test_parameters_lie_in_order_without_overlap():
-    for seed, shapes, _, layout in random_plans():
+def test_random_plans():
+    """Parameters lie in order, aligned, in little padding; with gaps they tile the buffer, and slices tile them."""
+    assert (PARAM_ALIGNMENT, SHARD_ALIGNMENT) == (16, 128)
+    for seed, shapes, itemsize, layout in random_plans():
         assert [info.shape for info in layout.params] == shapes, seed
         assert [info.numel for info in layout.params] == [math.prod(s) for s in shapes], seed
-        assert all(a.stop <= b.start for a, b in itertools.pairwise(layout.params)), seed
-        assert all(info.start >= 0 and info.stop <= layout.padded_numel for info in layout.params), seed
         assert layout.numel == sum(math.prod(s) for s in shapes), seed
-
-
-def test_parameters_start_on_16_bytes_and_shards_are_multiples_of_128_or_16():
-    assert (PARAM_ALIGNMENT, SHARD_ALIGNMENT) == (16, 128)
-    for seed, _, itemsize, layout in random_plans():
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(layout.params)), seed
         assert all(info.start * itemsize % PARAM_ALIGNMENT == 0 for info in layout.params), seed
         nbytes = layout.shard_numel * itemsize
         assert nbytes % (SHARD_ALIGNMENT if nbytes > 8 * SHARD_ALIGNMENT else PARAM_ALIGNMENT) == 0, seed
         assert layout.padded_numel == layout.shard_numel * layout.world_size, seed
-
-
-def test_padding_is_bounded():
-    """The bound that [Note: Alignment] promises: 16 bytes a parameter, and an eighth of the shard or 16 a rank."""
-    for seed, shapes, itemsize, layout in random_plans():
+        # What [Note: Alignment] promises: 16 bytes a parameter, and an eighth of the shard or 16 a rank.
         padding = (layout.padded_numel - layout.numel) * itemsize
         of_rank = max(PARAM_ALIGNMENT, layout.shard_numel * itemsize // 8)
         assert 0 <= padding <= PARAM_ALIGNMENT * len(shapes) + of_rank * layout.world_size, seed
-
-
-def test_gaps_and_parameters_tile_the_buffer():
-    for seed, _, _, layout in random_plans():
         ranges = sorted([(i.start, i.stop) for i in layout.params if i.numel] + list(layout.gaps()))
         assert all(start < stop for start, stop in ranges), seed
         ends = [0] + [stop for _, stop in ranges]
         assert [start for start, _ in ranges] + [layout.padded_numel] == ends, seed
-
-
-def test_slices_of_all_ranks_tile_each_parameter():
-    for seed, shapes, _, layout in random_plans():
         by_rank = [layout.shard_slices(rank) for rank in range(layout.world_size)]
         assert all(len(slices) == len(shapes) for slices in by_rank), seed
         for index, info in enumerate(layout.params):
@@ -101,57 +75,38 @@ def test_slices_of_all_ranks_tile_each_parameter():
                 assert rank * layout.shard_numel + part.start == info.start + part.offset, seed
                 end += part.numel
             assert end == info.numel, seed
-
-
-def test_a_ranks_slices_lie_in_its_shard_without_overlap():
-    """So a gradient shard can be cut into the parameters' parts with one split."""
-    for seed, _, _, layout in random_plans():
-        for rank in range(layout.world_size):
-            held = [part for part in layout.shard_slices(rank) if part.numel]
+        for slices in by_rank:  # so a gradient shard can be cut into the parameters' parts with one split
+            held = [part for part in slices if part.numel]
             assert all(a.stop <= b.start for a, b in itertools.pairwise(held)), seed
 
 
-@pytest.mark.parametrize("world_size", range(1, 98))
-def test_every_world_size(world_size: int):
+def test_every_world_size():
     """Fewer elements than ranks, as many, one more: some ranks hold nothing, none holds too much."""
-    sizes = {n * world_size + d for n in (4, 32, 256, 320) for d in (-1, 0, 1)}
-    for numel in {1, 31, 32, 33} | sizes:
-        layout = plan([(numel,)], 4, world_size)
-        held = [layout.shard_slices(rank)[0].numel for rank in range(world_size)]
-        assert sum(held) == numel
-        assert held == sorted(held, reverse=True)  # full shards, then the rest, then nothing
-        align = 32 if 4 * numel >= 1024 * world_size else 4
-        assert layout.shard_numel == align * -(-numel // (align * world_size))
+    for world_size in range(1, 98):
+        sizes = {n * world_size + d for n in (4, 32, 256, 320) for d in (-1, 0, 1)}
+        for numel in {1, 31, 32, 33} | sizes:
+            layout = plan([(numel,)], 4, world_size)
+            held = [layout.shard_slices(rank)[0].numel for rank in range(world_size)]
+            assert sum(held) == numel
+            assert held == sorted(held, reverse=True)  # full shards, then the rest, then nothing
+            align = 32 if 4 * numel >= 1024 * world_size else 4
+            assert layout.shard_numel == align * -(-numel // (align * world_size))
 
 
-def test_no_parameters():
+def test_little_plans():
     layout = plan([], 4, 8)
     assert (layout.numel, layout.padded_numel, layout.shard_numel, layout.gaps()) == (0, 0, 0, ())
     assert layout.shard_slices(3) == ()
-
-
-def test_only_empty_parameters():
     layout = plan([(0,), (3, 0), (0, 2)], 4, 4)
     assert layout.padded_numel == 0
     assert layout.shard_slices(0) == (ShardSlice(0, 0, 0),) * 3
-
-
-def test_an_empty_parameter_takes_no_place():
     layout = plan([(3,), (0, 7), (), (2,)], 4, 1)
     assert [(i.start, i.stop) for i in layout.params] == [(0, 3), (4, 4), (4, 5), (8, 10)]
     assert layout.gaps() == ((3, 4), (5, 8), (10, 12))
-
-
-def test_a_0_dim_parameter_is_one_element():
     layout = plan([(), ()], 8, 2)
     assert [(i.shape, i.stride, i.numel, i.start) for i in layout.params] == [((), (), 1, 0), ((), (), 1, 2)]
-    assert [s.numel for s in layout.shard_slices(0)] == [1, 0]
-    assert [s.numel for s in layout.shard_slices(1)] == [0, 1]
-
-
-def test_an_item_larger_than_the_alignment():
-    """No torch dtype today; the plan must not divide by zero or misalign then."""
-    layout = plan([(3,), (2,)], 256, 2)
+    assert [[s.numel for s in layout.shard_slices(rank)] for rank in range(2)] == [[1, 0], [0, 1]]
+    layout = plan([(3,), (2,)], 256, 2)  # an item larger than the alignment: no torch dtype today
     assert ([i.start for i in layout.params], layout.shard_numel) == ([0, 3], 3)
 
 

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from on_ranks import ranks
+from pairs import some
 from parity import check_parity
 from pool import RankFailure
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import CustomPolicy, fully_shard
+from flatshard.checkpoint import full_state_dict
 from flatshard.layouts import Blocks, Elements, Rows, Whole, work_of
+from flatshard.optim import get_total_norm
 from flatshard.tensors import shard_info
 
 FREE = 1e9  # no limit to padding
@@ -166,7 +169,9 @@ LAYOUTS = {
 }
 
 
-def train(ctx, name: str) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+@ranks(1, 2, 3, 4)
+def test_parity(ctx, name: str) -> None:
     check_parity(
         ctx,
         net,
@@ -177,13 +182,9 @@ def train(ctx, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parity(pool, name, world_size):
-    pool.run(train, name, world_size=world_size)
-
-
-def everything_else(ctx, name: str) -> None:
+@ranks(3)
+def test_the_rest_of_the_interface(ctx, name: str) -> None:
     """Whole parameters and gradients, copies, flat parameters, replacing, norms, checks, local state."""
     reference, model = net(), fully_shard(net(), process_group=ctx.group, layout=LAYOUTS[name])
     x = torch.randn(4, 3, 2, 2)
@@ -191,7 +192,7 @@ def everything_else(ctx, name: str) -> None:
     for m in (reference, model):
         m(torch.ones(2, 3, 2, 2)).square().mean().backward()
     total = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-    torch.testing.assert_close(flatshard.optim.get_total_norm(model), total)
+    torch.testing.assert_close(get_total_norm(model), total)
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), total)
     for (fqn, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert p.grad is not None
@@ -209,7 +210,7 @@ def everything_else(ctx, name: str) -> None:
             q.mul_(2)
     for p in model.parameters():
         assert p.grad.shape == p.shape
-    torch.testing.assert_close(flatshard.optim.get_total_norm(model), total * 3)
+    torch.testing.assert_close(get_total_norm(model), total * 3)
     copied = copy.deepcopy(model)
     assert [p.shape for p in copied.parameters()] == [p.shape for p in model.parameters()]
     torch.testing.assert_close(copied(x), reference(x))
@@ -228,11 +229,6 @@ def everything_else(ctx, name: str) -> None:
     torch.testing.assert_close(copied(x), net()(x))
     copied.double()
     torch.testing.assert_close(copied(x.double()), net().double()(x.double()))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_rest_of_the_interface(pool, name):
-    pool.run(everything_else, name, world_size=3)
 
 
 class BlockMomentum(torch.optim.Optimizer):
@@ -279,7 +275,7 @@ def step_by(ctx, kind: type[torch.optim.Optimizer], layout: Any) -> bool:
                 p.grad = q.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    found = flatshard.checkpoint.full_state_dict(model)
+    found = full_state_dict(model)
     return all(torch.equal(found[n], v) for n, v in reference.state_dict().items() if n != "conv.weight")
 
 
@@ -292,32 +288,9 @@ def test_optimizers_of_blocks_and_of_rows(pool, world_size):
     assert not any(pool.run(step_by, RowNormalised, Elements(), world_size=world_size))
 
 
-def parallel(ctx, name: str) -> None:
-    """Tensor parallelism: what is laid out is the local tensor."""
-    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6))
-    model = copy.deepcopy(plain)
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
-    fully_shard(model, device_mesh=mesh["dp"], layout=LAYOUTS[name])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
-    for step in range(3):
-        torch.manual_seed(step)
-        x = torch.randn(4, 6)
-        plain(x).square().mean().backward()
-        model(x[mesh["dp"].get_local_rank() * 2 :][:2]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(flatshard.checkpoint.full_state_dict(model), plain.state_dict(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["rows", "whole", "blocks"])
-def test_with_tensor_parallelism(pool, name):
-    pool.run(parallel, name, world_size=4)
-
-
-def quantized(ctx, name: str) -> None:
+@pytest.mark.parametrize("name", some(LAYOUTS, 2))
+@ranks(3)
+def test_with_quantized_collectives(ctx, name: str) -> None:
     """Other collectives see one flat buffer, whatever lies in it."""
     x = torch.randn(4, 3, 2, 2)
     reference = net()
@@ -330,11 +303,6 @@ def quantized(ctx, name: str) -> None:
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(p, q)
             assert float((p.grad - q.grad).norm()) <= 0.15 * float(q.grad.norm())
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_with_quantized_collectives(pool, name):
-    pool.run(quantized, name, world_size=3)
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 1.0), (4, 1.02), (8, 1.05)])
@@ -386,7 +354,8 @@ flatshard.optim.WholeParameterOptimizer steps whole matrices in any layout""",
     )
 
 
-def overrides(ctx) -> None:
+@ranks(2)
+def test_a_policy_overrides_it_for_a_unit(ctx) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     policy = CustomPolicy(lambda m: {"layout": Whole(FREE)} if m is model[1] else isinstance(m, nn.Linear))
     fully_shard(model, policy=policy, process_group=ctx.group)
@@ -394,10 +363,6 @@ def overrides(ctx) -> None:
     assert model[1].weight.dim() == 2
     text = str(flatshard.describe(model, verbose=True))
     assert "1.weight  8x8         whole" in text, text
-
-
-def test_a_policy_overrides_it_for_a_unit(pool):
-    pool.run(overrides, world_size=2)
 
 
 def differ(ctx) -> None:
@@ -427,12 +392,9 @@ def test_choices_that_cannot_be():
         fully_shard(nn.Linear(2, 2), layout="rows")
 
 
-def wrong_callable(ctx) -> None:
+@ranks(2)
+def test_a_callable_that_returns_no_layout(ctx) -> None:
     with pytest.raises(TypeError, match="the callable returned 3 for 'weight'"):
         fully_shard(nn.Linear(2, 2), process_group=ctx.group, layout=lambda fqn, p: 3)
     model = fully_shard(nn.Linear(2, 2), process_group=ctx.group, layout=lambda fqn, p: Elements())
     assert model.weight.dim() == 1
-
-
-def test_a_callable_that_returns_no_layout(pool):
-    pool.run(wrong_callable, world_size=2)

@@ -7,15 +7,17 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from clean import storage_nbytes
+from on_ranks import ranks
 from pairs import some
-from parity import adamw, adamw_float32, check_parity, full_params, mean_square, sgd, shard_with
+from parity import adamw, adamw_float32, check_parity, full_params, mean_square, shard_with
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -23,15 +25,13 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
 from flatshard._composable.state import Context, unit_of
-from flatshard.tensors import ShardedParameter
+from flatshard.tensors import ShardedParameter, num_parameters
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 13  # no world size divides it, and a (WIDTH, WIDTH) weight spans the shards of all four ranks
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models: from (batch, WIDTH) or from token ids to anything
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Models: from (batch, WIDTH) or from token ids to anything --------------------------------------------------------
 
 
 class Mlp(nn.Module):
@@ -42,6 +42,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
+
+
+def mlps(count: int) -> nn.Module:
+    return nn.Sequential(*(Mlp() for _ in range(count)))
 
 
 class Lm(nn.Module):
@@ -232,9 +236,7 @@ def rnn(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
     return lambda: Recurrent(kind(WIDTH, 5, batch_first=True, **options))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parity
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Parity -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +252,7 @@ class Case:
 
 CASES = {
     "shared within a unit": Case(shared_within),
-    "shared by siblings": Case(shared_within, [{nn.Linear}]),
+    "shared by siblings": Case(shared_within, [{nn.Linear}], options={"set_to_none": False}),
     "tied embedding and head": Case(Lm, [None, {Mlp}, {nn.Embedding}, {nn.Embedding, nn.Linear}], tokens),
     "shared by parent and child": Case(
         lambda: nn.Sequential(ParentAndChild(), nn.Linear(WIDTH, 5)), [{ParentAndChild}, {ParentAndChild, nn.Linear}]
@@ -284,7 +286,12 @@ def strategies(ctx: Any) -> Sequence[ShardingStrategy]:
     return STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]
 
 
-def train_case(ctx, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(name, 3) for name in CASES] + some([(name, (1, 2, 4)[k % 3]) for k, name in enumerate(CASES)], 10),
+)
+@ranks()
+def test_trains_as_in_one_process(ctx, name: str) -> None:
     torch.set_default_dtype(torch.float64)
     case = CASES[name]
     for strategy in strategies(ctx):
@@ -302,108 +309,44 @@ def train_case(ctx, name: str) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [(name, 3) for name in CASES] + some([(name, (1, 2, 4)[k % 3]) for k, name in enumerate(CASES)], 10),
-)
-def test_trains_as_in_one_process(pool, name, world_size):
-    pool.run(train_case, name, world_size=world_size)
-
-
-SINGLE_PRECISION: dict[str, dict[str, Any]] = {
-    # Each forward moves the power iteration on: the reference must run as many as a rank does.
-    "spectral_norm": {"oracle": "batch"},
-    "old spectral_norm": {"oracle": "batch"},
-    # Behind a LayerNorm: the gradients of the mean square of its output cancel.
-    "attention": {"rtol": 1e-5},
-    # Normalising over three elements amplifies rounding beyond the tolerance; in float64 it holds 1e-9 as all others do.
-    "fewer elements than ranks": {"rtol": 5e-5},
-}
-
-
-def attend_fast(ctx) -> None:
+@ranks(2)
+def test_fast_paths_of_attention(ctx) -> None:
     torch.manual_seed(0)
     plain = Attention().double().eval()
     x = torch.randn(2, WIDTH).double()
+    paths = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     for policy in CASES["attention"].policies:
         model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group)
         assert unit_of(model.attention.out_proj) is None
         for guard in (torch.no_grad, torch.inference_mode):
             with guard(), contextlib.ExitStack() as stack:
-                calls: list[Any] = []
-                stack.enter_context(counted(torch, "_native_multi_head_attention", calls))
-                stack.enter_context(counted(torch, "_transformer_encoder_layer_fwd", calls))
+                attend, layer = (
+                    stack.enter_context(mock.patch.object(torch, p, wraps=getattr(torch, p))) for p in paths
+                )
                 expected = plain(x)
-                assert calls == ["_native_multi_head_attention", "_transformer_encoder_layer_fwd"]
+                assert (attend.call_count, layer.call_count) == (1, 1)
                 torch.testing.assert_close(model(x), expected)
                 # The layer looks for hooks on all its modules, ours included, and then calls its parts one by one.
-                assert calls[2:].count("_transformer_encoder_layer_fwd") == (policy is None)
-                assert "_native_multi_head_attention" in calls[2:]
+                assert layer.call_count == 1 + (policy is None)
+                assert attend.call_count > 1
     with pytest.raises(ValueError, match=r"out_proj of an nn\.MultiheadAttention.*Shard the MultiheadAttention"):
         fully_shard(plain.attention.out_proj, process_group=ctx.group)
 
 
-@contextlib.contextmanager
-def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
-    function = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return function(*args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, function)
-
-
-def test_fast_paths_of_attention(pool):
-    pool.run(attend_fast, world_size=2)
-
-
-def train_in_single_precision(ctx, names: list[str]) -> None:
-    for name in names:
-        case = CASES[name]
-        ctx.note(name)
-        options = {"oracle": "slices", "rtol": 1e-6, **SINGLE_PRECISION.get(name, {})}
-        check_parity(
-            ctx,
-            case.model,
-            case.inputs,
-            steps=10,
-            dtype=None,
-            optimizer=adamw_float32,
-            shard=functools.partial(shard_with, case.policies[-1], ShardingStrategy.FULL_SHARD),
-            replicated=ctx.world_size == 1,
-            **options,
-        )
-
-
-def test_ten_steps_in_single_precision(pool):
-    """Kinds of parameters, 10 AdamW steps in float32, within 1e-6 of one process."""
-    names = [name for name in CASES if name != "several dtypes"]  # which is in single precision above already
-    pool.run(train_in_single_precision, some(names, 8), world_size=3)
-
-
-def train_manually_nested(ctx) -> None:
+@ranks(1, 3)
+def test_a_tied_parameter_that_an_earlier_call_sharded(ctx) -> None:
     torch.set_default_dtype(torch.float64)
 
-    def shard(outer_policy: Any, model: nn.Module, group: Any) -> None:
-        fully_shard(model.embed, process_group=group)
-        fully_shard(model, policy=outer_policy, process_group=group)
+    def shard(parts: tuple[str, ...], policy: Any, model: nn.Module, group: Any) -> None:
+        for part in parts:
+            fully_shard(model.get_submodule(part), policy=policy if not part else None, process_group=group)
 
-    def shard_siblings(model: nn.Module, group: Any) -> None:
-        fully_shard(model.embed, process_group=group)
-        fully_shard(model.head, process_group=group)
-        fully_shard(model.body, process_group=group)
-
-    check_parity(ctx, Lm, tokens, steps=3, dtype=None, shard=shard_siblings)
-    for policy in (None, {nn.Linear}, {Mlp}):
-        ctx.note(f"policy {policy}")
-        run = check_parity(ctx, Lm, tokens, steps=3, dtype=None, shard=functools.partial(shard, policy))
-        owners = [u.fqn for u in units_below(run.sharded) if _owns(u, run.sharded.embed.weight)]
-        assert len(owners) == 1
+    ways = [(("embed", "head", "body"), None), *[(("embed", ""), policy) for policy in (None, {nn.Linear}, {Mlp})]]
+    for parts, policy in ways:
+        ctx.note(f"{parts}, policy {policy}")
+        run = check_parity(ctx, Lm, tokens, steps=3, dtype=None, shard=functools.partial(shard, parts, policy))
+        units = units_below(run.sharded) if "" in parts else [unit_of(run.sharded.get_submodule(p)) for p in parts]
+        assert sum(_owns(u, run.sharded.embed.weight) for u in units) == 1
         assert run.sharded.head.weight is run.sharded.embed.weight
 
 
@@ -411,88 +354,50 @@ def _owns(unit: Any, param: Tensor) -> bool:
     return any(p is param for b in unit.handle.flats for p in b.params)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_tied_parameter_that_an_earlier_call_sharded(pool, world_size):
-    pool.run(train_manually_nested, world_size=world_size)
+@ranks(4)
+def test_who_owns_a_shared_parameter(ctx) -> None:
+    def owners(model: nn.Module, param: Tensor) -> list[str]:
+        return [u.fqn for u in units_below(model) if _owns(u, param)]
 
-
-def find_owner(ctx) -> None:
     model = fully_shard(Lm(), policy={nn.Embedding, nn.Linear}, process_group=ctx.group)
-    owners = [u.fqn for u in units_below(model) if _owns(u, model.embed.weight)]
-    assert owners == [""]  # H1: the lowest common ancestor, once
+    assert owners(model, model.embed.weight) == [""]  # the lowest common ancestor, once
     model = fully_shard(nn.Sequential(ParentAndChild(), nn.Tanh()), policy={ParentAndChild, nn.Linear})
-    owners = [u.fqn for u in units_below(model) if _owns(u, model[0].weight)]
-    assert owners == ["0"]  # H2: the parent
-    model = Lm()
-    fully_shard(model.embed, process_group=ctx.group)
-    fully_shard(model.head, process_group=ctx.group)  # uses the embedding's
-    owners = [u.fqn for m in (model.embed, model.head) for u in units_below(m) if _owns(u, model.embed.weight)]
-    assert len(owners) == 1
+    assert owners(model, model[0].weight) == ["0"]  # the parent
 
 
-def test_who_owns_a_shared_parameter(pool):
-    pool.run(find_owner, world_size=4)
+def half_and_whole(model: nn.Module, x: Tensor) -> Tensor:
+    return mean_square(model.decoder(x), x) + mean_square(model(x), x)
 
 
-def train_sharing(ctx) -> None:
-    torch.set_default_dtype(torch.float64)
-    for to_none in (True, False):  # H3
-        shard = functools.partial(shard_with, {nn.Embedding, nn.Linear}, STRATEGIES[0])
-        check_parity(ctx, Lm, tokens, steps=4, dtype=None, optimizer=sgd, shard=shard, set_to_none=to_none)
+LOSSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "one half": lambda model, x: mean_square(model.encoder(x), x),
+    "both halves": lambda model, x: mean_square(model.decoder(torch.tanh(model.encoder(x))), x),
+    "half and whole": half_and_whole,
+    "piece by piece": lambda model, ids: mean_square(model.head(model.body(model.embed(ids))), ids),
+}
 
 
-def test_sharing_with_either_zero_grad(pool):
-    pool.run(train_sharing, world_size=2)
-
-
-def train_standalone(ctx) -> None:
+@ranks(1, 3)
+def test_units_called_on_their_own(ctx) -> None:
     torch.set_default_dtype(torch.float64)
 
-    def one_half(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-        loss = mean_square(model.encoder(x), x)
+    def train(loss_fn: Callable[..., Tensor], model: nn.Module, x: Tensor, scale: float) -> Tensor:
+        loss = loss_fn(model, x)
         (loss * scale).backward()
         return loss.detach()
 
-    def both_halves(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-        loss = mean_square(model.decoder(torch.tanh(model.encoder(x))), x)
-        (loss * scale).backward()
-        return loss.detach()
-
-    def half_and_whole(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-        loss = mean_square(model.decoder(x), x) + mean_square(model(x), x)
-        (loss * scale).backward()
-        return loss.detach()
-
-    def piece_by_piece(model: nn.Module, ids: Tensor, scale: float) -> Tensor:
-        loss = mean_square(model.head(model.body(model.embed(ids))), ids)
-        (loss * scale).backward()
-        return loss.detach()
-
-    for policy in ({nn.Embedding, nn.Linear}, {nn.Embedding, Mlp, nn.Linear}):  # embedding and head own no parameter
-        ctx.note(f"policy {policy}")
-        shard = functools.partial(shard_with, policy, STRATEGIES[0])
-        check_parity(ctx, Lm, tokens, steps=2, dtype=None, shard=shard, train=piece_by_piece)
-    for tied in (False, True):
-        for strategy in strategies(ctx):
-            for train in (one_half, both_halves, half_and_whole):
-                ctx.note(f"{'tied' if tied else 'not tied'}, {strategy.name}, {train.__name__}")
-                check_parity(
-                    ctx,
-                    functools.partial(TwoHalves, tied),
-                    vectors,
-                    steps=2,
-                    dtype=None,
-                    shard=functools.partial(shard_with, {Mlp}, strategy),
-                    train=train,
-                )
+    # In the first two, embedding and head own no parameter.
+    cases = [("piece by piece", Lm, policy) for policy in ({nn.Embedding, nn.Linear}, {nn.Embedding, Mlp, nn.Linear})]
+    cases += [(name, functools.partial(TwoHalves, tied), {Mlp}) for tied in (False, True) for name in [*LOSSES][:3]]
+    for (name, make, policy), strategy in itertools.product(cases, strategies(ctx)):
+        ctx.note(f"{name}, {make}, {policy}, {strategy.name}")
+        shard, step = functools.partial(shard_with, policy, strategy), functools.partial(train, LOSSES[name])
+        inputs = tokens if make is Lm else vectors
+        check_parity(ctx, make, inputs, steps=2, dtype=None, shard=shard, train=step)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_units_called_on_their_own(pool, world_size):
-    pool.run(train_standalone, world_size=world_size)
-
-
-def train_not_dense(ctx) -> None:
+@ranks(1, 2, 4)
+def test_expanded_and_sliced_parameters(ctx) -> None:
     torch.set_default_dtype(torch.float64)
 
     def model(dense: bool) -> nn.Module:
@@ -507,12 +412,8 @@ def train_not_dense(ctx) -> None:
     assert full_params(run.sharded)["w"].is_contiguous()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_expanded_and_sliced_parameters(pool, world_size):
-    pool.run(train_not_dense, world_size=world_size)
-
-
-def see_strides(ctx) -> None:
+@ranks(1, 2)
+def test_forward_sees_original_shapes_and_strides(ctx) -> None:
     model = nn.Sequential(convolution(), nn.Flatten())
     model.append(Apply(lambda x, w: x @ w, w=torch.randn(3, 5).t()))
     seen: dict[str, tuple[Any, ...]] = {}
@@ -532,11 +433,6 @@ def see_strides(ctx) -> None:
     assert seen == before
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_forward_sees_original_shapes_and_strides(pool, world_size):
-    pool.run(see_strides, world_size=world_size)
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +445,8 @@ class Complex(nn.Module):
         return (self.real(x).to(torch.complex128) @ self.weight * self.fixed.to(torch.complex128)).abs()
 
 
-def train_complex(ctx) -> None:
+@ranks(1, 3)
+def test_complex_parameters(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
         ctx.note(strategy.name)
@@ -571,14 +468,7 @@ def train_complex(ctx) -> None:
             torch.testing.assert_close(got[name], param.detach(), rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_complex_parameters(pool, world_size):
-    pool.run(train_complex, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Frozen and unused parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Frozen and unused parameters -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -598,7 +488,8 @@ def counting_reductions(model: nn.Module):
         runtime.collectives.reduce_scatter = before
 
 
-def cost_of_frozen(ctx) -> None:
+@ranks(2, 4)
+def test_frozen_parameters_cost_no_gradient_memory_and_no_traffic(ctx) -> None:
     model = fully_shard(PartlyFrozen(), process_group=ctx.group)
     handle = units_below(model)[0].handle
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -625,12 +516,8 @@ def cost_of_frozen(ctx) -> None:
     assert all(storage_nbytes(f.gradients.input) == 0 for f in handle.flats)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_frozen_parameters_cost_no_gradient_memory_and_no_traffic(pool, world_size):
-    pool.run(cost_of_frozen, world_size=world_size)
-
-
-def all_frozen(ctx) -> None:
+@ranks(2)
+def test_a_frozen_unit(ctx) -> None:
     """A frozen unit between trainable ones passes gradients on, and reduces nothing."""
     torch.set_default_dtype(torch.float64)
 
@@ -649,11 +536,8 @@ def all_frozen(ctx) -> None:
         assert len(reductions) == (0 if strategy is ShardingStrategy.NO_SHARD else 2)
 
 
-def test_a_frozen_unit(pool):
-    pool.run(all_frozen, world_size=2)
-
-
-def toggle(ctx) -> None:
+@ranks(1, 3)
+def test_freezing_and_unfreezing_between_steps(ctx) -> None:
     torch.set_default_dtype(torch.float64)
 
     def one(model: nn.Module, step: int) -> None:
@@ -667,27 +551,14 @@ def toggle(ctx) -> None:
         for index, param in enumerate(model.parameters()):
             param.requires_grad_((index + step) % 2 == 0)
 
-    for strategy in strategies(ctx):
-        for change in (one, unit, inverse):
-            for policy in (None, {Mlp}):
-                ctx.note(f"{strategy.name}, {change.__name__}, policy {policy}")
-                check_parity(
-                    ctx,
-                    lambda: nn.Sequential(Mlp(), Mlp(), Mlp()),
-                    vectors,
-                    steps=4,
-                    dtype=None,
-                    shard=functools.partial(shard_with, policy, strategy),
-                    before_step=change,
-                )
+    for strategy, change, policy in itertools.product(strategies(ctx), (one, unit, inverse), (None, {Mlp})):
+        ctx.note(f"{strategy.name}, {change.__name__}, policy {policy}")
+        shard = functools.partial(shard_with, policy, strategy)
+        check_parity(ctx, lambda: mlps(3), vectors, steps=4, dtype=None, shard=shard, before_step=change)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_freezing_and_unfreezing_between_steps(pool, world_size):
-    pool.run(toggle, world_size=world_size)
-
-
-def toggle_inside(ctx) -> None:
+@ranks(1, 2)
+def test_freezing_and_unfreezing_between_forward_and_backward(ctx) -> None:
     """As in plain PyTorch: a parameter frozen after forward gets no gradient; one unfrozen then was not recorded."""
     torch.set_default_dtype(torch.float64)
 
@@ -700,150 +571,67 @@ def toggle_inside(ctx) -> None:
         param.requires_grad_(True)
         return loss.detach()
 
-    for freeze in (True, False):
-        for policy in (None, {Mlp}):
-            for strategy in strategies(ctx):
-                ctx.note(f"{'freeze' if freeze else 'unfreeze'}, policy {policy}, {strategy.name}")
-                check_parity(
-                    ctx,
-                    lambda: nn.Sequential(Mlp(), Mlp()),
-                    vectors,
-                    steps=2,
-                    dtype=None,
-                    shard=functools.partial(shard_with, policy, strategy),
-                    train=functools.partial(train, freeze),
-                )
+    for freeze, policy, strategy in itertools.product((True, False), (None, {Mlp}), strategies(ctx)):
+        ctx.note(f"{'freeze' if freeze else 'unfreeze'}, policy {policy}, {strategy.name}")
+        shard, step = functools.partial(shard_with, policy, strategy), functools.partial(train, freeze)
+        check_parity(ctx, lambda: mlps(2), vectors, steps=2, dtype=None, shard=shard, train=step)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_freezing_and_unfreezing_between_forward_and_backward(pool, world_size):
-    pool.run(toggle_inside, world_size=world_size)
+# -- The Parameter objects --------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Uses the experts that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Mlp() for _ in range(3))
-        self.spare = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
-        for index in used:
-            x = x + self.experts[index](x)
-        return x
+def registered(model: nn.Module) -> tuple[Any, ...]:
+    """Names, their order, classes and objects."""
+    params = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+    modules = [(n, id(m), type(m)) for n, m in model.named_modules()]
+    return params, modules, [(n, id(b)) for n, b in model.named_buffers()]
 
 
-def train_partly_unused(ctx) -> None:
-    torch.set_default_dtype(torch.float64)
-    for strategy in STRATEGIES:
-        ctx.note(strategy.name)
-        torch.manual_seed(0)
-        plain, sharded = Experts(), Experts()
-        sharded.load_state_dict(plain.state_dict())
-        fully_shard(sharded, strategy=strategy, process_group=ctx.group)
-        optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
-        for step in range(3):
-            x = vectors(step, ctx.world_size)
-            # Expert 0 on all ranks, 1 on the last only, 2 on none.
-            choice = [(0, 1) if rank == ctx.world_size - 1 else (0,) for rank in range(ctx.world_size)]
-            for rank in range(ctx.world_size):
-                (plain(x[rank : rank + 1], choice[rank]).square().mean() / ctx.world_size).backward()
-            sharded(x[ctx.rank : ctx.rank + 1], choice[ctx.rank]).square().mean().backward()
-            with flatshard.summon_full_params(sharded, writeback=False, with_grads=True):
-                grads = {n: None if p.grad is None else p.grad.clone() for n, p in sharded.named_parameters()}
-            for name, param in plain.named_parameters():
-                assert (grads[name] is None) == (param.grad is None), name
-                if param.grad is not None:
-                    torch.testing.assert_close(grads[name], param.grad, rtol=1e-9, atol=1e-12, msg=name)
-            unused = [n for n, p in sharded.named_parameters() if p.grad is None]
-            assert unused == ["spare", *(f"experts.2.{n}" for n, _ in Mlp().named_parameters())]
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        got = full_params(sharded)
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(got[name], param.detach(), rtol=1e-9, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_unused_on_all_ranks_and_unused_on_some(pool, world_size):
-    pool.run(train_partly_unused, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The Parameter objects
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def keep_identity(ctx) -> None:
+@ranks(4)
+def test_names_order_classes_and_objects_survive(ctx) -> None:
     for strategy in STRATEGIES:
         ctx.note(strategy.name)
         model = nn.Sequential(Lm(), nn.Conv1d(3, 5, 2), nn.BatchNorm1d(5), empties(), scalars())
-        params = dict(model.named_parameters())
-        all_names = dict(model.named_parameters(remove_duplicate=False))
-        buffers, modules = dict(model.named_buffers()), dict(model.named_modules())
-        classes = [type(m) for m in model.modules()]
-        shapes = {name: p.shape for name, p in params.items()}
+        before, params = registered(model), dict(model.named_parameters())
         values = {name: p.detach().clone() for name, p in params.items()}
-        result = fully_shard(model, policy={nn.Linear, nn.Conv1d}, strategy=strategy, process_group=ctx.group)
-        assert result is model  # C1
-        assert [type(m) for m in model.modules()] == classes  # C3
-        assert dict(model.named_modules()) == modules
-        assert list(dict(model.named_parameters())) == list(params)  # C2
-        assert all(p is params[name] for name, p in model.named_parameters())
-        assert all(p is all_names[name] for name, p in model.named_parameters(remove_duplicate=False))
-        assert all(b is buffers[name] for name, b in model.named_buffers())
+        policy = {nn.Linear, nn.Conv1d}
+        assert fully_shard(model, policy=policy, strategy=strategy, process_group=ctx.group) is model
+        assert registered(model) == before
         for name, param in params.items():
             assert isinstance(param, ShardedParameter)
             assert param.is_leaf
-            assert flatshard.full_shape(param) == shapes[name]
+            assert flatshard.full_shape(param) == values[name].shape
             assert type(flatshard.full_shape(param)) is torch.Size
             info = param._flatshard_info
             mine = values[name].reshape(-1)[info.start : info.stop]
-            assert torch.equal(param.detach().reshape(-1), mine)  # C4
-            assert param.shape == (shapes[name] if strategy is ShardingStrategy.NO_SHARD else mine.shape)
-        held = [p.numel() for p in params.values()]
+            assert torch.equal(param.detach().reshape(-1), mine)
+            assert param.shape == (values[name].shape if strategy is ShardingStrategy.NO_SHARD else mine.shape)
         if strategy is not ShardingStrategy.NO_SHARD:
-            total = torch.tensor(held)
+            total = torch.tensor([p.numel() for p in params.values()])
             dist.all_reduce(total, group=ctx.group)
-            assert total.tolist() == [shape.numel() for shape in shapes.values()]
+            assert total.tolist() == [v.numel() for v in values.values()]
     assert flatshard.full_shape(torch.zeros(2, 3)) == (2, 3)
     model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), process_group=ctx.group)
     model[0].weight.requires_grad_(False)
-    assert flatshard.tensors.num_parameters(model) == 15 + 5 + 10 + 2
-    assert flatshard.tensors.num_parameters(model, trainable_only=True) == 5 + 10 + 2
+    assert num_parameters(model) == 15 + 5 + 10 + 2
+    assert num_parameters(model, trainable_only=True) == 5 + 10 + 2
     with flatshard.summon_full_params(model):
-        assert flatshard.tensors.num_parameters(model) == 15 + 5 + 10 + 2
+        assert num_parameters(model) == 15 + 5 + 10 + 2
 
 
-def test_names_order_classes_and_objects_survive(pool):
-    pool.run(keep_identity, world_size=4)
-
-
-def optimizer_before_and_after(ctx) -> None:
+@ranks(3)
+def test_optimizer_built_before_or_after(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
-        results = []
+        shard, results = functools.partial(shard_with, {Mlp}, strategy), []
         for first in (True, False):
-            run = check_parity(
-                ctx,
-                Lm,
-                tokens,
-                steps=3,
-                dtype=None,
-                shard=functools.partial(shard_with, {Mlp}, strategy),
-                optimizer_first=first,
-            )
+            run = check_parity(ctx, Lm, tokens, steps=3, dtype=None, shard=shard, optimizer_first=first)
             results.append([p.detach().clone() for p in run.sharded.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_optimizer_built_before_or_after(pool):
-    pool.run(optimizer_before_and_after, world_size=3)
-
-
-def keep_attributes(ctx) -> None:
+@ranks(1, 2)
+def test_attributes_are_seen_on_both_views(ctx) -> None:
     model = Mlp()
     model.up.weight.lr_scale = 0.5
     model.down.weight.tags = ["decay"]
@@ -868,12 +656,8 @@ def keep_attributes(ctx) -> None:
         assert model.down.weight.tags == ["decay"]
 
 
-def test_attributes_are_seen_on_both_views(pool):
-    pool.run(keep_attributes, world_size=2)
-    pool.run(keep_attributes, world_size=1)
-
-
-def keep_gradients(ctx) -> None:
+@ranks(1, 3)
+def test_gradients_from_before_sharding_are_kept(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
         torch.manual_seed(0)
@@ -893,12 +677,8 @@ def keep_gradients(ctx) -> None:
                 torch.testing.assert_close(sharded.get_parameter(name).grad, param.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_gradients_from_before_sharding_are_kept(pool, world_size):
-    pool.run(keep_gradients, world_size=world_size)
-
-
-def ignore(ctx) -> None:
+@ranks(1, 3)
+def test_ignored_states_stay_whole_with_local_gradients(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain, model = (nn.Sequential(Mlp(), Mlp(), Mlp()) for _ in range(2))
@@ -922,12 +702,8 @@ def ignore(ctx) -> None:
             torch.testing.assert_close(param.grad, expected.get_parameter(name).grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ignored_states_stay_whole_with_local_gradients(pool, world_size):
-    pool.run(ignore, world_size=world_size)
-
-
-def refuse_sparse(ctx) -> None:
+@ranks(1, 2)
+def test_sparse_gradients_are_refused(ctx) -> None:
     for world_policy in (None, {nn.Embedding}):
         model = nn.Sequential(nn.Embedding(11, WIDTH, sparse=True), nn.Linear(WIDTH, 3))
         fully_shard(model, policy=world_policy, process_group=ctx.group)
@@ -939,12 +715,8 @@ def refuse_sparse(ctx) -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_sparse_gradients_are_refused(pool, world_size):
-    pool.run(refuse_sparse, world_size=world_size)
-
-
-def tie_later(ctx) -> None:
+@ranks(2)
+def test_a_parameter_tied_after_sharding(ctx) -> None:
     for policy in (None, {nn.Linear}):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         plain = copy.deepcopy(model)
@@ -960,10 +732,6 @@ def tie_later(ctx) -> None:
         assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
 
 
-def test_a_parameter_tied_after_sharding(pool):
-    pool.run(tie_later)
-
-
 class Scaled(nn.Module):
     """Multiplies by a parameter of another module, once it has been given one."""
 
@@ -975,7 +743,8 @@ class Scaled(nn.Module):
         return x if self.scale is None else x * self.scale.sum()
 
 
-def tie_to_a_new_name(ctx) -> None:
+@ranks(2)
+def test_a_parameter_tied_to_a_new_name_after_sharding(ctx) -> None:
     x = torch.ones(1, 4)
     for policy, strategy in itertools.product((None, {nn.Linear}), STRATEGIES):
         ctx.note(f"{policy} {strategy.name}")
@@ -1005,11 +774,8 @@ def tie_to_a_new_name(ctx) -> None:
         assert outside[0] is own
 
 
-def test_a_parameter_tied_to_a_new_name_after_sharding(pool):
-    pool.run(tie_to_a_new_name)
-
-
-def add_later(ctx) -> None:
+@ranks(2)
+def test_parameters_added_after_sharding(ctx) -> None:
     """What came after fully_shard is told when an optimizer steps it, and by check_replicas; what was ignored is not."""
     torch.manual_seed(0)
     for copied in (False, True):
@@ -1050,10 +816,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     optimizer.zero_grad()
 
 
-def test_parameters_added_after_sharding(pool):
-    pool.run(add_later)
-
-
 class Adapter(nn.Module):
     """Takes the place of a layer, as peft's do."""
 
@@ -1066,7 +828,8 @@ class Adapter(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def add_adapters(ctx) -> None:
+@ranks(2)
+def test_adapters_added_after_sharding(ctx) -> None:
     """Around units, in a root unit that has no parameter of its own; an optimizer of nothing else."""
     for cure in (False, True):
         torch.manual_seed(0)
@@ -1086,7 +849,3 @@ def add_adapters(ctx) -> None:
             RuntimeError, match=r"SGD steps '1.0.[ab].weight', '1.0.[ab].weight', registered .* fully_shard"
         ):
             step(model, optimizer, ctx.rank)
-
-
-def test_adapters_added_after_sharding(pool):
-    pool.run(add_adapters)

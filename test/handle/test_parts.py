@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from torch import Tensor, nn
 
-from flatshard import fully_shard, summon_full_params
+from flatshard import ShardingStrategy, fully_shard, summon_full_params
 from flatshard._handle.tensors.operations import NAMED, OperationKind, is_pointwise, kind_of
-from flatshard.layouts import Whole
+from flatshard.layouts import Rows, Whole
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda t: t.sum(),
@@ -36,9 +37,20 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "norm of columns": lambda t: t.norm(dim=0),
     "mean of rows": lambda t: t.mean(-1, keepdim=True),
     "reshape": lambda t: t.reshape(3, -1),
-    "matmul": lambda t: t @ torch.ones(5, 2),
+    "@": lambda t: t @ torch.ones(5, 2),
+    "@ on the right": lambda t: torch.ones(2, 3).double() @ t,
+    "matmul": lambda t: t.matmul(torch.ones(5).double()),
+    "mm": lambda t: t.mm(torch.ones(5, 4).double()),
+    "mv": lambda t: t.mv(torch.ones(5).double()),
     "index": lambda t: t[0],
-    "transpose": lambda t: t.T,
+    "t": lambda t: t.t(),
+    "T": lambda t: t.T,
+    "mT": lambda t: t.mT,
+    "H": lambda t: t.H,
+    "mH": lambda t: t.mH,
+    "transpose": lambda t: t.transpose(0, -1),
+    "permute": lambda t: t.permute(-1, *range(t.dim() - 1)),
+    "assignment": lambda t: t.detach().__setitem__(1, 0),
     "cat": lambda t: torch.cat([t.abs(), t.abs()]),
     "sort": lambda t: t.sort(),
     "not in the table": lambda t: t.cov(),
@@ -46,7 +58,9 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def run_table(ctx, layout) -> None:
+@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
+@ranks(2, 3)
+def test_kinds_of_operations(ctx, layout) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(5, 3).double()
     model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
@@ -89,10 +103,22 @@ def run_table(ctx, layout) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_kinds_of_operations(pool, world_size, layout):
-    pool.run(run_table, layout, world_size=world_size)
+@ranks(2)
+@torch.no_grad()
+def test_where_rows_are_whole_a_part_is_a_matrix(ctx) -> None:
+    for arguments in ({"layout": Rows()}, {"strategy": ShardingStrategy.NO_SHARD}):
+        model = fully_shard(nn.Linear(4, 4), process_group=ctx.group, **arguments)
+        rows = model.weight.shape[0]
+        assert model.weight[rows - 1].shape == (4,)
+        assert (torch.ones(2, 4) @ model.weight.T).shape == (2, rows)
+    model = fully_shard(nn.Linear(4, 4), process_group=ctx.group)
+    with pytest.raises(RuntimeError, match=r"'bias' is sharded: .*of shape \(4,\)"):
+        model.bias[0] = 1  # another element on each rank
+    assert model.bias.T.shape == model.bias.shape  # of a vector right
+    with summon_full_params(model):
+        model.weight[3] = 0
+    with summon_full_params(model):
+        assert model.weight.any(1).tolist() == [True, True, True, False]
 
 
 DRAWS: dict[str, Callable[[Tensor], Any]] = {
@@ -102,7 +128,9 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def run_draws(ctx, layout) -> None:
+@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
+@ranks(3)
+def test_draws_are_those_of_the_whole(ctx, layout) -> None:
     """Ranks that are seeded alike draw what one process draws, wherever the part is taken from."""
     plain = nn.Linear(5, 3).double()
     model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
@@ -120,11 +148,6 @@ def run_draws(ctx, layout) -> None:
                     assert info.in_memory_order(part.detach()).equal(whole.detach().flatten()[info.start : info.stop])
 
 
-@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
-def test_draws_are_those_of_the_whole(pool, layout):
-    pool.run(run_draws, layout, world_size=3)
-
-
 OWNERS: dict[str, Callable[[Tensor], Any]] = {
     "matrices": lambda t: (t @ t.T).trace(),
     "with a tensor of this rank": lambda t: (t * t.clone()).sum().sqrt(),
@@ -137,7 +160,8 @@ OWNERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def run_owners(ctx) -> None:
+@ranks(2, 3)
+def test_what_only_an_owner_computes(ctx) -> None:
     """What only the owner of a matrix can compute: it sends nothing, until all ranks need a number of it."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 4, bias=False)).double()
@@ -163,11 +187,6 @@ def run_owners(ctx) -> None:
     assert type(nn.Parameter(model[0].weight.data)) is nn.Parameter
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_only_an_owner_computes(pool, world_size):
-    pool.run(run_owners, world_size=world_size)
-
-
 def clip_adaptively(parameters: Any, clip_factor: float = 0.01) -> None:
     """As timm's ``adaptive_clip_grad``."""
 
@@ -181,7 +200,8 @@ def clip_adaptively(parameters: Any, clip_factor: float = 0.01) -> None:
         p.grad.detach().copy_(torch.where(norm < most, p.grad.detach(), clipped))
 
 
-def run_adaptive(ctx) -> None:
+@ranks(2, 3)
+def test_adaptive_clipping_needs_whole_gradients(ctx) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)).double()
     model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group)
@@ -200,11 +220,6 @@ def run_adaptive(ctx) -> None:
         info = p._flatshard_info
         expected = q.grad.flatten()[info.start : info.stop]
         torch.testing.assert_close(p.grad.as_subclass(Tensor), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_adaptive_clipping_needs_whole_gradients(pool, world_size):
-    pool.run(run_adaptive, world_size=world_size)
 
 
 def test_the_table_names_only_what_torch_does_not_tag():

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from models import Mlp as Block
 from pairs import some
+from recording import Recording
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
-from flatshard.comm import builtin_collectives
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -34,39 +34,24 @@ class Net(nn.Module):
         return x
 
 
-class Allocating:
+class Allocating(Recording):
     """The built-in collectives, with memory of their own making."""
 
-    exact = True
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.inner = builtin_collectives(group, device)
+        super().__init__(group, device)
         self.made: list[Tensor] = []
-        self.seen: set[str] = set()
         self.elsewhere: list[str] = []
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.made.append(torch.full((numel,), 7, dtype=dtype, device=device))
         return self.made[-1]
 
-    def _check(self, kind: str, *tensors: Tensor) -> None:
-        for tensor in tensors:
+    def note(self, call: str, *tensors: Tensor) -> None:
+        for tensor in tensors[:1] if call == "all_gather" else tensors:
             start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             if not any(m.data_ptr() <= start and stop <= m.data_ptr() + m.nbytes for m in self.made):
-                self.elsewhere.append(kind)
-        self.seen.add(kind)
-
-    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
-        self._check("all-gather", output)
-        return self.inner.all_gather(output, shard)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
-        self._check("reduce-scatter", output, input)
-        return self.inner.reduce_scatter(output, input)
-
-    def all_reduce(self, tensor: Tensor) -> Any:
-        self._check("all-reduce", tensor)
-        return self.inner.all_reduce(tensor)
+                self.elsewhere.append(call)
+        super().note(call)
 
 
 def trained(ctx: Any, steps: int = 4, **options: Any) -> tuple[list[Tensor], nn.Module]:
@@ -75,7 +60,7 @@ def trained(ctx: Any, steps: int = 4, **options: Any) -> tuple[list[Tensor], nn.
     collectives = units_below(model)[0].handle.runtime.collectives
     if isinstance(collectives, Allocating):
         collectives.elsewhere.clear()  # of an earlier model's summon_full_params
-        collectives.seen.clear()
+        collectives.calls.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for number in range(steps):
         torch.manual_seed(10 * number + ctx.rank)
@@ -111,7 +96,7 @@ def train_alike(ctx: Any, names: list[str]) -> None:
             torch.testing.assert_close(a, c)  # gloo adds them in another dtype where it need not cast
         collectives = units_below(model)[0].handle.runtime.collectives
         sharded = options.get("strategy") is not ShardingStrategy.NO_SHARD
-        assert collectives.seen >= ({"all-gather", "reduce-scatter"} if sharded else {"all-reduce"}), name
+        assert {*collectives.calls} >= ({"all_gather", "reduce_scatter"} if sharded else {"all_reduce"}), name
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

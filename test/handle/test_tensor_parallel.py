@@ -6,27 +6,28 @@ plain model in one process, on the whole batch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from pairs import all_pairs, some
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardingStrategy, full_shape, fully_shard
+from flatshard.layouts import Blocks, Rows, Whole
+from flatshard.optim import get_total_norm, gradient_statistics
 from flatshard.tensors import ShardedParameter
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -46,16 +47,13 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
 
 
-class SequenceBlock(nn.Module):
-    """The same without a plain parameter among activations that are sharded along the sequence."""
+class SequenceBlock(Block):
+    """Without a plain parameter, as activations are sharded along the sequence."""
 
     def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        super().__init__(hidden)
+        del self.scale
+        self.scale = 1
 
 
 class Net(nn.Module):
@@ -90,27 +88,62 @@ def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
             plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
     if sequence:
-        parallelize_module(
-            model,
-            mesh,
-            {
-                "front": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-            },
-        )
+        plan = {
+            "front": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, plan)
+
+
+def whole_of(value: Any) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """The parameters in whole, over both meshes."""
     with flatshard.summon_full_params(model, writeback=False):
-        return {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in model.named_parameters()
-        }
+        return {name: whole_of(p) for name, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+        return {name: None if p.grad is None else whole_of(p.grad) for name, p in model.named_parameters()}
+
+
+def grads_of(plain: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], what: str = "", **tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-12}
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, f"{what} {name}"
+        else:
+            close = functools.partial(torch.testing.assert_close, msg=lambda m, n=name: f"{what} {n}: {m}", **tolerance)
+            close(got[name], value.detach())
+
+
+def batch(step: int, ranks: int = 2) -> Tensor:
+    return torch.randn(ranks, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+
+
+def backward(plain: nn.Module, model: nn.Module, x: Tensor, mine: int) -> None:
+    """Of the plain model's gradients on all rows, and of the sharded one's on this rank's."""
+    plain(x.flatten(0, 1)).square().mean().backward()
+    output = model(x[mine])
+    (output.full_tensor() if isinstance(output, DTensor) else output).square().mean().backward()
+
+
+def step_all(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def assert_same_statistics(model: nn.Module, plain: nn.Module) -> None:
-    found = flatshard.optim.gradient_statistics(model)
+    found = gradient_statistics(model)
     assert found.keys() == {n for n, p in plain.named_parameters() if p.grad is not None}
     for name, stats in found.items():
         grad = plain.get_parameter(name).grad
@@ -121,164 +154,85 @@ def assert_same_statistics(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def train(ctx, sequence: bool, hidden: int, options: dict[str, Any]) -> None:
+def two_dimensions(ctx, block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, int, Any]:
+    """(plain, sharded, this rank's place in the data-parallel mesh, the whole mesh)."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    block = SequenceBlock if sequence else Block
     plain, model = make(block, hidden), make(block, hidden)
-    parallelize(model, mesh["tp"], sequence)
-    placements = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
-    shapes = {n: p.shape for n, p in plain.named_parameters()}
+    parallelize(model, mesh["tp"], block is SequenceBlock)
     fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
-    assert {n: full_shape(p) for n, p in model.named_parameters()} == shapes
+    return plain, model, mesh["dp"].get_local_rank(), mesh
+
+
+CASES = all_pairs((SequenceBlock, Block), (8, 7), (FULL, GRAD_OP, NO_SHARD))
+
+
+@pytest.mark.parametrize(("block", "hidden", "strategy"), CASES)
+@ranks(4)
+def test_parity(ctx, block: type[nn.Module], hidden: int, strategy: ShardingStrategy) -> None:
+    plain, model, mine, mesh = two_dimensions(ctx, block, hidden, strategy=strategy)
+    placed = make(block, hidden)
+    parallelize(placed, mesh["tp"], block is SequenceBlock)
+    placements = {n: p.placements for n, p in placed.named_parameters() if isinstance(p, DTensor)}
+    assert {n: full_shape(p) for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     assert all(type(p) is ShardedParameter for p in model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
-    mine = mesh["dp"].get_local_rank()
     for step in range(4):
-        x = torch.randn(2, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        plain(x.flatten(0, 1)).square().mean().backward()
-        output = model(x[mine])
-        output = output.full_tensor() if isinstance(output, DTensor) else output
-        output.square().mean().backward()
+        backward(plain, model, batch(step), mine)
         assert_same_statistics(model, plain)
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         clip = torch.nn.utils.clip_grad_norm_ if step % 2 else flatshard.clip_grad_norm_
         norm = clip(model.parameters() if step % 2 else model, 0.3)
         torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in whole(model).items():
-        expected = plain.get_parameter(name).detach()
-        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        step_all(optimizers)
+    assert_same(whole(model), dict(plain.named_parameters()))
     with flatshard.summon_full_params(model):
-        shown = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
-        assert shown == placements
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "full shard": {},
-    "grad op": {"strategy": GRAD_OP},
-    "no shard": {"strategy": NO_SHARD},
-}
-
-
-@pytest.mark.parametrize(("sequence", "hidden", "case"), all_pairs((False, True), (8, 7), list(CASES)))
-def test_parity(pool, sequence: bool, hidden: int, case: str):
-    pool.run(train, sequence, hidden, CASES[case], world_size=4)
+        assert placements == {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
 # -- what else a sharded model can do ----------------------------------------------------------------------------------
 
 
-def two_dimensions(ctx, block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, DeviceMesh]:
-    """(plain, sharded, mesh)."""
-    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    plain, model = make(block, hidden), make(block, hidden)
-    parallelize(model, mesh["tp"], block is SequenceBlock)
-    fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
-    return plain, model, mesh
-
-
-def batch(step: int, ranks: int = 2) -> Tensor:
-    return torch.randn(ranks, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-        return {
-            name: None
-            if p.grad is None
-            else (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
-            for name, p in model.named_parameters()
-        }
-
-
-def assert_same(got: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert got[name] is None, f"{what} {name}"
-        else:
-            torch.testing.assert_close(
-                got[name], value.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}"
-            )
-
-
-def grads_of(plain: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
-
-
 def accumulate(ctx) -> None:
-    plain, model, mesh = two_dimensions(ctx)
-    mine = mesh["dp"].get_local_rank()
+    plain, model, mine, _ = two_dimensions(ctx)
     for step in range(3):
-        x = batch(step)
-        plain(x.flatten(0, 1)).square().mean().backward()
-        if step < 2:
-            with flatshard.no_sync(model):
-                model(x[mine]).square().mean().backward()
-        else:
-            model(x[mine]).square().mean().backward()
+        with flatshard.no_sync(model) if step < 2 else contextlib.nullcontext():
+            backward(plain, model, batch(step), mine)
     assert_same(gradients(model), grads_of(plain))
 
 
 def freeze(ctx) -> None:
-    plain, model, mesh = two_dimensions(ctx)
-    mine = mesh["dp"].get_local_rank()
+    plain, model, mine, _ = two_dimensions(ctx)
     for m in (plain, model):
         for name, param in m.named_parameters():
             param.requires_grad_("up" not in name)
-    x = batch(0)
-    plain(x.flatten(0, 1)).square().mean().backward()
-    model(x[mine]).square().mean().backward()
+    backward(plain, model, batch(0), mine)
     assert_same(gradients(model), grads_of(plain))
 
 
 def copy_deeply(ctx) -> None:
-    plain, model, mesh = two_dimensions(ctx)
+    plain, model, mine, _ = two_dimensions(ctx)
     copied = copy.deepcopy(model)
-    mine = mesh["dp"].get_local_rank()
-    x = batch(0)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    plain(x.flatten(0, 1)).square().mean().backward()
-    copied(x[mine]).square().mean().backward()
+    backward(plain, copied, batch(0), mine)
     assert_same(whole(copied), dict(plain.named_parameters()))
     assert_same(gradients(copied), grads_of(plain))
 
 
 def write_back(ctx) -> None:
-    plain, model, _ = two_dimensions(ctx)
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(2).add_(0.5)
-        with flatshard.summon_full_params(model):
-            for param in model.parameters():
+    plain, model, _, _ = two_dimensions(ctx)
+    for offload in (False, True):
+        with torch.no_grad(), flatshard.summon_full_params(model, offload_to_cpu=offload):
+            for param in (*plain.parameters(), *model.parameters()):
                 param.mul_(2).add_(0.5)
-    assert_same(whole(model), dict(plain.named_parameters()))
-
-
-def show_on_cpu(ctx) -> None:
-    plain, model, _ = two_dimensions(ctx)
-    with flatshard.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-    for param in plain.parameters():
-        param.data.mul_(2)
-    assert_same(whole(model), dict(plain.named_parameters()))
+        assert_same(whole(model), dict(plain.named_parameters()))
 
 
 def convert(ctx) -> None:
-    plain, model, mesh = two_dimensions(ctx)
-    mine = mesh["dp"].get_local_rank()
-    model.float()
-    plain.float()
-    x = batch(0).float()
-    plain(x.flatten(0, 1)).square().mean().backward()
-    model(x[mine]).square().mean().backward()
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    plain, model, mine, _ = two_dimensions(ctx)
+    backward(plain.float(), model.float(), batch(0).float(), mine)
+    assert_same(gradients(model), grads_of(plain), rtol=1e-4, atol=1e-6)
 
 
 def replicate(ctx) -> None:
@@ -304,47 +258,37 @@ def replicate(ctx) -> None:
 
 def train_flat(ctx) -> None:
     """Flat parameters of DTensors and plain parameters: elements that tensor-parallel ranks have alike count once."""
-    plain, model, mesh = two_dimensions(ctx)
-    mine = mesh["dp"].get_local_rank()
+    plain, model, mine, _ = two_dimensions(ctx)
     flats = flatshard.flat_parameters(model)
     optimizers = [torch.optim.SGD(p, lr=0.1) for p in (plain.parameters(), flats)]
+    norm, clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grad_norm_
     for step in range(2):
-        x = batch(step)
-        plain(x.flatten(0, 1)).square().mean().backward()
-        model(x[mine]).square().mean().backward()
+        backward(plain, model, batch(step), mine)
+        grads = [p.grad for p in flats]
         for order in (2.0, 1.0, 3.0, torch.inf):
-            expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
-            found = [torch.nn.utils.get_total_norm([p.grad for p in flats], order, foreach=f) for f in (True, False)]
-            found += [
-                torch.stack([p.grad.norm(order) for p in flats]).norm(order),
-                flatshard.optim.get_total_norm(model, order),
-            ]
-            for each in found:
+            expected = norm([p.grad for p in plain.parameters()], order)
+            found = [norm(grads, order, foreach=f) for f in (True, False)]
+            found += [torch.stack([g.norm(order) for g in grads]).norm(order)]
+            for each in (*found, flatshard.optim.get_total_norm(model, order)):
                 torch.testing.assert_close(each, expected)
         nonzero = sum(int(p.grad.count_nonzero()) for p in plain.parameters())
-        assert sum(int(p.grad.norm(0)) for p in flats) == nonzero
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(flats, 0.1), expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert sum(int(g.norm(0)) for g in grads) == nonzero
+        torch.testing.assert_close(clip(flats, 0.1), clip(plain.parameters(), 0.1))
+        step_all(optimizers)
     assert_same(whole(model), dict(plain.named_parameters()))
 
 
 def in_bfloat16(ctx) -> None:
-    """Against the same model sharded over tensor-parallel ranks only, which computes with the same rounded values."""
+    """Against the same model that computes in float64."""
     policy = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
-    _, model, mesh = two_dimensions(ctx, mixed_precision=policy)
-    mine = mesh["dp"].get_local_rank()
-    x = batch(0)
-    output = model(x[mine])
+    plain, model, mine, _ = two_dimensions(ctx, mixed_precision=policy)
+    output = model(batch(0)[mine])
     assert output.dtype is torch.bfloat16
     output.double().square().mean().backward()
-    exact, _, _ = two_dimensions(ctx)
-    exact(x.flatten(0, 1)).square().mean().backward()
+    plain(batch(0).flatten(0, 1)).square().mean().backward()
     for name, grad in gradients(model).items():
         assert grad.dtype is torch.float64
-        expected = exact.get_parameter(name).grad
+        expected = plain.get_parameter(name).grad
         assert (grad - expected).norm() < 0.05 * expected.norm() + 1e-3, name
 
 
@@ -397,7 +341,11 @@ def initialise_on_meta(ctx) -> None:
 def fill_later(ctx) -> None:
     """On meta: tensor parallelism, sharding, memory, values. Initialisers see DTensors."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    for hidden, options in ((8, {}), (7, {}), (7, {"strategy": NO_SHARD}), (8, {"layout": flatshard.layouts.Rows()})):
+    ways = [(8, {}), (7, {}), (7, {"strategy": NO_SHARD})]
+    ways += [
+        (h, {"layout": layout}) for h, layout in ((8, Rows(max_padding=9.0)), (7, Whole(9.0)), (8, Blocks(6, 9.0)))
+    ]
+    for hidden, options in ways:
         plain = make(hidden=hidden)
         with torch.device("meta"):
             model = Net(hidden=hidden).double()
@@ -422,13 +370,9 @@ def fill_later(ctx) -> None:
             assert torch.equal(value, plain.get_parameter(name)), name
         own = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         for step in range(2):
-            plain(batch(step)).square().mean().backward()
-            model(batch(step).chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
-            for each in (own, optimizer):
-                each.step()
-                each.zero_grad()
-        for name, value in whole(model).items():
-            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
+            backward(plain, model, batch(step), mesh["dp"].get_local_rank())
+            step_all([own, optimizer])
+        assert_same(whole(model), dict(plain.named_parameters()))
 
 
 def fill_copies_differently(ctx) -> None:
@@ -451,23 +395,16 @@ def fill_copies_differently(ctx) -> None:
 
 def scale_gradients(ctx) -> None:
     """An overflow on one tensor-parallel rank skips the step on all."""
-    for flat in (False, True):
-        _, model, mesh = two_dimensions(ctx)
+    for flat, overflow in itertools.product((False, True), (False, True)):
+        _, model, mine, _ = two_dimensions(ctx)
         params = flatshard.flat_parameters(model) if flat else list(model.parameters())
-        _scale_gradients(ctx, model, mesh["dp"].get_local_rank(), params)
-
-
-def _scale_gradients(ctx, model: nn.Module, mine: int, params: list[nn.Parameter]) -> None:
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for overflow in (False, True):
+        optimizer, scaler = torch.optim.SGD(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
         before = [p.detach().clone() for p in model.parameters()]
         scaler.scale(model(batch(0)[mine]).square().mean()).backward()
         if overflow and ctx.rank == 3:
             next(p for p in params if p.grad is not None and p.numel()).grad.as_subclass(Tensor)[0] = torch.inf
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
         changed = not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert changed is not overflow
         assert scaler.get_scale() == (4.0 if overflow else 8.0)
@@ -515,42 +452,25 @@ def other_shapes(ctx) -> None:
         parallelize(model, mesh["tp"], False)
         fully_shard(model, policy={Block}, device_mesh=mesh["dp"])
         x = batch(0, shape[0])
-        plain(x.flatten(0, 1)).square().mean().backward()
-        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        backward(plain, model, x, mesh["dp"].get_local_rank())
         expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-        torch.testing.assert_close(flatshard.optim.get_total_norm(model), expected)
+        torch.testing.assert_close(get_total_norm(model), expected)
         torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), expected)
         assert_same(gradients(model), grads_of(plain), str(shape))
         assert_same_statistics(model, plain)
         if ctx.rank == 2:
             part = next(p.grad for n, p in model.named_parameters() if ".up." in n and p.grad is not None and p.numel())
             part.as_subclass(Tensor).view(-1)[0] = torch.nan
-        stats = flatshard.optim.gradient_statistics(model)
+        stats = gradient_statistics(model)
         assert sorted(s.nonfinite for s in stats.values()) == [0] * (len(stats) - 1) + [1]
         flats = flatshard.flat_parameters(model)
         model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
         torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(flats, 1e9), expected)
 
 
-FEATURES = [
-    warn_about_optimizers,
-    other_shapes,
-    accumulate,
-    freeze,
-    copy_deeply,
-    write_back,
-    show_on_cpu,
-    convert,
-    replicate,
-    train_flat,
-    in_bfloat16,
-    add_in_the_reduce_dtype,
-    initialise_on_meta,
-    fill_later,
-    fill_copies_differently,
-    scale_gradients,
-    refuse,
-]
+FEATURES: list[Callable[[Any], None]] = [accumulate, freeze, copy_deeply, write_back, convert, replicate, train_flat]
+FEATURES += [in_bfloat16, add_in_the_reduce_dtype, initialise_on_meta, fill_later, fill_copies_differently]
+FEATURES += [scale_gradients, refuse, warn_about_optimizers, other_shapes]
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.__name__)
@@ -561,25 +481,19 @@ def test_features(pool, feature: Callable[[Any], None]):
 # -- three dimensions --------------------------------------------------------------------------------------------------
 
 
-def train_in_three_dimensions(ctx, sequence: bool) -> None:
+def train_in_three_dimensions(ctx, block: type[nn.Module]) -> None:
     mesh = ctx.device_mesh((2, 2, 2), ("replicate", "shard", "tp"))
-    block = SequenceBlock if sequence else Block
     plain, model = make(block, 7), make(block, 7)
-    parallelize(model, mesh["tp"], sequence)
+    parallelize(model, mesh["tp"], block is SequenceBlock)
     dp = mesh["replicate", "shard"]
     fully_shard(model, policy={block}, device_mesh=dp, strategy=ShardingStrategy.HYBRID_SHARD)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
-    mine = ctx.rank // 2
     for step in range(3):
-        x = batch(step, 4)
-        plain(x.flatten(0, 1)).square().mean().backward()
-        model(x[mine]).square().mean().backward()
+        backward(plain, model, batch(step, 4), ctx.rank // 2)
         assert_same_statistics(model, plain)
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.3), expected, rtol=1e-9, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same(whole(model), dict(plain.named_parameters()))
     flatshard.debug.check_replicas(model)
 
@@ -589,7 +503,7 @@ def train_in_three_dimensions(ctx, sequence: bool) -> None:
 def test_hybrid_sharding_on_eight_ranks():
     eight = Pool(8)
     try:
-        for sequence in some((True, False), 1):
-            eight.run(train_in_three_dimensions, sequence, world_size=8, timeout=120.0)
+        for block in some((SequenceBlock, Block), 1):
+            eight.run(train_in_three_dimensions, block, world_size=8, timeout=120.0)
     finally:
         eight.close()

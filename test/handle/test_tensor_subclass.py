@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from on_ranks import ranks
 from pairs import some
 from parity import check_parity
 from torch import Tensor, nn
@@ -168,7 +169,9 @@ def vectors(step: int, n: int) -> Tensor:
     return torch.randn(n, WIDTH)
 
 
-def train(ctx, name: str) -> None:
+@pytest.mark.parametrize(("name", "world_size"), some(itertools.product(MODELS, (3, 2, 1)), 2 * len(MODELS)))
+@ranks()
+def test_trains_as_in_one_process(ctx, name: str) -> None:
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
         units = {Adapted, nn.Linear} if name in ("wrapped", "nested") else {Adapted}
@@ -194,14 +197,7 @@ def clip(model: nn.Module) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@pytest.mark.parametrize(("name", "world_size"), some(itertools.product(MODELS, (3, 2, 1)), 2 * len(MODELS)))
-def test_trains_as_in_one_process(pool, name, world_size):
-    pool.run(train, name, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is sharded
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is sharded --------------------------------------------------------------------------------------------------
 
 
 def made(ctx: Any, model: nn.Module, **options: Any) -> nn.Module:
@@ -241,7 +237,8 @@ def test_bytes_travel_and_only_adapters_have_gradients(pool):
         )
 
 
-def shown(ctx) -> None:
+@ranks(1, 2, 3)
+def test_summoned_copied_and_evaluated(ctx) -> None:
     torch.manual_seed(0)
     plain = adapted()
     for block in plain:
@@ -284,12 +281,8 @@ def shown(ctx) -> None:
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_summoned_copied_and_evaluated(pool, world_size):
-    pool.run(shown, world_size=world_size)
-
-
-def converted(ctx) -> None:
+@ranks(2)
+def test_gradients_and_hooks_after_a_change_of_dtype(ctx) -> None:
     """For autograd they are other tensors then, on which the user's hooks and ours are registered, too."""
     torch.manual_seed(0)
     plain = wrapped()
@@ -307,11 +300,8 @@ def converted(ctx) -> None:
     assert seen == [torch.float32, torch.float64]
 
 
-def test_gradients_and_hooks_after_a_change_of_dtype(pool):
-    pool.run(converted, world_size=2)
-
-
-def from_rank_0(ctx) -> None:
+@ranks(3)
+def test_sync_module_states(ctx) -> None:
     torch.manual_seed(ctx.rank)
     model = made(ctx, nested(), policy={Adapted}, sync_module_states=True, device_id="cpu")
     torch.manual_seed(0)
@@ -322,11 +312,8 @@ def from_rank_0(ctx) -> None:
             assert torch.equal(got * 1, expected * 1)
 
 
-def test_sync_module_states(pool):
-    pool.run(from_rank_0, world_size=3)
-
-
-def low_precision(ctx) -> None:
+@ranks(2)
+def test_mixed_precision(ctx) -> None:
     """What a dtype means to the class only it knows: it keeps its own. Everything else is cast."""
     torch.manual_seed(0)
     model = made(ctx, wrapped(), policy={nn.Linear}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
@@ -345,10 +332,6 @@ def low_precision(ctx) -> None:
     model(vectors(0, 2)).sum().backward()
     assert dtypes[-1] == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
     assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-
-
-def test_mixed_precision(pool):
-    pool.run(low_precision, world_size=2)
 
 
 class Rounding(Wrapped):
@@ -396,7 +379,8 @@ def rounding() -> nn.Module:
     return model
 
 
-def asked_what_to_gather(ctx) -> None:
+@ranks(1, 2, 3)
+def test_a_class_that_is_asked_what_to_gather(ctx) -> None:
     torch.manual_seed(0)
     plain = rounding()
     for policy, kinds in (
@@ -429,24 +413,8 @@ def asked_what_to_gather(ctx) -> None:
     check_parity(ctx, rounding, vectors, steps=3, dtype=None, shard=shard, replicated=ctx.world_size == 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_class_that_is_asked_what_to_gather(pool, world_size):
-    pool.run(asked_what_to_gather, world_size=world_size)
-
-
-def held_by_an_optimizer(ctx) -> None:
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.warns(UserWarning, match=r"new parameters in the place of tensor subclasses.*'0\.weight', '3\.weight'"):
-        made(ctx, model)
-    del optimizer
-
-
-def test_an_optimizer_that_holds_the_old_parameters(pool):
-    pool.run(held_by_an_optimizer, world_size=2)
-
-
-def saved(ctx, path: str) -> None:
+@ranks(1, 2, 3)
+def test_checkpoints(ctx, path: str) -> None:
     torch.manual_seed(0)
     plain = nested() if ctx.world_size == 3 else adapted()
     model = made(ctx, copy.deepcopy(plain), policy={Adapted})
@@ -468,14 +436,7 @@ def saved(ctx, path: str) -> None:
         other.load_state_dict({**full, "0.base.weight": torch.randn(WIDTH, WIDTH)})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_checkpoints(pool, world_size, tmp_path):
-    pool.run(saved, str(tmp_path / "checkpoint"), world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is not
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is not ------------------------------------------------------------------------------------------------------
 
 
 class Opaque(Tensor):
@@ -501,7 +462,8 @@ def linear(weight: Tensor, requires_grad: bool = False) -> nn.Module:
     return result
 
 
-def refuse(ctx) -> None:
+@ranks(4)
+def test_refused(ctx) -> None:
     weight = torch.randn(WIDTH, WIDTH)
     quantised = Quantised.of(weight)
     mesh = ctx.device_mesh((ctx.world_size,), ("tp",))
@@ -525,7 +487,3 @@ def refuse(ctx) -> None:
     x = torch.randn(2, WIDTH)
     expected = packed(x)
     torch.testing.assert_close(made(ctx, packed)(x), expected)
-
-
-def test_refused(pool):
-    pool.run(refuse, world_size=4)  # as it makes a mesh

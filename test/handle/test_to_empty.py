@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import nn
 
 from flatshard import fully_shard
 
 
-def run_to_empty(ctx) -> None:
+@ranks(2)
+def test_to_empty(ctx) -> None:
     torch.manual_seed(0)
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
     around = nn.Sequential(nn.Linear(4, 4), model)
@@ -35,16 +37,9 @@ def run_to_empty(ctx) -> None:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
-def test_to_empty(pool):
-    pool.run(run_to_empty, world_size=2)
-
-
-def run_to_meta(ctx) -> None:
+@ranks(2)
+def test_to_meta(ctx) -> None:
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
     model.to("meta")
     with pytest.raises(RuntimeError, match=r"parameter '.*weight' was moved to the meta device after fully_shard"):
         model(torch.ones(2, 4))
-
-
-def test_to_meta(pool):
-    pool.run(run_to_meta, world_size=2)

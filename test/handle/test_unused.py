@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from parity import in_texts
 from pool import Context
 from torch import Tensor, nn
@@ -107,18 +108,16 @@ def train(ctx: Context, strategy: str, optimizer: str, accumulate: str = "") -> 
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-def test_all_ranks_agree_what_was_used(pool, strategy):
-    pool.run(cases, strategy, world_size=4)
-
-
-def cases(ctx: Context, strategy: str) -> None:
+@ranks(4)
+def test_all_ranks_agree_what_was_used(ctx: Context, strategy: str) -> None:
     for optimizer, accumulate in [("adamw", ""), ("whole", ""), ("adamw", "no_sync")]:
         train(ctx, strategy, optimizer, accumulate)
     if strategy == "HYBRID_SHARD":
         train(ctx, strategy, "adamw", "replicas")
 
 
-def many_parameters(ctx: Context) -> None:
+@ranks(3)
+def test_more_parameters_than_a_counter_holds(ctx: Context) -> None:
     """More than one counter holds."""
     before = counters(ctx)
     torch.manual_seed(0)
@@ -139,10 +138,6 @@ def counters(ctx: Context) -> set[str]:
     return {key for key in store.list_keys() if "unused" in key}
 
 
-def test_more_parameters_than_a_counter_holds(pool):
-    pool.run(many_parameters, world_size=3)
-
-
 class NoElements(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +147,9 @@ class NoElements(nn.Module):
         return x + self.nothing.sum() if used else x
 
 
-def norms_of_nothing(ctx: Context) -> None:
+@ranks(2)
+def test_a_gradient_of_no_elements_communicates_nothing(ctx: Context) -> None:
+    """Ranks don't agree whether there is one."""
     model = nn.ModuleList([nn.Linear(2, 2), NoElements()])
     for part in model:
         fully_shard(part, process_group=ctx.group)
@@ -160,8 +157,3 @@ def norms_of_nothing(ctx: Context) -> None:
     empty(first(torch.ones(2)), ctx.rank == 0).sum().backward()
     assert nn.utils.clip_grad_norm_(empty.parameters(), 1.0) == flatshard.clip_grad_norm_(empty, 1.0) == 0
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
-
-
-def test_a_gradient_of_no_elements_communicates_nothing(pool):
-    """Ranks don't agree whether there is one."""
-    pool.run(norms_of_nothing, world_size=2)

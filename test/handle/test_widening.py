@@ -7,38 +7,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import recording
 import torch
+from on_ranks import ranks
 from pairs import some
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-from flatshard.comm import builtin_collectives
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
 
 
-class Recording:
+class Recording(recording.Recording):
     """The built-in collectives, with the dtypes of what they reduce."""
 
-    exact = out_of_place = True
+    out_of_place = True
 
     def __init__(self, group: Any, device: torch.device, widens: bool) -> None:
-        self.inner, self.widens = builtin_collectives(group, device), widens
+        super().__init__(group, device)
+        self.widens = widens
         assert self.inner.widens
         self.sent: list[tuple[torch.dtype, torch.dtype]] = []
 
-    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
-        return self.inner.all_gather(output, shard)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
-        self.sent.append((input.dtype, output.dtype))
-        return self.inner.reduce_scatter(output, input)
-
-    def all_reduce(self, tensor: Tensor) -> Any:
-        self.sent.append((tensor.dtype, tensor.dtype))
-        return self.inner.all_reduce(tensor)
+    def note(self, call: str, *tensors: Tensor) -> None:
+        if call != "all_gather":
+            self.sent.append((tensors[1].dtype, tensors[0].dtype))
 
 
 class Block(nn.Module):
@@ -89,9 +84,9 @@ class Trained:
         self.sent: list[set[tuple[torch.dtype, torch.dtype]]] = []
         self.grads: list[dict[str, Tensor | None]] = []
         for _ in steps(self):
-            self.sent.append({dtypes for recording in made for dtypes in recording.sent})
-            for recording in made:
-                recording.sent.clear()
+            self.sent.append({dtypes for each in made for dtypes in each.sent})
+            for each in made:
+                each.sent.clear()
             self.grads.append({name: p.grad for name, p in self.model.named_parameters() if p.numel()})
             self.model.zero_grad()
 
@@ -190,18 +185,15 @@ def hold_on_one_rank(trained: Trained) -> Iterator[None]:
     yield
 
 
-def hold(ctx) -> None:
+@ranks(2, 3)
+def test_ranks_that_hold_nothing_decide_alike(ctx) -> None:
+    """What decides is what the unit was told, not whether this rank holds anything."""
     wide, narrow = {(FP32, FP32)}, {(BF16, FP32)}
     assert same_bits(ctx, POLICIES["bf16 to fp32"], 40, FULL, hold_on_one_rank) == [wide, wide, narrow]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_hold_nothing_decide_alike(pool, world_size: int):
-    """What decides is what the unit was told, not whether this rank holds anything."""
-    pool.run(hold, world_size=world_size)
-
-
-def hook(ctx) -> None:
+@ranks(2)
+def test_communication_hooks_get_the_reduce_dtype(ctx) -> None:
     model = fully_shard(Net(40), policy={Block}, process_group=ctx.group, mixed_precision=POLICIES["bf16 to fp32"])
     seen = []
 
@@ -219,7 +211,3 @@ def hook(ctx) -> None:
     for a, param in zip(expected, model.parameters(), strict=True):
         assert (a is None) is (param.grad is None)
         assert a is None or torch.equal(a, param.grad)
-
-
-def test_communication_hooks_get_the_reduce_dtype(pool):
-    pool.run(hook)

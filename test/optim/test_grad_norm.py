@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import adamw, check_parity, in_texts, mean_square
+from on_ranks import ranks
+from pairs import all_pairs
+from parity import adamw, check_parity, full_params, in_texts, mean_square
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as stock_clip
 from torch.nn.utils import get_total_norm as stock_norm
@@ -24,11 +27,13 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard._handle.tensors.aggregate import checked_all_reduce
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._runtime import Runtime
-from flatshard.tensors import ShardedGradient
+from flatshard.optim import gradient_statistics
+from flatshard.tensors import ShardedGradient, ShardedParameter
 
-WORLD_SIZES = (2, 3, 4)
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 ORDERS = (1, 2, 3, 0.5, math.inf)
 WIDTH = 7
+total_norm = flatshard.optim.get_total_norm
 
 
 class Block(nn.Module):
@@ -108,10 +113,18 @@ def plain_norm(module: nn.Module, order: float) -> Tensor:
 
 
 def assert_norm(norm: Tensor, expected: Tensor, rtol: float = 1e-12) -> None:
-    assert type(norm) is Tensor
-    assert norm.shape == ()
-    assert not norm.requires_grad
+    assert (type(norm), norm.shape, norm.requires_grad) == (Tensor, (), False)
     torch.testing.assert_close(norm.double(), expected.double(), rtol=rtol, atol=0.0)
+
+
+def assert_norms(sharded: nn.Module, plain: nn.Module, found: list[Tensor] | None = None) -> None:
+    """Of all orders, by ours and by torch's, as those of one process. ``found``: gradients for torch's, else the module's."""
+    for order in ORDERS:
+        expected = plain_norm(plain, order)
+        assert_norm(total_norm(sharded, order), expected)
+        for foreach in (None, True, False) if order in (2, math.inf) else (None,):
+            assert_norm(stock_norm(grads(sharded) if found is None else found, order, foreach=foreach), expected)
+    assert_norm(total_norm(sharded, 0), stock_norm(grads(plain), 0.0))
 
 
 @contextlib.contextmanager
@@ -134,64 +147,22 @@ def counted() -> Iterator[list[str]]:
         assert dist.all_reduce is whole
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Norms
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Norms ------------------------------------------------------------------------------------------------------------
 
 
-def take_norms(ctx) -> None:
+@ranks(2, 4)
+def test_norms_are_those_of_one_process(ctx) -> None:
     torch.set_default_dtype(torch.float64)
-    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD:
-        for policy in None, {Block}, {Block, nn.Linear}:
-            ctx.note(f"{strategy}, {policy}")
-            plain, sharded = pair(ctx, Model, policy=policy, strategy=strategy)
-            assert_norm(flatshard.optim.get_total_norm(sharded), torch.zeros(()))  # no gradients yet
-            backward(ctx, plain, sharded)
-            for order in ORDERS:
-                expected = plain_norm(plain, order)
-                assert_norm(flatshard.optim.get_total_norm(sharded, order), expected)
-                found = grads(sharded)
-                if strategy is ShardingStrategy.NO_SHARD:
-                    found = [g for g in found if g.numel()]  # see `plain_norm`
-                for foreach in (None, True, False) if order in (2, math.inf) else (None,):
-                    assert_norm(stock_norm(found, order, foreach=foreach), expected)
-            assert_norm(flatshard.optim.get_total_norm(sharded, 0), stock_norm(grads(plain), 0.0))
-            # The norm of a part of the model, which is a part of a unit, or has units
-            part = plain_norm(plain.blocks[1], 2)
-            assert_norm(flatshard.optim.get_total_norm(sharded.blocks[1]), part)
-            assert_norm(stock_norm(grads(sharded.blocks[1])), part)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_norms_are_those_of_one_process(pool, world_size):
-    pool.run(take_norms, world_size=world_size)
-
-
-def clip(ctx) -> None:
-    clips: tuple[Callable[[nn.Module, float, float], Tensor], ...] = (
-        flatshard.clip_grad_norm_,
-        lambda m, most, p: stock_clip(m.parameters(), most, p),
-        lambda m, most, p: stock_clip(m.parameters(), most, p, foreach=False),
-    )
-    _, sharded = pair(ctx, Mixed, policy={Block})
-    x = inputs(2)
-    for most in 0.1, 1e9:
-        for p in 2, 3, math.inf:
-            for clip in clips:
-                sharded.zero_grad()
-                mean_square(sharded(x * (ctx.rank + 1)), x).backward()
-                plain = Mixed()  # only to hold the same gradients: these are right by other tests
-                for mine, whole in zip(plain.parameters(), whole_grads(sharded), strict=True):
-                    mine.grad = whole
-                expected = plain_norm(plain, p)
-                norm = clip(sharded, most, p)
-                # Norms are of float32 at least; torch's are of the gradient's own dtype.
-                rtol = 1e-6 if clip is flatshard.clip_grad_norm_ else 1e-2
-                assert_norm(norm, expected, rtol)
-                for before, after in zip(grads(plain), filter(torch.is_tensor, whole_grads(sharded)), strict=True):
-                    scaled = (before * (most / (expected + 1e-6)).clamp(max=1)).to(after.dtype)
-                    near = max(rtol, 1e-2 if before.dtype is torch.bfloat16 else 0)
-                    torch.testing.assert_close(after, scaled, rtol=near, atol=1e-30)
+    for strategy, policy in all_pairs((FULL, GRAD_OP, NO_SHARD), (None, {Block}, {Block, nn.Linear})):
+        ctx.note(f"{strategy}, {policy}")
+        plain, sharded = pair(ctx, Model, policy=policy, strategy=strategy)
+        assert_norm(total_norm(sharded), torch.zeros(()))  # no gradients yet
+        backward(ctx, plain, sharded)
+        assert_norms(sharded, plain, [g for g in grads(sharded) if g.numel()] if strategy is NO_SHARD else None)
+        # Of a part of the model, which is a part of a unit, or has units.
+        part = plain_norm(plain.blocks[1], 2)
+        assert_norm(total_norm(sharded.blocks[1]), part)
+        assert_norm(stock_norm(grads(sharded.blocks[1])), part)
 
 
 def whole_grads(sharded: nn.Module) -> list[Tensor | None]:
@@ -199,146 +170,117 @@ def whole_grads(sharded: nn.Module) -> list[Tensor | None]:
         return [None if p.grad is None else p.grad.clone() for p in sharded.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_clipping_mixed_dtypes(pool, world_size):
-    pool.run(clip, world_size=world_size)
+@ranks(2, 3)
+def test_clipping_mixed_dtypes(ctx) -> None:
+    """Norms are of float32 at least; torch's are of the gradients' own dtype."""
+    clips: tuple[Callable[[nn.Module, float, float], Tensor], ...] = (
+        flatshard.clip_grad_norm_,
+        lambda m, most, p: stock_clip(m.parameters(), most, p),
+        lambda m, most, p: stock_clip(m.parameters(), most, p, foreach=False),
+    )
+    _, sharded = pair(ctx, Mixed, policy={Block})
+    x = inputs(2)
+    for most, p, clip in itertools.product((0.1, 1e9), (2, 3, math.inf), clips):
+        sharded.zero_grad()
+        mean_square(sharded(x * (ctx.rank + 1)), x).backward()
+        plain = Mixed()  # only to hold the same gradients: these are right by other tests
+        for mine, whole in zip(plain.parameters(), whole_grads(sharded), strict=True):
+            mine.grad = whole
+        expected = plain_norm(plain, p)
+        rtol = 1e-6 if clip is flatshard.clip_grad_norm_ else 1e-2
+        assert_norm(clip(sharded, most, p), expected, rtol)
+        for before, after in zip(grads(plain), filter(torch.is_tensor, whole_grads(sharded)), strict=True):
+            scaled = (before * (most / (expected + 1e-6)).clamp(max=1)).to(after.dtype)
+            near = max(rtol, 1e-2 if before.dtype is torch.bfloat16 else 0)
+            torch.testing.assert_close(after, scaled, rtol=near, atol=1e-30)
+    sharded = shard(Model().bfloat16(), ctx.group)
+    mean_square(sharded(x.bfloat16()), x).backward()
+    assert (total_norm(sharded).dtype, stock_norm(grads(sharded)).dtype) == (torch.float32, torch.bfloat16)
+    assert_norm(total_norm(sharded), stock_norm(grads(sharded)), rtol=1e-2)
 
 
-def low_precision(ctx) -> None:
-    plain, sharded = pair(ctx, lambda: Model().bfloat16())
-    backward(ctx, plain, sharded)
-    norm = flatshard.optim.get_total_norm(sharded)
-    assert norm.dtype is torch.float32
-    # The gradients themselves differ by bfloat16's rounding of other sums.
-    assert_norm(norm, plain_norm(plain, 2), rtol=1e-2)
-    stock = stock_norm(grads(sharded))
-    assert stock.dtype is torch.bfloat16, "as in one process"
-    assert_norm(stock, norm, rtol=1e-2)
-
-
-def test_low_precision_accumulates_in_float32(pool):
-    pool.run(low_precision, world_size=2)
-
-
-def several_groups(ctx) -> None:
+@ranks(4)
+def test_units_on_different_groups(ctx) -> None:
     """Blocks over pairs of ranks, one on every rank, the rest over all; every rank has the same batch."""
     torch.set_default_dtype(torch.float64)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 
     def sharding(model: nn.Module, group: Any) -> nn.Module:
         shard(model.blocks[0], pairs[ctx.rank // 2])
-        shard(model.blocks[1], group, strategy=ShardingStrategy.NO_SHARD)
+        shard(model.blocks[1], group, strategy=NO_SHARD)
         return shard(model, group)
 
     plain, sharded = pair(ctx, Model, sharding)
     x = inputs(2).double()
-    mean_square(plain(x), x).backward()
-    mean_square(sharded(x), x).backward()
-    for order in ORDERS:
-        expected = plain_norm(plain, order)
+    for model in (plain, sharded):
+        mean_square(model(x), x).backward()
+    assert_norms(sharded, plain)
+    for norm in (total_norm, lambda m: stock_norm(grads(m))):
         with counted() as found:
-            assert_norm(flatshard.optim.get_total_norm(sharded, order), expected)
+            norm(sharded)
         assert len(found) == 2
-        with counted() as found:
-            assert_norm(stock_norm(grads(sharded), order), expected)
-        assert len(found) == 2
-        assert_norm(stock_norm(grads(sharded), order, foreach=False), expected)
-    assert_norm(flatshard.optim.get_total_norm(sharded, 0), stock_norm(grads(plain), 0.0))
-    for name, stats in flatshard.optim.gradient_statistics(sharded).items():
+    for name, stats in gradient_statistics(sharded).items():
         assert stats.norm == pytest.approx(plain.get_parameter(name).grad.norm().item(), rel=1e-12), name
     # An overflow in a part that one pair alone has, in one of its ranks.
     with counted() as found:
-        scaler = scaler_of(sharded, lambda p: adamw(p))
+        step = scaler_of(sharded, adamw)
         if ctx.rank == 3 and sharded.blocks[0].down.bias.grad.numel():
             sharded.blocks[0].down.bias.grad.as_subclass(Tensor)[-1] = math.inf
         before = [p.detach().clone() for p in sharded.parameters()]
-        scaler()
+        step()
     assert len(found) == 2
     assert all(torch.equal(a, b) for a, b in zip(before, sharded.parameters(), strict=True))
     sharded.blocks[0].gain.grad = torch.zeros_like(sharded.blocks[0].gain)
-    for group in pairs:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    del group
+    dist.destroy_process_group(pairs[ctx.rank // 2])
     pairs.clear()
     with pytest.raises(RuntimeError, match="process group that this module was sharded over has been destroyed"):
         sharded.blocks[0].gain.grad.norm()
 
 
-def test_units_on_different_groups(pool):
-    pool.run(several_groups, world_size=4)
-
-
-def ignored(ctx) -> None:
+@ranks(2, 3)
+def test_ignored_parameters_count_once(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     plain, sharded = pair(ctx, Model, lambda m, g: shard(m, g, {Block}, ignored_states=[m.scale, m.blocks[0]]))
     backward(ctx, plain, sharded)
-    norms = torch.stack([flatshard.optim.get_total_norm(sharded, p) for p in ORDERS])
-    everywhere = [torch.empty_like(norms) for _ in range(ctx.world_size)]
-    dist.all_gather(everywhere, norms, group=ctx.group)
-    assert all(torch.equal(norms, other) for other in everywhere), "equal, though ignored gradients differ by rank"
+    norms = repr([total_norm(sharded, p) for p in ORDERS])
+    assert set(in_texts(ctx, norms)) == {norms}, "equal, though ignored gradients differ by rank"
     for param in sharded.parameters():
-        if not isinstance(param, flatshard.tensors.ShardedParameter) and param.grad is not None:
+        if not isinstance(param, ShardedParameter) and param.grad is not None:
             assert type(param.grad) is Tensor
             dist.all_reduce(param.grad, group=ctx.group)
             param.grad /= ctx.world_size
-    for order in ORDERS:
-        assert_norm(flatshard.optim.get_total_norm(sharded, order), plain_norm(plain, order))
-        assert_norm(stock_norm(grads(sharded), order), plain_norm(plain, order))
-    assert_norm(flatshard.optim.get_total_norm(sharded, 0), stock_norm(grads(plain), 0.0))
+    assert_norms(sharded, plain)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ignored_parameters_count_once(pool, world_size):
-    pool.run(ignored, world_size=world_size)
-
-
-def flat(ctx) -> None:
+@ranks(3)
+def test_flat_parameters(ctx) -> None:
     torch.set_default_dtype(torch.float64)
-    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD:
+    for strategy in FULL, NO_SHARD:
         plain, sharded = pair(ctx, Model, policy={Block}, strategy=strategy)
         flats = flatshard.flat_parameters(sharded)
         backward(ctx, plain, sharded)
-        for order in ORDERS:
-            expected = plain_norm(plain, order)
-            assert_norm(stock_norm([f.grad for f in flats], order), expected)
-            assert_norm(flatshard.optim.get_total_norm(sharded, order), expected)
-        assert_norm(flatshard.optim.get_total_norm(sharded.blocks[0]), plain_norm(plain.blocks[0], 2))
-        for stats in (flatshard.optim.gradient_statistics(sharded),):
-            assert stats["blocks.0.down.weight"].norm == pytest.approx(plain.blocks[0].down.weight.grad.norm().item())
-        # A step of SGD with learning rate 1 after clipping to 0.5 moves the parameters by 0.5.
+        assert_norms(sharded, plain, [f.grad for f in flats])
+        assert_norm(total_norm(sharded.blocks[0]), plain_norm(plain.blocks[0], 2))
+        stats = gradient_statistics(sharded)
+        assert stats["blocks.0.down.weight"].norm == pytest.approx(plain.blocks[0].down.weight.grad.norm().item())
         assert_norm(flatshard.clip_grad_norm_(sharded, 0.5), plain_norm(plain, 2))
         assert_norm(stock_norm([f.grad for f in flats]), torch.tensor(0.5), rtol=1e-5)
 
 
-def test_flat_parameters(pool):
-    pool.run(flat, world_size=3)
-
-
-def train_with_clipping(ctx, which: str) -> None:
-    norms: dict[bool, list[Tensor]] = {True: [], False: []}
-
-    def train(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-        loss = mean_square(model(x), x)
-        (loss * scale).backward()
-        sharded = any(isinstance(p, flatshard.tensors.ShardedParameter) for p in model.parameters())
-        if sharded and which == "own":
-            norm = flatshard.clip_grad_norm_(model, 0.05)
-        else:
-            norm = stock_clip(model.parameters(), 0.05, foreach=None if which == "foreach" else False)
+@pytest.mark.parametrize(("which", "world_size"), all_pairs(["own", "foreach", "for-loop"], (2, 3, 4))[::2])
+@ranks()
+def test_training_with_clipping(ctx, which: str) -> None:
+    def clip(model: nn.Module) -> Tensor:
+        if which == "own" and any(isinstance(p, ShardedParameter) for p in model.parameters()):
+            return flatshard.clip_grad_norm_(model, 0.05)
+        norm = stock_clip(model.parameters(), 0.05, foreach=None if which == "foreach" else False)
         assert norm > 0.05, "clipping is active"
-        norms[sharded].append(norm)
-        return loss.detach()
+        return norm
 
-    check_parity(
-        ctx,
-        Trained,
-        lambda step, n: torch.randn(n, WIDTH),
-        shard=lambda m, g: shard(m, g, {Block}),
-        train=train,
-        steps=5,
-    )
-    torch.testing.assert_close(torch.stack(norms[True]), torch.stack(norms[False]), rtol=1e-9, atol=0.0)
+    def batch(step: int, n: int) -> Tensor:
+        return torch.randn(n, WIDTH)
+
+    check_parity(ctx, Trained, batch, shard=lambda m, g: shard(m, g, {Block}), clip=clip, steps=5)
 
 
 class Trained(Model):
@@ -349,13 +291,8 @@ class Trained(Model):
         self.empty = nn.Parameter(torch.rand(1))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("which", ["own", "foreach", "for-loop"])
-def test_training_with_clipping(pool, which, world_size):
-    pool.run(train_with_clipping, which, world_size=world_size)
-
-
-def collectives(ctx) -> None:
+@ranks(2)
+def test_how_many_collectives(ctx) -> None:
     _, sharded = pair(ctx, Mixed, policy={Block})
     x = inputs(2)
     mean_square(sharded(x), x).backward()
@@ -363,10 +300,10 @@ def collectives(ctx) -> None:
         flatshard.clip_grad_norm_(sharded, 1.0)
     assert found == ["sum of 4"]  # the norm, that of what is not sharded, and a fingerprint
     with counted() as found:
-        flatshard.optim.get_total_norm(sharded, math.inf)
+        total_norm(sharded, math.inf)
     assert found == ["max of 6"]
     with counted() as found:
-        flatshard.optim.gradient_statistics(sharded)
+        gradient_statistics(sharded)
     assert [each.split()[0] for each in found] == ["sum", "max"]
     real = [g for g in grads(sharded) if not g.is_complex()]
     assert len({g.dtype for g in real}) == 3
@@ -389,11 +326,8 @@ def step_scaled(params: list[nn.Parameter]) -> None:
     scaler.update()
 
 
-def test_how_many_collectives(pool):
-    pool.run(collectives, world_size=2)
-
-
-def infinite(ctx) -> None:
+@ranks(3)
+def test_what_is_not_finite(ctx) -> None:
     plain, sharded = pair(ctx, Trained, policy={Block})
     for value in math.inf, -math.inf, math.nan:
         for module in plain, sharded:
@@ -407,7 +341,7 @@ def infinite(ctx) -> None:
         for order in (2, 3, math.inf):
             expected = plain_norm(plain, order).float()
             for norm in (
-                flatshard.optim.get_total_norm(sharded, order),
+                total_norm(sharded, order),
                 stock_norm(grads(sharded), order),
                 torch.stack([g.norm(order) for g in grads(sharded)]).norm(order),
             ):
@@ -420,19 +354,13 @@ def infinite(ctx) -> None:
                 stock_clip(sharded.parameters(), 1.0, order, error_if_nonfinite=True)
             for a, b in zip(before, grads(sharded), strict=True):
                 torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
-        stats = flatshard.optim.gradient_statistics(sharded)
+        stats = gradient_statistics(sharded)
         assert stats["blocks.1.down.bias"].nonfinite == 1
         assert math.isnan(value) == math.isnan(stats["blocks.1.down.bias"].max_abs)
         assert sum(s.nonfinite for s in stats.values()) == 1
 
 
-def test_what_is_not_finite(pool):
-    pool.run(infinite, world_size=3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that differ in what they used
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ranks that differ in what they used ------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -448,7 +376,8 @@ class Branches(nn.Module):
         return y * self.small(x[:1, :1]).sum() if use_small else y
 
 
-def differing(ctx) -> None:
+@ranks(3)
+def test_ranks_that_use_different_parameters(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     plain, sharded = pair(ctx, Branches)
     x = inputs(ctx.world_size).double()
@@ -457,9 +386,9 @@ def differing(ctx) -> None:
     here = [p.grad is not None for p in sharded.parameters()]
     assert all(here), "ranks without a part of it have an empty gradient"
     for order in ORDERS:
-        assert_norm(flatshard.optim.get_total_norm(sharded, order), plain_norm(plain, order))
+        assert_norm(total_norm(sharded, order), plain_norm(plain, order))
         assert_norm(stock_norm(grads(sharded), order), plain_norm(plain, order))
-    stats = flatshard.optim.gradient_statistics(sharded)
+    stats = gradient_statistics(sharded)
     assert list(stats) == [name for name, _ in plain.named_parameters()]
     assert stats["small.weight"].norm == pytest.approx(plain.small.weight.grad.norm().item())
     if ctx.rank:
@@ -477,13 +406,7 @@ def one_by_one(module: nn.Module) -> None:
             param.grad.norm()
 
 
-def test_ranks_that_use_different_parameters(pool):
-    pool.run(differing, world_size=3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# GradScaler
-# ---------------------------------------------------------------------------------------------------------------------
+# -- GradScaler -------------------------------------------------------------------------------------------------------
 
 
 def scaler_of(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[], float]:
@@ -502,39 +425,6 @@ def scaler_of(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) ->
     return step
 
 
-def train_scaled(ctx, make: Callable[[Any], torch.optim.Optimizer], unscale: bool) -> None:
-    """Six steps; in the third one element that lives on one rank overflows, in the fifth another, on another rank."""
-    plain, sharded = pair(ctx, Trained, policy={Block})
-    plain, sharded = plain.double(), sharded.double()
-    steps = [scaler_of(plain, make), scaler_of(sharded, make)]
-    skipped = []
-    for number in range(6):
-        x = torch.randn(2 * ctx.world_size, WIDTH, generator=torch.Generator().manual_seed(number)).double()
-        slices = (x, x[2 * ctx.rank :][:2])
-        before = [p.detach().clone() for p in sharded.parameters()]
-        scales = []
-        for model, step, part in zip((plain, sharded), steps, slices, strict=True):
-            step.scaler.scale(mean_square(model(part), part)).backward()
-            overflow = {2: ("blocks.0.gain", 0), 4: ("blocks.1.down.weight", 11 * WIDTH - 1)}.get(number)
-            if overflow:
-                put(model.get_parameter(overflow[0]), overflow[1], math.inf if number == 2 else math.nan)
-            if unscale:
-                step.scaler.unscale_(step.optimizer)
-                if not overflow:
-                    norm = stock_clip(model.parameters(), 0.1)
-                    assert norm > 0.1
-            scales.append(step())
-        assert scales[0] == scales[1], f"step {number}"
-        skipped.append(all(torch.equal(a, b) for a, b in zip(before, sharded.parameters(), strict=True)))
-    has_parts = any(p.numel() for p in sharded.parameters())
-    assert not has_parts or skipped == [False, False, True, False, True, False]
-    whole = {}
-    with flatshard.summon_full_params(sharded, writeback=False):
-        whole = {name: p.detach().clone() for name, p in sharded.named_parameters()}
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(whole[name], param.detach(), rtol=1e-6, atol=1e-9, msg=name)
-
-
 def put(param: nn.Parameter, index: int, value: float) -> None:
     """Set one element of a gradient, on the rank that has it."""
     info = flatshard._handle.tensors.sharded_parameter.shard_info(param)
@@ -544,25 +434,48 @@ def put(param: nn.Parameter, index: int, value: float) -> None:
         param.grad.as_subclass(Tensor).view(-1)[index - info.start] = value
 
 
-def foreach_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "for-loop": adamw,
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+}
 
 
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+@pytest.mark.parametrize(
+    ("kind", "unscale", "world_size"), all_pairs(list(KINDS), (False, True), (2, 3, 4)), ids=lambda v: str(v)
+)
+@ranks()
+def test_grad_scaler(ctx, kind: str, unscale: bool) -> None:
+    """Six steps; in the third one element that lives on one rank overflows, in the fifth another, on another rank."""
+    plain, sharded = (m.double() for m in pair(ctx, Trained, policy={Block}))
+    steps = [scaler_of(m, KINDS[kind]) for m in (plain, sharded)]
+    skipped = []
+    for number in range(6):
+        x = torch.randn(2 * ctx.world_size, WIDTH, generator=torch.Generator().manual_seed(number)).double()
+        before = [p.detach().clone() for p in sharded.parameters()]
+        scales = []
+        for model, step, part in zip((plain, sharded), steps, (x, x[2 * ctx.rank :][:2]), strict=True):
+            step.scaler.scale(mean_square(model(part), part)).backward()
+            overflow = {2: ("blocks.0.gain", 0), 4: ("blocks.1.down.weight", 11 * WIDTH - 1)}.get(number)
+            if overflow:
+                put(model.get_parameter(overflow[0]), overflow[1], math.inf if number == 2 else math.nan)
+            if unscale:
+                step.scaler.unscale_(step.optimizer)
+                assert overflow or stock_clip(model.parameters(), 0.1) > 0.1
+            scales.append(step())
+        assert scales[0] == scales[1], f"step {number}"
+        skipped.append(all(torch.equal(a, b) for a, b in zip(before, sharded.parameters(), strict=True)))
+    has_parts = any(p.numel() for p in sharded.parameters())
+    assert not has_parts or skipped == [False, False, True, False, True, False]
+    for name, value in full_params(sharded).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-6, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("make", [adamw, foreach_adamw, fused_adamw])
-def test_grad_scaler(pool, make, world_size):
-    for unscale in (False, True):
-        pool.run(train_scaled, make, unscale, world_size=world_size)
-
-
-def scale_little(ctx) -> None:
+@ranks(4)
+def test_grad_scaler_where_ranks_have_nothing(ctx) -> None:
     """More ranks than elements: most ranks have empty parts only, and must skip the step too."""
     plain, sharded = pair(ctx, lambda: nn.Linear(1, 1))
-    steps = [scaler_of(m, foreach_adamw) for m in (plain, sharded)]
+    steps = [scaler_of(m, KINDS["foreach"]) for m in (plain, sharded)]
     for value in 1.0, math.inf, 1.0:
         for model, step in zip((plain, sharded), steps, strict=True):
             step.scaler.scale(model(torch.ones(1, 1)).sum()).backward()
@@ -574,39 +487,37 @@ def scale_little(ctx) -> None:
         torch.testing.assert_close(sharded.weight, plain.weight)
 
 
-def test_grad_scaler_where_ranks_have_nothing(pool):
-    pool.run(scale_little, world_size=4)
+# -- What torch and users do with gradients ---------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What torch and users do with gradients
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def classic_idioms(ctx) -> None:
+@ranks(3)
+def test_idioms_for_norms(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     plain, sharded = pair(ctx, Model, policy={Block})
     backward(ctx, plain, sharded)
-    found = grads(sharded)
-    expected = plain_norm(plain, 2)
-    assert_norm(torch.norm(torch.stack([torch.norm(g.detach(), 2) for g in found]), 2), expected)
-    assert_norm(torch.tensor(sum(g.data.norm(2).item() ** 2 for g in found) ** 0.5), expected)
-    assert_norm(
-        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double(), 2) for g in found])), expected
-    )
-    assert_norm(sum(torch.norm(g, dtype=torch.float64) ** 2 for g in found) ** 0.5, expected)
-    assert_norm(sum(torch.linalg.norm(g) ** 2 for g in found) ** 0.5, expected)
-    assert_norm(sum(torch.linalg.norm(g, dtype=torch.float64) ** 2 for g in found) ** 0.5, expected)
+    found, expected = grads(sharded), plain_norm(plain, 2)
+    norm, vector_norm, float64 = torch.linalg.norm, torch.linalg.vector_norm, torch.float64
+    for idiom in (
+        torch.norm(torch.stack([torch.norm(g.detach(), 2) for g in found]), 2),
+        torch.tensor(sum(g.data.norm(2).item() ** 2 for g in found) ** 0.5),
+        vector_norm(torch.stack([vector_norm(g.double(), 2) for g in found])),
+        sum(torch.norm(g, dtype=float64) ** 2 for g in found) ** 0.5,
+        sum(norm(g) ** 2 for g in found) ** 0.5,
+        sum(norm(g, dtype=float64) ** 2 for g in found) ** 0.5,
+    ):
+        assert_norm(idiom, expected)
     assert_norm(torch.stack([g.norm(0) for g in found]).sum(), torch.stack([g.norm(0) for g in grads(plain)]).sum())
     # torch's norms of a list: each is the whole one in whatever it is used for.
     each = torch.stack([g.norm() for g in grads(plain)])
-    torch.testing.assert_close(torch.stack(torch._foreach_norm(found, 2)) + 0, each)
-    torch.testing.assert_close(torch.stack([n * 1 for n in torch._foreach_norm(found, 2)]), each)
-    torch.testing.assert_close(torch.stack(torch._foreach_norm(found, 2)).max(), each.max())
-    torch.testing.assert_close(torch.stack(torch._foreach_norm(found, 2)).norm(1), each.norm(1))
-    assert torch._foreach_norm(found, 2)[0].item() == pytest.approx(each[0].item())
-    norms = torch._foreach_norm(found, 2)
-    divided = torch._foreach_div(found, norms)
+    for use in (
+        lambda norms: (torch.stack(norms) + 0, each),
+        lambda norms: (torch.stack([n * 1 for n in norms]), each),
+        lambda norms: (torch.stack(norms).max(), each.max()),
+        lambda norms: (torch.stack(norms).norm(1), each.norm(1)),
+        lambda norms: (torch.tensor(norms[0].item()), each[0]),
+    ):
+        torch.testing.assert_close(*use(torch._foreach_norm(found, 2)))
+    divided = torch._foreach_div(found, torch._foreach_norm(found, 2))
     assert all(type(d) is Tensor for d in divided)
     for d, g, e in zip(divided, found, each, strict=True):
         torch.testing.assert_close(d, g.clone() / e)
@@ -620,42 +531,32 @@ def classic_idioms(ctx) -> None:
     assert stacked[0].item() == pytest.approx(each[0].item())
     # What torch cannot do with parts is refused.
     weight = sharded.blocks[0].down.weight.grad
-    for norm in lambda: weight.norm(dim=0), lambda: torch.linalg.norm(weight, 2), lambda: weight.norm("nuc"):
+    for refused in lambda: weight.norm(dim=0), lambda: norm(weight, 2), lambda: weight.norm("nuc"):
         with pytest.raises(NotImplementedError, match=r"blocks\.0\.down\.weight.*summon_full_params"):
-            norm()
+            refused()
     with pytest.raises(NotImplementedError, match=r"flatshard\.optim\.get_total_norm\(model, 0\)"):
         stock_norm(found, 0.0)
-
-
-def test_idioms_for_norms(pool):
-    pool.run(classic_idioms, world_size=3)
-
-
-def clip_values(ctx) -> None:
-    torch.set_default_dtype(torch.float64)
     for foreach in None, True, False:
-        plain, sharded = pair(ctx, Model, policy={Block})
-        backward(ctx, plain, sharded)
         for module in plain, sharded:
             torch.nn.utils.clip_grad_value_(module.parameters(), 1e-3, foreach=foreach)
-        assert_norm(flatshard.optim.get_total_norm(sharded), plain_norm(plain, 2))
+        assert_norm(total_norm(sharded), plain_norm(plain, 2))
         total = stock_norm(grads(sharded))
         torch.nn.utils.clip_grads_with_norm_(sharded.parameters(), 1e-4, total, foreach=foreach)
-        assert_norm(flatshard.optim.get_total_norm(sharded), torch.tensor(1e-4), rtol=1e-1)
+        assert_norm(total_norm(sharded), torch.tensor(1e-4), rtol=1e-1)
+        for module in plain, sharded:
+            module.zero_grad()
+        backward(ctx, plain, sharded)
 
 
-def test_clipping_values(pool):
-    pool.run(clip_values, world_size=2)
-
-
-def handle_gradients(ctx) -> None:
+@ranks(2, 4)
+def test_gradients_that_users_change_stay_sharded(ctx) -> None:
     torch.set_default_dtype(torch.float64)
     plain, sharded = pair(ctx, Model, policy={Block})
 
     def check(factor: float = 1.0) -> None:
         assert all(type(g) is ShardedGradient for g in grads(sharded))
         assert_norm(stock_norm(grads(sharded)), plain_norm(plain, 2) * factor)
-        assert_norm(flatshard.optim.get_total_norm(sharded), plain_norm(plain, 2) * factor)
+        assert_norm(total_norm(sharded), plain_norm(plain, 2) * factor)
 
     backward(ctx, plain, sharded)
     check()
@@ -688,17 +589,17 @@ def handle_gradients(ctx) -> None:
     plain.zero_grad()
     sum(p.square().sum() for p in sharded.parameters()).backward()
     sum(p.square().sum() for p in plain.parameters()).backward()
-    assert_norm(flatshard.optim.get_total_norm(sharded), plain_norm(plain, 2))
+    assert_norm(total_norm(sharded), plain_norm(plain, 2))
     backward(ctx, plain, sharded)
     assert all(type(p.grad) is ShardedGradient for p in sharded.blocks[0].parameters())
-    assert_norm(flatshard.optim.get_total_norm(sharded), plain_norm(plain, 2))
+    assert_norm(total_norm(sharded), plain_norm(plain, 2))
     # Whole ones, written back.
     with flatshard.summon_full_params(sharded, with_grads=True):
         for param in grads(sharded):
             param.mul_(2)
     for param in grads(plain):
         param.mul_(2)
-    assert_norm(flatshard.optim.get_total_norm(sharded), plain_norm(plain, 2))
+    assert_norm(total_norm(sharded), plain_norm(plain, 2))
     # Gradients that were there before sharding.
     late, model = copy.deepcopy(plain), copy.deepcopy(plain)
     for m in late, model:
@@ -709,60 +610,24 @@ def handle_gradients(ctx) -> None:
     assert_norm(stock_norm(grads(model.float())), plain_norm(late, 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_that_users_change_stay_sharded(pool, world_size):
-    pool.run(handle_gradients, world_size=world_size)
-
-
-@contextlib.contextmanager
-def fake_group(world_size: int = 2) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    *[
-        (kind, {"foreach": foreach})
-        for kind in (
-            torch.optim.Adadelta,
-            torch.optim.Adagrad,
-            torch.optim.Adam,
-            torch.optim.AdamW,
-            torch.optim.Adamax,
-            torch.optim.ASGD,
-            torch.optim.NAdam,
-            torch.optim.RAdam,
-            torch.optim.RMSprop,
-            torch.optim.Rprop,
-            torch.optim.SGD,
-        )
-        for foreach in (True, False)
-    ],
-    *[(kind, {"fused": True}) for kind in (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)],
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
-    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "foreach": False}),
-    (torch.optim.AdamW, {"amsgrad": True, "maximize": True, "foreach": True}),
-    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "foreach": False}),
+BOTH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    *[(kind, {"foreach": foreach}) for kind in BOTH for foreach in (True, False)],
+    *[(kind, {"fused": True}) for kind in ("Adagrad", "Adam", "AdamW", "SGD")],
+    ("SGD", {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1, "foreach": False}),
+    ("AdamW", {"amsgrad": True, "maximize": True, "foreach": True}),
+    ("RMSprop", {"momentum": 0.9, "centered": True, "foreach": False}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    OPTIMIZERS,
-    ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(f"{k}={w}" for k, w in v.items()),
-)
-def test_optimizers_do_to_sharded_gradients_what_they_do_to_plain_ones(kind, options):
+def test_optimizers_do_to_sharded_gradients_what_they_do_to_plain_ones(fake_group):
     """Bit by bit, and their state is plain. (LBFGS and Adafactor compute from whole tensors: parts change their result.)"""
-    with fake_group():
+    for kind, options in OPTIMIZERS:
         model = shard(Model(), None, {Block})
         mine = [p for p in model.parameters() if p.requires_grad]
         plain = [nn.Parameter(p.detach().clone()) for p in mine]
-        optimizers = [kind(params, **options) for params in (mine, plain)]
+        optimizers = [getattr(torch.optim, kind)(params, **options) for params in (mine, plain)]
         for _ in range(3):
             for a, b in zip(mine, plain, strict=True):
                 b.grad = torch.randn_like(b)
@@ -770,44 +635,38 @@ def test_optimizers_do_to_sharded_gradients_what_they_do_to_plain_ones(kind, opt
                 assert type(a.grad) is ShardedGradient
             for optimizer in optimizers:
                 optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True)), (kind, options)
         state = [v for s in optimizers[0].state.values() for v in s.values() if isinstance(v, Tensor)]
         assert {type(v) for v in state} <= {Tensor}
 
 
-def test_a_sharded_gradient_is_a_plain_tensor_otherwise():
-    with fake_group():
-        model = shard(nn.Linear(4, 4), None)
-        model(torch.randn(2, 4)).sum().backward()
-        grad = model.weight.grad
-        assert type(grad) is ShardedGradient
-        assert isinstance(grad, Tensor)
-        assert not hasattr(grad, "_local_tensor")
-        for made in grad.clone(), torch.zeros_like(grad), grad.sum(), *torch._foreach_mul([grad], 2):
-            assert type(made) is Tensor
-        for made in grad + 1, grad.abs(), grad.view(-1), grad[:], grad.isnan(), torch.where(grad > 0, grad, 0):
-            assert type(made) is PartTensor
-        for made in grad.detach(), grad.data, grad.float(), grad.double(), grad.to(torch.float64), grad.cpu():
-            assert type(made) is ShardedGradient
-        for copied in (
-            copy.deepcopy(grad),
-            copy.copy(grad),
-            pickle.loads(pickle.dumps(grad)),
-            saved(grad),
-        ):
-            assert type(copied) is Tensor
-            assert torch.equal(copied, grad)
-        assert repr(grad).startswith("ShardedGradient([")
-        twice = copy.deepcopy([grad, grad])
-        assert twice[0] is twice[1]
-        param = saved(model.weight)
-        assert torch.equal(param, model.weight)
-        acc = torch.zeros(grad.shape)
-        acc += grad
-        assert type(acc) is Tensor
-        assert grad.is_sparse is False
-        # The fake group's ranks all have this rank's values.
-        assert grad.norm().item() == pytest.approx(grad.clone().norm().item() * 2**0.5)
+def test_a_sharded_gradient_is_a_plain_tensor_otherwise(fake_group):
+    model = shard(nn.Linear(4, 4), None)
+    model(torch.randn(2, 4)).sum().backward()
+    grad = model.weight.grad
+    assert type(grad) is ShardedGradient
+    assert isinstance(grad, Tensor)
+    assert not hasattr(grad, "_local_tensor")
+    for made in grad.clone(), torch.zeros_like(grad), grad.sum(), *torch._foreach_mul([grad], 2):
+        assert type(made) is Tensor
+    for made in grad + 1, grad.abs(), grad.view(-1), grad[:], grad.isnan(), torch.where(grad > 0, grad, 0):
+        assert type(made) is PartTensor
+    for made in grad.detach(), grad.data, grad.float(), grad.double(), grad.to(torch.float64), grad.cpu():
+        assert type(made) is ShardedGradient
+    for copied in (copy.deepcopy(grad), copy.copy(grad), pickle.loads(pickle.dumps(grad)), saved(grad)):
+        assert type(copied) is Tensor
+        assert torch.equal(copied, grad)
+    assert repr(grad).startswith("ShardedGradient([")
+    twice = copy.deepcopy([grad, grad])
+    assert twice[0] is twice[1]
+    param = saved(model.weight)
+    assert torch.equal(param, model.weight)
+    acc = torch.zeros(grad.shape)
+    acc += grad
+    assert type(acc) is Tensor
+    assert grad.is_sparse is False
+    # The fake group's ranks all have this rank's values.
+    assert grad.norm().item() == pytest.approx(grad.clone().norm().item() * 2**0.5)
 
 
 def saved(thing: Any) -> Any:
@@ -817,50 +676,34 @@ def saved(thing: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def test_what_is_not_sharded_stays_plain():
-    with fake_group(1):
-        model = shard(Model(), None, {Block})
-        mean_square(model(inputs(2)), None).backward()
-        assert all(type(g) is Tensor for g in grads(model))
-        with counted() as found:
-            assert_norm(flatshard.optim.get_total_norm(model), plain_norm(model, 2), rtol=1e-6)
-            assert flatshard.optim.gradient_statistics(model)["scale"].numel == WIDTH
-        assert not found
+def test_what_is_not_sharded_stays_plain(world):
+    world(1)
+    model = shard(Model(), None, {Block})
+    mean_square(model(inputs(2)), None).backward()
+    assert all(type(g) is Tensor for g in grads(model))
+    with counted() as found:
+        assert_norm(total_norm(model), plain_norm(model, 2), rtol=1e-6)
+        assert gradient_statistics(model)["scale"].numel == WIDTH
+    assert not found
     plain = Model()
     mean_square(plain(inputs(2)), None).backward()
-    assert_norm(flatshard.optim.get_total_norm(plain), plain_norm(plain, 2), rtol=1e-6)
-    assert_norm(
-        flatshard.clip_grad_norm_(plain, 0.1),
-        plain_norm(plain, 2) * 0 + flatshard.optim.get_total_norm(plain),
-        rtol=1e9,
-    )
-    assert_norm(flatshard.optim.get_total_norm(plain), torch.tensor(0.1), rtol=1e-4)
-    assert flatshard.optim.get_total_norm(nn.Identity()).item() == 0
+    assert_norm(total_norm(plain), plain_norm(plain, 2), rtol=1e-6)
+    flatshard.clip_grad_norm_(plain, 0.1)
+    assert_norm(total_norm(plain), torch.tensor(0.1), rtol=1e-4)
+    assert total_norm(nn.Identity()).item() == 0
 
 
-def test_an_optimizer_step_can_be_compiled():
-    with fake_group():
-        model = shard(Model(), None, {Block})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-        mean_square(model(inputs(2)), None).backward()
-        expected = [p.detach() - 0.1 * p.grad if p.grad is not None else p.detach().clone() for p in model.parameters()]
-        torch.compile(optimizer.step, backend="eager")()
-        for param, value in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(param.detach(), value)
+# -- gradient_statistics ----------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gradient_statistics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def statistics(ctx) -> None:
+@ranks(2, 3)
+def test_gradient_statistics(ctx) -> None:
     plain, sharded = pair(ctx, Mixed, lambda m, g: shard(m, g, {Block}, ignored_states=[m.scale]))
     backward(ctx, plain, sharded)
     if sharded.scale.grad is not None:
         dist.all_reduce(sharded.scale.grad, group=ctx.group)
         sharded.scale.grad /= ctx.world_size
-    found = flatshard.optim.gradient_statistics(sharded)
+    found = gradient_statistics(sharded)
     assert list(found) == [name for name, p in plain.named_parameters() if p.grad is not None]
     assert "frozen" not in found
     assert "unused" not in found
@@ -879,71 +722,46 @@ def statistics(ctx) -> None:
         found["fp32"].norm = 0.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gradient_statistics(pool, world_size):
-    pool.run(statistics, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Mistakes ---------------------------------------------------------------------------------------------------------
 
 FUNCTIONS: tuple[Callable[[nn.Module], Any], ...] = (
-    flatshard.optim.get_total_norm,
+    total_norm,
     lambda m: flatshard.clip_grad_norm_(m, 1.0),
-    flatshard.optim.gradient_statistics,
+    gradient_statistics,
 )
 
 
-def test_parameters_that_are_unsharded_are_refused():
-    with fake_group():
-        model = shard(Model(), None, {Block})
-        mean_square(model(inputs(2)), None).backward()
-        expected = flatshard.optim.get_total_norm(model)
-        for function in FUNCTIONS:
-            with (
-                flatshard.summon_full_params(model),
-                pytest.raises(RuntimeError, match=r"unsharded.*outside of these"),
-            ):
+def test_refusals(fake_group):
+    """Of unsharded parameters, orders that are no norms, gradients of other classes."""
+    model = shard(Model(), None, {Block}, ignored_states=[])
+    mean_square(model(inputs(2)), None).backward()
+    expected = total_norm(model)
+    for function in FUNCTIONS:
+        for options, match in (({}, r"unsharded.*outside of these"), ({"offload_to_cpu": True}, "unsharded")):
+            with flatshard.summon_full_params(model, **options), pytest.raises(RuntimeError, match=match):
                 function(model)
-            with (
-                flatshard.summon_full_params(model, offload_to_cpu=True),
-                pytest.raises(RuntimeError, match="unsharded"),
-            ):
-                function(model)
-            flatshard.unshard(model.blocks[1])
+        flatshard.unshard(model.blocks[1])
+        for module in (model, model.blocks[1].up):  # which is not a unit itself
             with pytest.raises(RuntimeError, match=r"'blocks\.1' are unsharded"):
-                function(model)
-            with pytest.raises(RuntimeError, match=r"'blocks\.1' are unsharded"):
-                function(model.blocks[1].up)  # not a unit itself
-            flatshard.reshard(model)
-        assert torch.equal(flatshard.optim.get_total_norm(model), expected)
+                function(module)
+        flatshard.reshard(model)
+    assert torch.equal(total_norm(model), expected)
+    for order in -1, -math.inf, math.nan:
+        with pytest.raises(ValueError, match=r"norm_type=.*positive"):
+            total_norm(model, order)
 
-
-def test_orders_that_are_no_norms_are_refused():
-    with fake_group():
-        model = shard(Model(), None)
-        for order in -1, -math.inf, math.nan:
-            with pytest.raises(ValueError, match=r"norm_type=.*positive"):
-                flatshard.optim.get_total_norm(model, order)
-
-
-def test_gradients_of_other_classes_are_refused():
     class Special(Tensor):
         pass
 
-    with fake_group():
-        model = Model()
-        shard(model, None, ignored_states=[model.scale])
-        model.scale.grad = torch.ones(WIDTH).as_subclass(Special)
-        for function in FUNCTIONS:
-            with pytest.raises(NotImplementedError, match="'scale' is a Special"):
-                function(model)
+    model = Model()
+    shard(model, None, ignored_states=[model.scale])
+    model.scale.grad = torch.ones(WIDTH).as_subclass(Special)
+    for function in FUNCTIONS:
+        with pytest.raises(NotImplementedError, match="'scale' is a Special"):
+            function(model)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Different questions, on an accelerator
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Different questions, on an accelerator ---------------------------------------------------------------------------
 
 
 class Answers:
@@ -961,14 +779,11 @@ class Answers:
 
 
 def test_a_different_question_gives_nan_where_the_host_does_not_wait():
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
-
     def different(tensor: Tensor) -> Tensor:
         tensor[-2:] += torch.tensor([1.0, -1.0])
         return tensor
 
     values = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert checked_all_reduce(values, "sum", Answers(same), "what?").tolist() == [2.0, 4.0]
+    assert checked_all_reduce(values, "sum", Answers(lambda t: t), "what?").tolist() == [2.0, 4.0]
     assert checked_all_reduce(values, "sum", Answers(different), "what?").isnan().all()
     assert checked_all_reduce(values, "sum", Answers(lambda t: t * 0 + 7), "what?").isnan().all()

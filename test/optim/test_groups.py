@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import nn
 
 import flatshard
@@ -50,7 +51,8 @@ def one_group(model: nn.Module) -> Any:
     return model.parameters()
 
 
-def run_groups(ctx) -> None:
+@ranks(2)
+def test_rules_by_dimension(ctx) -> None:
     for rule, layout, strategy, before, told in (
         (by_ndim, None, "FULL_SHARD", False, None),
         (by_shape, None, "FULL_SHARD", False, RuntimeError),
@@ -92,7 +94,3 @@ def run_groups(ctx) -> None:
         if found:
             assert "in one group, with weight_decay=0.0: matrices such as 'front.weight', " in found[0]
             assert caught[0].filename == __file__
-
-
-def test_rules_by_dimension(pool):
-    pool.run(run_groups, world_size=2)

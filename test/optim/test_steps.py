@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
+from parity import full_params
 from torch import nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 
 X = torch.ones(2, 4)
+MAKE = {
+    "parameters": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "flat": lambda m: torch.optim.SGD(flatshard.flat_parameters(m), lr=0.1),
+    "whole": lambda m: flatshard.optim.WholeParameterOptimizer(m.parameters(), torch.optim.SGD, lr=0.1),
+}
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
@@ -37,7 +45,9 @@ def sharded(ctx, **arguments: Any) -> Net:
 # -- in the middle of something ----------------------------------------------------------------------------------------
 
 
-def run_inside_no_sync(ctx, kind: str) -> None:
+@pytest.mark.parametrize("kind", list(MAKE))
+@ranks(2)
+def test_inside_no_sync(ctx, kind: str) -> None:
     model = sharded(ctx)
     optimizer = MAKE[kind](model)
     beside = nn.Linear(2, 2)
@@ -89,19 +99,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-MAKE = {
-    "parameters": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-    "flat": lambda m: torch.optim.SGD(flatshard.flat_parameters(m), lr=0.1),
-    "whole": lambda m: flatshard.optim.WholeParameterOptimizer(m.parameters(), torch.optim.SGD, lr=0.1),
-}
-
-
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_inside_no_sync(pool, kind):
-    pool.run(run_inside_no_sync, kind, world_size=2)
-
-
-def run_after_a_replacement(ctx, kind: str) -> None:
+@ranks(2)
+def test_after_values_were_replaced(ctx, kind: str) -> None:
+    """Flat and whole parameters have memory of their own, in which the new values are not."""
     torch.manual_seed(0)
     plain = Net()
     model = sharded(ctx)
@@ -115,13 +116,8 @@ def run_after_a_replacement(ctx, kind: str) -> None:
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
-@pytest.mark.parametrize("kind", list(MAKE))
-def test_after_values_were_replaced(pool, kind):
-    """Flat and whole parameters have memory of their own, in which the new values are not."""
-    pool.run(run_after_a_replacement, kind, world_size=2)
-
-
-def run_replicas_to_come(ctx) -> None:
+@ranks(4)
+def test_replicas_to_come(ctx) -> None:
     """Reduced within the shard group, and not yet over the replicas."""
     mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
     torch.manual_seed(0)
@@ -138,11 +134,8 @@ def run_replicas_to_come(ctx) -> None:
     trained(model, optimizer)
 
 
-def test_replicas_to_come(pool):
-    pool.run(run_replicas_to_come, world_size=4)
-
-
-def run_alone(ctx) -> None:
+@ranks(2)
+def test_alone(ctx) -> None:
     """A single rank holds nothing."""
     model = fully_shard(Net(), policy={Block}, process_group=ctx.alone)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -151,11 +144,8 @@ def run_alone(ctx) -> None:
         trained(model, optimizer)
 
 
-def test_alone(pool):
-    pool.run(run_alone, world_size=2)
-
-
-def run_inside_summon(ctx) -> None:
+@ranks(2)
+def test_inside_summon_full_params(ctx) -> None:
     for arguments in ({}, {"strategy": ShardingStrategy.NO_SHARD}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
         model = sharded(ctx, **arguments)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,14 +157,11 @@ def run_inside_summon(ctx) -> None:
         optimizer.step()
 
 
-def test_inside_summon_full_params(pool):
-    pool.run(run_inside_summon, world_size=2)
-
-
 # -- of parameters that are not the user's own -------------------------------------------------------------------------
 
 
-def run_built_inside(ctx) -> None:
+@ranks(2)
+def test_built_inside_summon_full_params(ctx) -> None:
     for arguments, options in (
         ({}, {}),
         ({"strategy": ShardingStrategy.NO_SHARD}, {}),
@@ -198,24 +185,16 @@ def run_built_inside(ctx) -> None:
         optimizer.step()
 
 
-def test_built_inside_summon_full_params(pool):
-    pool.run(run_built_inside, world_size=2)
-
-
-def run_built_and_stepped_inside(ctx) -> None:
+@ranks(2)
+def test_built_and_stepped_inside(ctx) -> None:
     for arguments in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
         model = sharded(ctx, **arguments)
         model(X).sum().backward()
         with flatshard.summon_full_params(model, with_grads=True):
             expected = [p.detach() - 0.5 * p.grad for p in model.parameters()]
             torch.optim.SGD(model.parameters(), lr=0.5).step()
-        with flatshard.summon_full_params(model):
-            for a, b in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(a.detach(), b)
-
-
-def test_built_and_stepped_inside(pool):
-    pool.run(run_built_and_stepped_inside, world_size=2)
+        for a, b in zip(full_params(model).values(), expected, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -233,7 +212,8 @@ class Lookahead(torch.optim.Optimizer):
         return self.base.state_dict()
 
 
-def run_wrapper(ctx) -> None:
+@ranks(2)
+def test_wrapper_without_the_init_of_torch(ctx) -> None:
     model = sharded(ctx)
     optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
     before = values(model)
@@ -244,20 +224,14 @@ def run_wrapper(ctx) -> None:
     assert isinstance(moments, flatshard.checkpoint.ShardedValue)
 
 
-def test_wrapper_without_the_init_of_torch(pool):
-    pool.run(run_wrapper, world_size=2)
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat_parameters"])
-@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_between_a_forward_and_its_backward(world, flat, strategy, size):
+def test_between_a_forward_and_its_backward(world):
     """torch refuses this backward, whose gradients would be those of other weights."""
-    world(size)
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), strategy=strategy)
-    optimizer = torch.optim.SGD(flatshard.flat_parameters(model) if flat else model.parameters(), lr=0.1)
-    earlier, loss = (model(torch.ones(2, 4)).sum() for _ in range(2))
-    loss.backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
-        earlier.backward()
+    for flat, strategy, size in itertools.product((False, True), list(ShardingStrategy)[:3], (1, 2)):
+        world(size)
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), strategy=strategy)
+        optimizer = torch.optim.SGD(flatshard.flat_parameters(model) if flat else model.parameters(), lr=0.1)
+        earlier, loss = (model(torch.ones(2, 4)).sum() for _ in range(2))
+        loss.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+            earlier.backward()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -130,7 +131,8 @@ def cases() -> list[tuple[type[Optimizer], dict[str, Any], Any, str | None]]:
     ]
 
 
-def run_cases(ctx) -> None:
+@ranks(2)
+def test_unknown_optimizers(ctx) -> None:
     seen: list[Optimizer] = []
     handles = [register_optimizer_step_pre_hook(lambda o, *_: seen.append(o))]
     handles.append(register_optimizer_step_post_hook(lambda o, *_: seen.append(o)))
@@ -163,11 +165,8 @@ def run_cases(ctx) -> None:
         handle.remove()
 
 
-def test_unknown_optimizers(pool):
-    pool.run(run_cases, world_size=2)
-
-
-def run_others(ctx) -> None:
+@ranks(2)
+def test_several_groups_and_what_cannot_be_tried(ctx) -> None:
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
     model(torch.ones(2, 4)).sum().backward()
     groups = [{"params": model.front.parameters()}, {"params": model.blocks.parameters(), "flag": True}]
@@ -183,11 +182,8 @@ def run_others(ctx) -> None:
         NormedByParameter([torch.nn.Parameter(torch.ones(3))]).step()
 
 
-def test_several_groups_and_what_cannot_be_tried(pool):
-    pool.run(run_others, world_size=2)
-
-
-def follow_the_cures(ctx) -> None:
+@ranks(2)
+def test_following_the_cures(ctx) -> None:
     """The message names two ways out; with each, a small model trains as in one process."""
     plain = Net()
     start = copy.deepcopy(plain)
@@ -216,7 +212,3 @@ def follow_the_cures(ctx) -> None:
         found.append(trained(cut, eval(cure.replace(", ...", ""), names)))
     for state in found:
         torch.testing.assert_close(state, expected)
-
-
-def test_following_the_cures(pool):
-    pool.run(follow_the_cures, world_size=2)

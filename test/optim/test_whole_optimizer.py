@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_options import layout_named
-from pairs import all_pairs, some
-from pool import Pool
+from on_ranks import ranks
+from pairs import all_pairs
 from saving import same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -23,8 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, layouts
+from flatshard.checkpoint import full_state_dict, load_optim_state_dict, optim_state_dict, rekey
 from flatshard.layouts import Blocks, Rows, Whole
-from flatshard.optim import WholeParameterOptimizer, segment_reduce
+from flatshard.optim import WholeParameterOptimizer, check_whole_parameters, segment_reduce
 
 FREE = 1e9
 Muon, Optimizer = torch.optim.Muon, torch.optim.Optimizer
@@ -143,81 +144,43 @@ def backward(ctx, model: nn.Module, reference: nn.Module, step: int) -> None:
 
 
 def equal(model: nn.Module, reference: nn.Module) -> None:
-    for name, value in flatshard.checkpoint.full_state_dict(model).items():
+    for name, value in full_state_dict(model).items():
         assert torch.equal(value, reference.state_dict()[name]), name
 
 
-def train(ctx, kind: str, layout: str, limit: int = 300, strategy: str = "FULL_SHARD") -> None:
+CASES = all_pairs(list(KINDS), LAYOUTS, (1, 2, 3, 4))
+MORE = [("adafactor", "", 4, 1), ("adafactor", "", 4, 10**9), ("adafactor", "", 2, 1, "NO_SHARD")]
+MORE += [("adafactor", "", 4, 300, "HYBRID_SHARD")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "world_size", "limit", "strategy"),
+    [(*case, *(300, "FULL_SHARD")[len(case) - 3 :]) for case in CASES + MORE],
+)
+@ranks()
+def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int, strategy: str) -> None:
+    """In batches of any size; each state is on one rank."""
     cls, options = KINDS[kind]
-    reference = make(kind == "muon")
-    policy = {nn.Linear} if ctx.world_size % 2 else None
-    model = fully_shard(
-        copy.deepcopy(reference),
-        process_group=ctx.group,
-        policy=policy,
-        layout=layout_named(layout or None),
-        strategy=ShardingStrategy[strategy],
-    )
+    reference, where = make(kind == "muon"), {"process_group": ctx.group}
+    if strategy == "HYBRID_SHARD":
+        where = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
+    where |= {"policy": {nn.Linear} if ctx.world_size % 2 else None, "layout": layout_named(layout or None)}
+    model = fully_shard(copy.deepcopy(reference), strategy=ShardingStrategy[strategy], **where)
     ref_optimizer = cls(reference.parameters(), **options)
     optimizer = WholeParameterOptimizer(model.parameters(), cls, limit_bytes=limit, **options)
-    scheduler, ref_scheduler = (torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ref_optimizer))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ref_optimizer)]
     for step in range(3):
         backward(ctx, model, reference, step)
-        ref_optimizer.step()
-        optimizer.step()
+        for each in (ref_optimizer, optimizer, *schedulers):
+            each.step()
         optimizer.zero_grad()
-        scheduler.step()
-        ref_scheduler.step()
         equal(model, reference)
-    ids = [n for n, _ in reference.named_parameters()]
-    expected = flatshard.checkpoint.rekey(ref_optimizer.state_dict(), ids)
-    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), expected)
-    if strategy == "FULL_SHARD":  # each state is on one rank
+    expected = rekey(ref_optimizer.state_dict(), [n for n, _ in reference.named_parameters()])
+    same(optim_state_dict(model, optimizer, full=True), expected)
+    if strategy == "FULL_SHARD":
         here = torch.tensor([len(optimizer.state)])
         torch.distributed.all_reduce(here, group=ctx.group)
         assert int(here) == len(expected["state"])
-
-
-@pytest.mark.parametrize(("kind", "layout", "world_size"), all_pairs(list(KINDS), LAYOUTS, (1, 2, 3, 4)))
-def test_as_one_process_bit_for_bit(pool, kind, layout, world_size):
-    pool.run(train, kind, layout, world_size=world_size)
-
-
-@pytest.mark.parametrize("limit", [1, 10**9])
-def test_any_batches(pool, limit):
-    pool.run(train, "adafactor", "", limit, world_size=4)
-
-
-def test_no_shard(pool):
-    pool.run(train, "adafactor", "", 1, "NO_SHARD", world_size=2)
-
-
-@pytest.mark.slow
-@pytest.mark.time_limit(240)
-def test_eight_ranks():
-    pool = Pool(8)
-    try:
-        for layout in some(("", "whole"), 1):
-            pool.run(train, "adafactor", layout, world_size=8)
-    finally:
-        pool.close()
-
-
-def hybrid(ctx) -> None:
-    reference = make(True)
-    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    model = fully_shard(copy.deepcopy(reference), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-    ref_optimizer = torch.optim.Adafactor(reference.parameters())
-    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
-    for step in range(2):
-        backward(ctx, model, reference, step)
-        ref_optimizer.step()
-        optimizer.step()
-        equal(model, reference)
-
-
-def test_each_replica_steps_its_own(pool):
-    pool.run(hybrid, world_size=4)
 
 
 class Messages:
@@ -249,7 +212,8 @@ class Messages:
         del self.builtin.exchange, self.builtin.combine
 
 
-def traffic(ctx) -> None:
+@ranks(2)
+def test_what_travels(ctx) -> None:
     """None for what lies on one rank; of the rest two parts to the owner and one back, and nothing else."""
     for layout in (Whole(FREE), None):
         model = fully_shard(make(True), process_group=ctx.group, layout=layout)
@@ -273,18 +237,15 @@ def traffic(ctx) -> None:
         assert int(total) == moved > 0, (int(total), moved)
 
 
-def test_what_travels(pool):
-    pool.run(traffic, world_size=2)
-
-
-def count(ctx) -> None:
+@ranks(2)
+def test_options_that_count_steps(ctx) -> None:
     """However many batches a step takes, and whatever asks for its states, options count it once."""
     model = fully_shard(make(False), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Counting, limit_bytes=1)
     (group,) = optimizer.param_groups
     for _ in range(2):
         for steps in range(1, 4):
-            flatshard.checkpoint.optim_state_dict(model, optimizer, for_load=True)
+            optim_state_dict(model, optimizer, for_load=True)
             assert float(group.get("step", 0)) == len(group["notes"]) == steps - 1
             model(torch.ones(1, 9)).sum().backward()
             optimizer.step()
@@ -295,10 +256,6 @@ def count(ctx) -> None:
         model = fully_shard(make(False), process_group=ctx.group)
         optimizer = Counting(model.parameters())
         (group,) = optimizer.param_groups
-
-
-def test_options_that_count_steps(pool):
-    pool.run(count, world_size=2)
 
 
 class Watched(torch.optim.Adafactor):
@@ -312,7 +269,8 @@ class Watched(torch.optim.Adafactor):
         return super().step(closure)
 
 
-def hold(ctx) -> None:
+@ranks(3)
+def test_what_is_held_is_bounded(ctx) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 17, bias=False) if i % 2 else nn.Linear(17, 16, bias=False) for i in range(12)]
     model = nn.Sequential(*layers)
@@ -336,15 +294,12 @@ def note_held(owned: list[Any], held: list[int]) -> None:
     held.append(sum(o._whole is not None for o in owned))
 
 
-def test_what_is_held_is_bounded(pool):
-    pool.run(hold, world_size=3)
-
-
 def error() -> None:
     raise ArithmeticError
 
 
-def fail(ctx) -> None:
+@ranks(2)
+def test_after_an_error_the_next_step_works(ctx) -> None:
     """An optimizer that raises on all ranks: nothing is left under way, and the next step works."""
     model = fully_shard(make(True), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=1)
@@ -353,63 +308,49 @@ def fail(ctx) -> None:
     with pytest.raises(ArithmeticError):
         optimizer.step()
     Watched.watch = staticmethod(bool)
-    before = flatshard.checkpoint.full_state_dict(model)
+    before = full_state_dict(model)
     optimizer.step()
-    after = flatshard.checkpoint.full_state_dict(model)
+    after = full_state_dict(model)
     assert not any(torch.equal(before[n], after[n]) for n in before)
 
 
-def test_after_an_error_the_next_step_works(pool):
-    pool.run(fail, world_size=2)
-
-
-def checkpoints(ctx, path: str) -> None:
+@ranks(3)
+def test_checkpoints_in_any_layout(ctx, path: str) -> None:
     """Saved in one layout, loaded in others, and into plain optimizers and back."""
-    reference = make(False)
-    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=Rows(max_padding=FREE))
+    reference, group = make(False), ctx.group
+    model = fully_shard(copy.deepcopy(reference), process_group=group, layout=Rows(max_padding=FREE))
     optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
     ref_optimizer = torch.optim.Adafactor(reference.parameters())
     for step in range(2):
         backward(ctx, model, reference, step)
         ref_optimizer.step()
         optimizer.step()
-    ids = [n for n, _ in reference.named_parameters()]
-    expected = flatshard.checkpoint.rekey(ref_optimizer.state_dict(), ids)
-    state = {"model": model.state_dict(), "optim": flatshard.checkpoint.optim_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=path, process_group=ctx.group)
-    own = {"model": model, "optim": optimizer}
-    flatshard.save_checkpoint(path + "/own", own, process_group=ctx.group)
+    expected = rekey(ref_optimizer.state_dict(), [n for n, _ in reference.named_parameters()])
+    state = {"model": model.state_dict(), "optim": optim_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path, process_group=group)
+    flatshard.save_checkpoint(path + "/own", {"model": model, "optim": optimizer}, process_group=group)
     for layout in (None, Whole(FREE), Blocks(5, FREE)):
-        other = fully_shard(make(False), process_group=ctx.group, layout=layout)
+        other = fully_shard(make(False), process_group=group, layout=layout)
         fresh = WholeParameterOptimizer(other.parameters(), torch.optim.Adafactor)
+
         saved = list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-        state = {
-            "model": other.state_dict(),
-            "optim": flatshard.checkpoint.optim_state_dict(other, fresh, for_load=saved),
-        }
-        dcp.load(state, checkpoint_id=path, process_group=ctx.group)
+        state = {"model": other.state_dict(), "optim": optim_state_dict(other, fresh, for_load=saved)}
+        dcp.load(state, checkpoint_id=path, process_group=group)
         other.load_state_dict(state["model"])
-        flatshard.checkpoint.load_optim_state_dict(other, fresh, state["optim"])
+        load_optim_state_dict(other, fresh, state["optim"])
         equal(other, reference)
-        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
-        # Stepped since, whole state of a plain run.
+        same(optim_state_dict(other, fresh, full=True), expected)
         backward(ctx, other, copy.deepcopy(reference), 9)
         fresh.step()
-        flatshard.checkpoint.load_optim_state_dict(other, fresh, expected)
-        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
-        flatshard.load_checkpoint(path + "/own", {"model": other, "optim": fresh}, process_group=ctx.group)
+        load_optim_state_dict(other, fresh, expected)  # stepped since, whole state of a plain run
+        same(optim_state_dict(other, fresh, full=True), expected)
+        flatshard.load_checkpoint(path + "/own", {"model": other, "optim": fresh}, process_group=group)
         equal(other, reference)
-        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
-        # This rank's own.
-        own = copy.deepcopy(fresh.state_dict())
-        fresh.load_state_dict(own)
-        same(flatshard.checkpoint.optim_state_dict(other, fresh, full=True), expected)
+        same(optim_state_dict(other, fresh, full=True), expected)
+        fresh.load_state_dict(copy.deepcopy(fresh.state_dict()))  # this rank's own
+        same(optim_state_dict(other, fresh, full=True), expected)
         with pytest.raises(NotImplementedError, match="keeps each on one"):
             get_optimizer_state_dict(other, fresh)
-
-
-def test_checkpoints_in_any_layout(pool, tmp_path):
-    pool.run(checkpoints, str(tmp_path), world_size=3)
 
 
 class Kept(Optimizer):
@@ -431,7 +372,8 @@ class Kept(Optimizer):
                 p.sub_(p.grad / p.grad.norm() * rate.mul_(0.9))
 
 
-def load_by_number(ctx) -> None:
+@ranks(2)
+def test_what_the_class_loads_in_a_way_of_its_own(ctx) -> None:
     model = fully_shard(make(True).double(), process_group=ctx.group)
     params = list(model.parameters())
     plain = [nn.Parameter(torch.ones(flatshard.full_shape(p), dtype=p.dtype)) for p in params]
@@ -443,69 +385,58 @@ def load_by_number(ctx) -> None:
     assert set(ours.state) == {p for p in params if ours.steps_here(p)}
     ours.step()
     theirs.step()
-    whole = flatshard.checkpoint.optim_state_dict(model, ours, full=True)["state"]
+    whole = optim_state_dict(model, ours, full=True)["state"]
     for values, expected in zip(whole.values(), theirs.state.values(), strict=True):
         assert values["rate"].dtype is torch.float32
         assert values["rate"] == expected["rate"]
 
 
-def test_what_the_class_loads_in_a_way_of_its_own(pool):
-    pool.run(load_by_number, world_size=2)
-
-
-def adam_from_it(ctx, path: str) -> None:
+@ranks(2)
+def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(ctx, path: str) -> None:
     """One checkpoint between an optimizer of whole parameters and one of parts."""
     model = fully_shard(make(True), process_group=ctx.group)
     whole = WholeParameterOptimizer(model.parameters(), torch.optim.AdamW)
     model(torch.ones(1, 9)).sum().backward()
     whole.step()
-    expected = flatshard.checkpoint.optim_state_dict(model, whole, full=True)
-    dcp.save(
-        {"optim": flatshard.checkpoint.optim_state_dict(model, whole)}, checkpoint_id=path, process_group=ctx.group
-    )
+    expected = optim_state_dict(model, whole, full=True)
+    dcp.save({"optim": optim_state_dict(model, whole)}, checkpoint_id=path, process_group=ctx.group)
     parts = torch.optim.AdamW(model.parameters())
-    state = {"optim": flatshard.checkpoint.optim_state_dict(model, parts, for_load=True)}
+    state = {"optim": optim_state_dict(model, parts, for_load=True)}
     dcp.load(state, checkpoint_id=path, process_group=ctx.group)
-    flatshard.checkpoint.load_optim_state_dict(model, parts, state["optim"])
-    same(flatshard.checkpoint.optim_state_dict(model, parts, full=True), expected)
+    load_optim_state_dict(model, parts, state["optim"])
+    same(optim_state_dict(model, parts, full=True), expected)
     with pytest.raises(ValueError, match="this rank needs all of it, and got its part"):
-        flatshard.checkpoint.load_optim_state_dict(model, whole, flatshard.checkpoint.optim_state_dict(model, parts))
+        load_optim_state_dict(model, whole, optim_state_dict(model, parts))
 
 
-def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(pool, tmp_path):
-    pool.run(adam_from_it, str(tmp_path), world_size=2)
-
-
-def groups_and_closures(ctx) -> None:
+@ranks(2)
+def test_groups_closures_and_versions(ctx) -> None:
     reference = make(True)
     model = fully_shard(copy.deepcopy(reference), process_group=ctx.group)
-    optimizers = []
-    for m, build in (
-        (reference, torch.optim.Adafactor),
-        (model, lambda p, **kw: WholeParameterOptimizer(p, torch.optim.Adafactor, **kw)),
+    theirs, ours = optimizers = [], []
+    for found, m, build in (
+        (theirs, reference, torch.optim.Adafactor),
+        (ours, model, lambda p, **kw: WholeParameterOptimizer(p, torch.optim.Adafactor, **kw)),
     ):
         params = list(m.parameters())
-        optimizer = build([{"params": params[:1], "lr": 0.1}, {"params": params[1:2]}], weight_decay=0.1)
-        optimizer.add_param_group({"params": params[2:], "lr": 0.3})
-        optimizers.append(optimizer)
-    assert [g["lr"] for g in optimizers[1].param_groups] == [0.1, 0.01, 0.3]
-    assert optimizers[1].param_groups[0]["beta2_decay"] == -0.8
+        found.append(build([{"params": params[:1], "lr": 0.1}, {"params": params[1:2]}], weight_decay=0.1))
+        found[0].add_param_group({"params": params[2:], "lr": 0.3})
+    (theirs,), (ours,) = optimizers
+    assert [g["lr"] for g in ours.param_groups] == [0.1, 0.01, 0.3]
+    assert ours.param_groups[0]["beta2_decay"] == -0.8
     backward(ctx, model, reference, 0)
-    assert optimizers[1].step(lambda: 7) == 7
-    optimizers[0].step()
+    assert ours.step(lambda: 7) == 7
+    theirs.step()
     equal(model, reference)
-    assert "WholeParameterOptimizer of Adafactor (4 parameters, " in repr(optimizers[1])
+    assert "WholeParameterOptimizer of Adafactor (4 parameters, " in repr(ours)
     versions = [p._version for p in model.parameters()]
-    optimizers[1].step()
+    ours.step()
     for p, before in zip(model.parameters(), versions, strict=True):
         assert p._version > before or not p.numel()
 
 
-def test_groups_closures_and_versions(pool):
-    pool.run(groups_and_closures, world_size=2)
-
-
-def scaled(ctx) -> None:
+@ranks(2)
+def test_with_a_scaler_and_plain_parameters(ctx) -> None:
     """A plain parameter besides, clipping by torch, and a GradScaler that skips a step of infinities."""
     reference = make(True)
     model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, ignored_states=[])
@@ -533,11 +464,8 @@ def scaled(ctx) -> None:
         assert torch.equal(*alone)
 
 
-def test_with_a_scaler_and_plain_parameters(pool):
-    pool.run(scaled, world_size=2)
-
-
-def refuse(ctx) -> None:
+@ranks(2)
+def test_what_would_train_something_else_raises(ctx) -> None:
     model = fully_shard(make(True), process_group=ctx.group)
     params = list(model.parameters())
     with flatshard.summon_full_params(model), pytest.raises(ValueError, match="outside of a forward, unshard"):
@@ -560,12 +488,12 @@ def refuse(ctx) -> None:
             RuntimeError, match=r"Adafactor looks at whole parameters, but ranks have parts of '0.weight'"
         ):
             optimizer.step()
-    flatshard.optim.check_whole_parameters([nn.Parameter(torch.ones(2))])
+    check_whole_parameters([nn.Parameter(torch.ones(2))])
     by_rows = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
     with pytest.raises(RuntimeError, match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer"):
         Muon(by_rows.parameters()).step()
     whole = fully_shard(make(True), process_group=ctx.group, layout=Whole(FREE))
-    flatshard.optim.check_whole_parameters(whole.parameters())
+    check_whole_parameters(whole.parameters())
     with pytest.raises(RuntimeError, match="Adafactor cannot step parameters without elements"):
         torch.optim.Adafactor(whole.parameters()).step()
     (flat,) = flatshard.flat_parameters(whole)
@@ -573,7 +501,8 @@ def refuse(ctx) -> None:
         WholeParameterOptimizer([flat], torch.optim.Adafactor)
 
 
-def follow_the_cure(ctx) -> None:
+@ranks(2)
+def test_following_the_cure(ctx) -> None:
     """Muon is told two ways out; with each the layers' step, of units too small to be cut between matrices, runs."""
     cut = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
     with pytest.raises(RuntimeError) as raised:
@@ -592,12 +521,8 @@ def follow_the_cure(ctx) -> None:
         optimizer.step()
 
 
-@pytest.mark.skipif(Muon is None, reason="this torch has no Muon")
-def test_following_the_cure(pool):
-    pool.run(follow_the_cure, world_size=2)
-
-
-def couple(ctx) -> None:
+@ranks(2)
+def test_what_couples_parameters_raises(ctx) -> None:
     model = fully_shard(make(True), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Clipping, lr=0.1)
     for p in model.parameters():
@@ -609,15 +534,8 @@ def couple(ctx) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_what_couples_parameters_raises(pool):
-    pool.run(couple, world_size=2)
-
-
-def test_what_would_train_something_else_raises(pool):
-    pool.run(refuse, world_size=2)
-
-
-def refuse_parallel(ctx) -> None:
+@ranks(4)
+def test_tensor_parallel_matrices_are_refused(ctx) -> None:
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -625,20 +543,12 @@ def refuse_parallel(ctx) -> None:
     with pytest.raises(NotImplementedError, match=r"'0.weight', which is sharded over a tensor-parallel mesh as well"):
         WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
     with pytest.raises(RuntimeError, match=r"no rank has the whole of '0.weight', '0.bias', '1.weight'"):
-        flatshard.optim.check_whole_parameters(model.parameters())
+        check_whole_parameters(model.parameters())
     WholeParameterOptimizer(model[2].parameters(), torch.optim.Adafactor)
 
 
-def test_tensor_parallel_matrices_are_refused(pool):
-    pool.run(refuse_parallel, world_size=4)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_muon_itself_on_whole_parameters(pool, world_size):
-    pool.run(muon_itself, world_size=world_size)
-
-
-def muon_itself(ctx) -> None:
+@ranks(2, 3)
+def test_muon_itself_on_whole_parameters(ctx) -> None:
     reference = make(True)
     model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=Whole(FREE))
     optimizer, ref_optimizer = Muon(model.parameters(), lr=0.05), Muon(reference.parameters(), lr=0.05)
@@ -654,7 +564,9 @@ def muon_itself(ctx) -> None:
 # -- segments ----------------------------------------------------------------------------------------------------------
 
 
-def lamb(ctx, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["", "rows", "whole", "mixed"])
+@ranks(1, 3, 4)
+def test_lamb_on_parts(ctx, layout: str) -> None:
     """On parts, with norms of wholes by one all-reduce a step: as one process."""
     reference = make(False).double()
     model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=layout_named(layout or None))
@@ -664,40 +576,19 @@ def lamb(ctx, layout: str) -> None:
         backward(ctx, model, reference, step)
         ref_optimizer.step()
         optimizer.step()
-        torch.testing.assert_close(
-            flatshard.checkpoint.full_state_dict(model), reference.state_dict(), rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(full_state_dict(model), reference.state_dict(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.parametrize("layout", ["", "rows", "whole", "mixed"])
-def test_lamb_on_parts(pool, layout, world_size):
-    pool.run(lamb, layout, world_size=world_size)
-
-
-def reduce_all(ctx) -> None:
+@ranks(1, 3, 4)
+def test_segment_reduce(ctx) -> None:
     torch.manual_seed(3)
-    plain = nn.ParameterList(
-        [torch.randn(5, 7), torch.randn(40), torch.tensor(2.0), torch.empty(0, 3), torch.randn(3, 3)]
-    )
-    shapes: Any = nn.Module()
-    shapes.items = plain
-    shapes.forward = lambda: None
-    wholes = [p.detach().clone() for p in plain]
-    wholes[1][3] = float("nan")
-    with torch.no_grad():
-        plain[1][3] = float("nan")
+    values = [torch.randn(5, 7), torch.randn(40), torch.tensor(2.0), torch.empty(0, 3), torch.randn(3, 3)]
+    values[1][3] = math.nan
+    model: Any = nn.Module()
+    model.items, model.forward = nn.ParameterList(v.clone() for v in values), lambda: None
+    fully_shard(model, process_group=ctx.group, layout=layout_named("mixed"))
     beside = nn.Parameter(torch.tensor([3.0, 4.0]))
-
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.items = plain
-
-        def forward(self) -> None: ...
-
-    model = fully_shard(Holder(), process_group=ctx.group, layout=layout_named("mixed"))
-    params, wholes = [*model.parameters(), beside], [*wholes, beside.detach()]
+    params, wholes = [*model.parameters(), beside], [*values, beside.detach()]
     parts = [p.detach() for p in params]
     for op, expected in {
         "norm": [w.norm() for w in wholes],
@@ -709,7 +600,7 @@ def reduce_all(ctx) -> None:
         found = segment_reduce(parts, params, op)
         assert found.dtype is torch.float32
         torch.testing.assert_close(found, torch.stack(expected), equal_nan=True, msg=f"{op}: {found} {expected}")
-    inf_norm = segment_reduce(parts, params, "norm", ord=float("inf"))
+    inf_norm = segment_reduce(parts, params, "norm", ord=math.inf)
     torch.testing.assert_close(inf_norm[0], wholes[0].abs().max())
     assert segment_reduce([], []).shape == (0,)
     assert segment_reduce([p.double() for p in parts], params, "sum").dtype is torch.float64
@@ -720,8 +611,3 @@ def reduce_all(ctx) -> None:
     if ctx.world_size > 1:
         with pytest.raises(ValueError, match=r"a tensor of shape \(5, 7\) for 'items.0', of which this rank has"):
             segment_reduce([torch.ones(5, 7)], [params[0] if params[0].shape != (5, 7) else params[1]][:1])
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_segment_reduce(pool, world_size):
-    pool.run(reduce_all, world_size=world_size)

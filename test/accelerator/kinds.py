@@ -6,15 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from accelerator.harness import Block, Cases, Env, Net, check, mean_square, numbers, sgd
-from pool import Pool
+from accelerator.harness import Block, Cases, Env, Net, mean_square, numbers, sgd
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
+from flatshard.checkpoint import full_state_dict
 
 cases = Cases()
 
@@ -68,10 +67,17 @@ def tied(env: Env, **options: Any) -> Any:
 def odd(env: Env, **options: Any) -> Any:
     model = env.shard(env.make(Odds), policy={Odd, Block}, **options)
     for step in range(3):
-        batch = env.batch(step)
         with env.steady(step == 2 and "cpu_offload" not in options):
             model.zero_grad()
-            mean_square(model(batch)).backward()
+            mean_square(model(env.batch(step))).backward()
+    return numbers(model)
+
+
+@cases.add(ranks=4)
+def replicated_odd(env: Env) -> Any:
+    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
+    model = env.shard(env.make(Odds), policy={Odd, Block}, device_mesh=mesh, strategy=S.HYBRID_SHARD)
+    mean_square(model(env.batch(0))).backward()
     return numbers(model)
 
 
@@ -86,14 +92,6 @@ def wide_gradients(env: Env, **options: Any) -> Any:
         with env.steady(step == 2 and "cpu_offload" not in options):
             mean_square(model(env.batch(step))).backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32, torch.float64}
-    return numbers(model)
-
-
-@cases.add({"odd": {"make": Odds}, "hybrid": {"make": Odds}}, ranks=4)
-def replicated_odd(env: Env, make: Any) -> Any:
-    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
-    model = env.shard(env.make(make), policy={Odd, Block}, device_mesh=mesh, strategy=S.HYBRID_SHARD)
-    mean_square(model(env.batch(0))).backward()
     return numbers(model)
 
 
@@ -147,7 +145,7 @@ def meta(env: Env, how: str | None) -> Any:
     model.scale = nn.Parameter(torch.ones(()))
     model.scale.data = model.scale.data.to(env.device)
     model = env.shard(model, device_id=env.device, param_init_fn=init if how else None)
-    whole = flatshard.checkpoint.full_state_dict(model)
+    whole = full_state_dict(model)
     if how is None:  # random numbers, other ones on each device
         assert all(t.isfinite().all() for t in whole.values())
         with torch.no_grad():
@@ -191,12 +189,12 @@ def _double(model: nn.Module) -> None:
 
 
 def _assign(model: nn.Module) -> None:
-    whole = flatshard.checkpoint.full_state_dict(model, offload_to_cpu=False)
+    whole = full_state_dict(model, offload_to_cpu=False)
     model.load_state_dict({n: t * 0.5 for n, t in whole.items()}, assign=True)
 
 
 def _load(model: nn.Module) -> None:
-    model.load_state_dict({n: t * 0.5 for n, t in flatshard.checkpoint.full_state_dict(model).items()})
+    model.load_state_dict({n: t * 0.5 for n, t in full_state_dict(model).items()})
 
 
 def _load_local(model: nn.Module) -> None:
@@ -224,7 +222,7 @@ def _summon(env: Env, model: nn.Module) -> Any:
 
 
 def _state_dict(env: Env, model: nn.Module) -> Any:
-    return flatshard.checkpoint.full_state_dict(model)
+    return full_state_dict(model)
 
 
 def _unshard(env: Env, model: nn.Module) -> Any:
@@ -303,13 +301,3 @@ def second_device(env: Env) -> Any:
     if env.is_simulated:
         env.device = torch.device("simdev", 1)
     return env.train(env.shard(env.make()))
-
-
-@pytest.mark.parametrize("name", cases.on_ranks)
-def test_ranks(simulated_pool: Pool, name: str) -> None:
-    check(simulated_pool, cases[name])
-
-
-@pytest.mark.parametrize("name", cases.on_the_fake_group)
-def test_fake_group(simulated_process: Pool, name: str) -> None:
-    check(simulated_process, cases[name])

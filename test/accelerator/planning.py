@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-from accelerator.harness import Block, Cases, Env, check, numbers, sgd
-from pool import Pool
+from accelerator.harness import Block, Cases, Env, numbers, sgd
 from torch import Tensor, nn
 
 import flatshard
@@ -151,8 +149,3 @@ def differences(planned: flatshard.planning.Plan, issued: list[tuple[str, int, i
     if peak != of_step:
         found.append(f"the step took {peak} bytes, planned {of_step}: {planned.total_peak}")
     return found
-
-
-@pytest.mark.parametrize("name", cases.on_ranks)
-def test_ranks(simulated_pool: Pool, name: str) -> None:
-    check(simulated_pool, cases[name])

@@ -7,12 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from accelerator.harness import WIDTH, Block, Cases, Env, Net, check, mean_square, numbers, sgd
+from accelerator.harness import WIDTH, Block, Cases, Env, Net, mean_square, numbers, sgd
 from no_communication import NoCommunication
-from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flatshard
 from flatshard import MixedPrecision, register_forward_method
 from flatshard import ShardingStrategy as S
-from flatshard.checkpoint import ShardedValue
-from flatshard.comm import DefaultCollectives
+from flatshard.checkpoint import ShardedValue, iter_full_params, optim_state_dict
+from flatshard.comm import DefaultCollectives, QuantizedCollectives, register_comm_hook
 
 cases = Cases()
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
@@ -70,20 +68,16 @@ def summoned(env: Env, dtype: Any = None, strategy: S = S.FULL_SHARD, **options:
 @cases.add({"sync": {}, "async": {"async_op": True}})
 def unsharded_by_hand(env: Env, **options: Any) -> Any:
     model = env.shard(env.make())
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        batch = env.batch(step)
-        with env.steady(step == 2):
-            optimizer.zero_grad()
-            handles = [flatshard.unshard(block, **options) for block in model.blocks]
-            if step == 1:
-                for handle in handles:
-                    if handle is not None:
-                        handle.wait()
-            mean_square(model(batch)).backward()
-            flatshard.reshard(model)
-            optimizer.step()
-    return numbers(model)
+
+    def run(step: int) -> None:
+        handles = [flatshard.unshard(block, **options) for block in model.blocks]
+        for handle in handles if step == 1 else ():
+            if handle is not None:
+                handle.wait()
+        mean_square(model(env.batch(step))).backward()
+        flatshard.reshard(model)
+
+    return env.steps(model, run)
 
 
 @cases.add()
@@ -111,12 +105,7 @@ class Encoder(Net):
 def forward_method(env: Env) -> Any:
     model = env.shard(env.make(Encoder))
     register_forward_method(model, "encode")
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_square(model.encode(env.batch(step))).backward()
-        optimizer.step()
-    return numbers(model)
+    return env.steps(model, lambda step: mean_square(model.encode(env.batch(step))).backward(), steady=False)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -237,7 +226,7 @@ def comm_hook(env: Env, hook: Any) -> Any:
     from flatshard._composable.state import unit_of
 
     model = env.shard(env.make())
-    flatshard.comm.register_comm_hook(model, flatshard.comm.CommHookState(unit_of(model).context.runtime), hook)
+    register_comm_hook(model, flatshard.comm.CommHookState(unit_of(model).context.runtime), hook)
     return env.train(model)
 
 
@@ -250,14 +239,14 @@ def _default_hook(state: Any, grad: Tensor, output: Tensor) -> None:
 @cases.add(fake=False)
 def own_comm_hook(env: Env) -> Any:
     model = env.shard(env.make())
-    flatshard.comm.register_comm_hook(model, env.group, _default_hook)
+    register_comm_hook(model, env.group, _default_hook)
     return env.train(model)
 
 
 @cases.add(
     {
-        "quantized": {"collectives": flatshard.comm.QuantizedCollectives()},
-        "quantized_gathers": {"collectives": flatshard.comm.QuantizedCollectives(reduce=False)},
+        "quantized": {"collectives": QuantizedCollectives()},
+        "quantized_gathers": {"collectives": QuantizedCollectives(reduce=False)},
         "none": {"collectives": NoCommunication()},
         "quantized_inner": {"collectives": flatshard.comm.QuantizedCollectives(), "reshard_after_forward": 2},
     },
@@ -369,13 +358,11 @@ def state(env: Env, dtype: Any = None, **options: Any) -> Any:
         _step(env, model, step)
         optimizer.step()
         results.append(flatshard.checkpoint.full_state_dict(model, offload_to_cpu=step == 0))
-        results.append({n: t.clone() for n, t in flatshard.checkpoint.iter_full_params(model, bucket_bytes=1000)})
+        results.append({n: t.clone() for n, t in iter_full_params(model, bucket_bytes=1000)})
         results.append([flat["shard"].clone() for flat in flatshard.checkpoint.local_state_dict(model)["flats"]])
-        whole = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+        whole = optim_state_dict(model, optimizer, full=True)
         results.append(whole["state"])
-        flatshard.checkpoint.load_optim_state_dict(
-            model, optimizer, flatshard.checkpoint.optim_state_dict(model, optimizer)
-        )
+        flatshard.checkpoint.load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))
         model.load_state_dict(model.state_dict())
         flatshard.debug.check_replicas(model, buffers=True)
     return results, numbers(model)
@@ -429,7 +416,7 @@ def changed_params(env: Env, dtype: Any = None) -> Any:
     model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32))
     optimizer = sgd(model.parameters())
     since = flatshard.checkpoint.SentParams(model)
-    server = {n: t.clone() for n, t in flatshard.checkpoint.iter_full_params(model, dtype=dtype)}
+    server = {n: t.clone() for n, t in iter_full_params(model, dtype=dtype)}
     results = []
     for step in range(3):
         optimizer.zero_grad()
@@ -483,13 +470,3 @@ def tensor_parallel(env: Env) -> Any:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
     return norms, numbers(model)
-
-
-@pytest.mark.parametrize("name", cases.on_ranks)
-def test_ranks(simulated_pool: Pool, name: str) -> None:
-    check(simulated_pool, cases[name])
-
-
-@pytest.mark.parametrize("name", cases.on_the_fake_group)
-def test_fake_group(simulated_process: Pool, name: str) -> None:
-    check(simulated_process, cases[name])
