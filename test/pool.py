@@ -33,6 +33,8 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib
+import inspect
 import math
 import multiprocessing
 import os
@@ -578,6 +580,43 @@ class Pool:
                 return False
             r.process.join(5)
         return not r.process.is_alive()
+
+
+class _Body:
+    """The body of a test that :func:`on_ranks` made, which ranks import by the test's name."""
+
+    def __init__(self, test: Callable[..., None]) -> None:
+        self.module, self.__name__ = test.__module__, test.__name__
+
+    def __call__(self, ctx: Context, *args: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.__name__).body(ctx, *args)
+
+
+def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A body that is a test: ranks run it in worlds of these sizes (of 2, if none is given), and nothing is returned.
+
+    The lowest of its decorators. Other parameters than ``ctx`` are the test's: parametrized, or fixtures that pickle::
+
+        @pytest.mark.parametrize("strategy", [FULL, GRAD_OP])
+        @on_ranks(1, 3)
+        def test_numbers(ctx, strategy): ...
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        import pytest
+
+        _, *others = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def test(pool: Pool, world_size: int = 2, **arguments: Any) -> None:
+            pool.run(_Body(body), *(arguments[p.name] for p in others), world_size=world_size, timeout=timeout)
+
+        names = ["pool", *(p.name for p in others), *(["world_size"] if world_sizes else [])]
+        test.body = body
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
+
+    return decorate
 
 
 def _name_ranks(ranks: Any) -> str:
