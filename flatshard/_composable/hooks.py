@@ -54,14 +54,7 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
-from flatshard._composable.state import (
-    Forward,
-    ModuleGroup,
-    Step,
-    Unit,
-    called_modules,
-    unit_of,
-)
+from flatshard._composable.state import Forward, ModuleGroup, Step, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.slots import SHARDED, UNSHARDED
 from flatshard._handle.unit_gradients import Given

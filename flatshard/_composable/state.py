@@ -299,9 +299,9 @@ class Context:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Context:
-        found = cls._instances.get(id(runtime))  # the context keeps its runtime alive, so the id stays taken
+        found = cls._instances.get(runtime.number)
         if found is None:
-            found = cls._instances[id(runtime)] = cls(runtime)
+            found = cls._instances[runtime.number] = cls(runtime)
         return found
 
     @classmethod
@@ -555,3 +555,12 @@ def own_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
 def set_unit(module: nn.Module, unit: Unit) -> None:
     for each in {module, *called_modules(module)}:
         each.__dict__[UNIT_KEY] = unit
+        if type(each).__reduce__ is not object.__reduce__ and not hasattr(type(each), "__deepcopy__"):
+            each.__dict__["__deepcopy__"] = functools.partial(_copy_with_attributes, each)
+
+
+def _copy_with_attributes(module: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy. For modules whose class would make a new one of some attributes, without hooks: ``torch.compile``'s."""
+    memo[id(module)] = result = object.__new__(type(module))
+    result.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return result

@@ -42,12 +42,13 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from flatshard._handle.flat_shard import FlatShard
+from flatshard._handle.placement import Placement
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
@@ -75,16 +76,17 @@ class FlatGradients:
 
     def __init__(self, flat: FlatShard) -> None:
         self.flat = flat
-        self.runtime = flat.placement.runtime
+        self.reduce_by(None)
         self.reduction: Reduction | None = None  # from `complete` to `finish`
         self.unused = Unused(flat.layout)
         self.partial: Partial | None = None  # what earlier reductions have held
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self._begin()
 
-    def use_runtime(self, runtime: Runtime) -> None:
-        """Have ``runtime``, of the same ranks, reduce the gradients from now on."""
-        self.runtime = runtime
+    def reduce_by(self, choose_runtime: Callable[[Placement], Runtime] | None) -> None:
+        """Have another runtime of the same ranks reduce the gradients from now on. None: that of the placement."""
+        placement, self.choose_runtime = self.flat.placement, choose_runtime
+        self.runtime = placement.runtime if choose_runtime is None else choose_runtime(placement)
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""

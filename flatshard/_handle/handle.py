@@ -20,7 +20,6 @@ from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
-from flatshard._handle.encoded import kind_of
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
 from flatshard._handle.placement import Placement
@@ -87,7 +86,7 @@ class FlatParamHandle:
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = kind_of(options)(planned.layout, options, params, kind, placements[planned.groups])
+            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, placements[planned.groups])
             result.flats.append(flat)
             for owned, compute in zip(planned.params, flat.unsharded.computes, strict=True):
                 for module, name in owned.slots:
@@ -220,7 +219,7 @@ class FlatParamHandle:
                 )
             instead = None if self.source is None else self.source.gathers(self._gathered, again)
             if _trace.sinks and instead is None:
-                _trace.event("cast" if self.placement.is_whole else "all-gather", self.fqn)
+                _trace.event(self.placement.gather_verb, self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
                 self._start_gathers(exactly, again, instead)
             else:

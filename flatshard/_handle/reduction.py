@@ -44,13 +44,10 @@ class ReductionInput:
 
     def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
         """``dtype``: the usual one."""
-        self._layout = flat.layout
-        self._device = flat.kind.compute_device
-        self._pool = flat.placement.pool
-        self._is_result = flat.is_whole
+        self._of, self._layout, self._pool = flat, flat.layout, flat.placement.pool
         self._slot: Slot | None = None  # in use
         self._known: dict[Slot, _Views] = {}  # the slots used so far, with their views
-        self._nothing: _Views = torch.empty(0, device=self._device), [], []
+        self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
         self.flat, self.slots, self.gaps = self._nothing
         if self._pool is None and flat.is_trainable and not flat.is_whole:
             own = self._find_slot(dtype)
@@ -59,7 +56,7 @@ class ReductionInput:
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the memory, and zero the padding."""
-        if self._is_result:
+        if self._of.is_whole:
             self.flat = self._new(dtype)
             self.slots, self.gaps = views_of(self.flat, self._layout)
         else:
@@ -81,7 +78,7 @@ class ReductionInput:
         numel = self._layout.padded_numel
         if self._pool is not None:
             return self._pool.allocate(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        return torch.empty(numel, dtype=dtype, device=self._of.kind.compute_device)
 
     def _views(self, slot: Slot) -> _Views:
         flat = slot.flat[: self._layout.padded_numel]
@@ -162,9 +159,7 @@ class Reduction:
             self._fail(e)
 
     def _fail(self, error: Exception) -> NoReturn:
-        self._runtime.fail(
-            "all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.placement.label.unit, error
-        )
+        self._runtime.fail(self.flat.placement.reduce_verb, self.flat.placement.label.unit, error)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""

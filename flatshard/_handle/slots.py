@@ -81,12 +81,7 @@ class Slots:
         self._record(copied, parameters, name, sharded, compute)
 
     def _record(
-        self,
-        module: nn.Module,
-        parameters: Parameters,
-        name: str,
-        sharded: nn.Parameter,
-        compute: nn.Parameter,
+        self, module: nn.Module, parameters: Parameters, name: str, sharded: nn.Parameter, compute: nn.Parameter
     ) -> None:
         self.entries.append((module, name, sharded, compute))
         # `__dict__` cannot be used if the class or the object has another attribute of this name, which takes precedence.

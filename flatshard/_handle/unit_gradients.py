@@ -176,7 +176,7 @@ class UnitGradients:
     def _reduce(self) -> None:
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event("all-reduce" if self._placement.is_whole else "reduce-scatter", self._placement.label.unit)
+            _trace.event(self._placement.reduce_verb, self._placement.label.unit)
         try:
             if self.home is not None:
                 self._wait_for_others()

@@ -58,9 +58,7 @@ class UnshardedBuffer:
             originals: the user's parameters; the compute parameters share their attributes.
             wrappings: how each of them wraps the plain tensors that are in the buffer; None for a plain parameter.
         """
-        self._layout = layout
-        self._rank = placement.rank
-        self._is_whole = placement.is_whole
+        self._layout, self._placement = layout, placement
         self._wrappings = wrappings
         self._pool = placement.pool  # provides the memory; None: the buffer has memory of its own
         self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it
@@ -85,7 +83,7 @@ class UnshardedBuffer:
     def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         numel = self._layout.padded_numel
-        self.is_alias = self._is_whole and kind.is_one  # the buffer is the shard
+        self.is_alias = self._placement.is_whole and kind.is_one  # the buffer is the shard
         self._slot: Slot | None = None  # in a pool: from the first ``allocate`` on
         if self.is_alias:
             self._point_at(shard)
@@ -112,7 +110,7 @@ class UnshardedBuffer:
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
-        self.flat, layout, rank = flat, self._layout, self._rank
+        self.flat, layout, rank = flat, self._layout, self._placement.rank
         dtype, device = flat.dtype, flat.device
         for index, (info, compute) in enumerate(zip(layout.params, self.computes, strict=True)):
             view = self.flat.as_strided(info.shape, info.stride, info.start)

@@ -587,9 +587,9 @@ def counting_reductions(model: nn.Module):
     runtime = units_below(model)[0].context.runtime
     before, seen = runtime.collectives.reduce_scatter, []
 
-    def count(output: Tensor, input: Tensor) -> Any:
+    def count(output: Tensor, input: Tensor, *label: Any) -> Any:
         seen.append(input.numel())
-        return before(output, input)
+        return before(output, input, *label)
 
     runtime.collectives.reduce_scatter = count
     try:
