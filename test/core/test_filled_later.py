@@ -270,7 +270,7 @@ def test_modules_that_set_attributes_their_own_way(ctx, policy: set[type] | None
         assert torch.equal(again(x), expected(x))
 
 
-@on_ranks(3)
+@on_ranks(4)
 def test_loads(ctx, tmp_path: Path):
     expected = plain()
     saved = fully_shard(copy.deepcopy(expected), process_group=ctx.group)
