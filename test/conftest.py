@@ -62,7 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fence"):
         os.environ["POOL_FENCE"] = "1"  # read by the ranks
     harness.every_policy = config.getoption("--every-policy")
-    pairs.thorough = config.getoption("--thorough")
+    if config.getoption("--thorough"):
+        os.environ["PAIRS_THOROUGH"] = "1"  # read by the ranks
+        pairs.thorough = True
     torch.set_num_threads(1)
 
 

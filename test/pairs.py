@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-thorough = False
-"""``--thorough``: every case. Set before tests are collected."""
+thorough = bool(os.environ.get("PAIRS_THOROUGH"))
+"""``--thorough``: every case. Set before tests are collected; ranks have it from the environment."""
 
 
 def some(cases: Iterable[T], count: int, turn: int = 0) -> list[T]:

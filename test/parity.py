@@ -20,6 +20,7 @@ decides. A tolerance wide enough for that in float32 would hide real mistakes. H
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import ShardingStrategy, fully_shard, summon_full_params
 
 FLOOR = 1e-2
 
@@ -53,8 +54,6 @@ def sgd(params: Iterable[Tensor]) -> Optimizer:
 
 def default_shard(module: nn.Module, group: Any) -> nn.Module:
     """One unit: the root."""
-    from flatshard import fully_shard
-
     return fully_shard(module, process_group=group)
 
 
@@ -268,8 +267,6 @@ class ParityRun:
 
     def check_grads(self, rounded: RoundedOracle | None = None, adopt: bool = False) -> None:
         """Full gradients agree. ``adopt``: then give the reference those of the sharded model."""
-        from flatshard import summon_full_params
-
         expected = {name: p.grad for name, p in self.reference.named_parameters()}
         with summon_full_params(self.sharded, writeback=False, with_grads=True):
             got = {name: None if p.grad is None else p.grad.clone() for name, p in self.sharded.named_parameters()}
@@ -308,8 +305,6 @@ class ParityRun:
 
 def full_params(sharded: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters in their original shapes. Collective."""
-    from flatshard import summon_full_params
-
     with summon_full_params(sharded, writeback=False):
         return {name: _clone(p) for name, p in sharded.named_parameters()}
 
@@ -415,3 +410,49 @@ def in_texts(ctx, text: str) -> list[str]:
 
 def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:
     return fully_shard(model, policy=policy, strategy=strategy, process_group=group)
+
+
+def whole_gradients(sharded: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of all gradients in their original shapes. Collective."""
+    with summon_full_params(sharded, writeback=False, with_grads=True):
+        return {name: None if p.grad is None else p.grad.clone() for name, p in sharded.named_parameters()}
+
+
+def check_same_gradients(sharded: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
+    """Those of the sharded model are those of the plain one, and None where those are."""
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, grad in whole_gradients(sharded).items():
+        assert (grad is None) == (expected[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(
+                grad, expected[name], rtol=rtol, atol=rtol / 1e3, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def check_same_params(sharded: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
+    expected = dict(plain.named_parameters())
+    for name, value in full_params(sharded).items():
+        torch.testing.assert_close(
+            value, expected[name].detach(), rtol=rtol, atol=rtol / 1e3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def twins(
+    ctx: Any, make: Callable[[], nn.Module], policy: Any = None, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """A plain model, and the same one sharded: for steps that :func:`check_parity` does not make."""
+    torch.manual_seed(0)
+    plain = make().to(dtype)
+    where = {} if "device_mesh" in options else {"process_group": ctx.group}
+    return plain, fully_shard(copy.deepcopy(plain), policy=policy, **(where | options))
+
+
+def step_all(optimizers: Iterable[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch for the plain one of :func:`twins`: itself, and what this rank has of it."""
+    return x, x.chunk(ctx.world_size)[ctx.rank]

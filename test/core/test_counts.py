@@ -63,9 +63,7 @@ def in_shard(unit: Unit) -> int:
     return sum(b.layout.shard_numel * b.kind.dtype.itemsize for b in unit.handle.flats)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Counters
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Counters ----------------------------------------------------------------------------------------------------------
 
 
 def put_on_wire(model: nn.Module, out_of_place: bool = False, widens: bool = False) -> Wire:
@@ -90,9 +88,7 @@ def extra(model: nn.Module, plain: nn.Module, run: Callable[[nn.Module], None] =
     return Cost(cost.operations - base.operations, cost.total - base.total, cost.by_operation)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Bytes -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [8, 64])
@@ -266,9 +262,7 @@ def test_shard_optim_gathers_once_in_a_step(world):
     assert sum(parameter_storages(model).values()) == described.shard_nbytes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Memory ------------------------------------------------------------------------------------------------------------
 
 
 def parameter_storages(model: nn.Module) -> dict[int, int]:
@@ -381,9 +375,7 @@ def test_most_parameters_at_a_time(world):
         assert evaluation.parameters == forward.parameters
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Operations
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Operations --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -420,10 +412,10 @@ def host_costs(blocks: int, strategy: ShardingStrategy, width: int = SMALL_WIDTH
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
 def test_host_work_per_unit_does_not_grow_with_units(world, strategy):
     world(8)
-    few, more, many = (host_costs(n, strategy) for n in (10, 20, 100))
+    few, more, many = (host_costs(n, strategy) for n in (5, 10, 30))
     for kind, a, b, c in zip(("operations", "lines"), few, more, many, strict=True):
-        per_unit = (b - a) / 10
-        assert (c - b) / 80 == per_unit, kind
+        per_unit = (b - a) / 5
+        assert (c - b) / 20 == per_unit, kind
         assert per_unit > 0
 
 
@@ -509,9 +501,7 @@ def test_parameters_are_looked_at_only_after_a_change(world, accumulates: bool):
     assert per_parameter <= 7  # the hook of its gradient, and placing that
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Traces
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Traces ------------------------------------------------------------------------------------------------------------
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
@@ -634,9 +624,7 @@ resharded to 2    1,802,496    631,644  4,336,752  233  8GRGRG3R""",
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Calls in an optimizer's step
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Calls in an optimizer's step --------------------------------------------------------------------------------------
 
 
 def calls_of_a_step(make: Callable[..., torch.optim.Optimizer], is_sharded: bool) -> int:

@@ -9,12 +9,14 @@ All ranks raise at the same place. A failure on one rank alone leaves its peers 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from clean import check_clean, units
+from on_ranks import ranks
 from pairs import some
 from parity import full_params
 from torch import Tensor, nn
@@ -57,9 +59,9 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.between(self.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + (
-            self.compute(x) if self.reentrant is None else checkpoint(self.compute, x, use_reentrant=self.reentrant)
-        )
+        if self.reentrant is None:
+            return x + self.compute(x)
+        return x + checkpoint(self.compute, x, use_reentrant=self.reentrant)
 
 
 class Net(nn.Module):
@@ -70,12 +72,12 @@ class Net(nn.Module):
         self.front = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(use_checkpoint) for _ in range(3))
         self.head = nn.Linear(WIDTH, 2)
-        self.after: list[Callable[[Tensor], Tensor]] = [lambda x: x] * 3
+        self.after: dict[int, Callable[[Tensor], Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.front(x)
-        for block, after in zip(self.blocks, self.after, strict=True):
-            x = after(block(x))
+        for i, block in enumerate(self.blocks):
+            x = self.after.get(i, torch.nn.Identity())(block(x))
         return self.head(x)
 
 
@@ -92,41 +94,26 @@ class Bomb:
             raise self.error("on purpose")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Places: each arms a bomb in unit i of a model, and disarms it afterwards
-# ---------------------------------------------------------------------------------------------------------------------
-
-Place = Callable[[Net, int, Bomb], contextlib.AbstractContextManager[None]]
-PLACES: dict[str, Place] = {}
+# -- Places: each arms a bomb in unit i of a model, while it is entered -------------------------------------------------
 
 
-def place(function: Callable[[Net, int, Bomb], Iterator[None]]) -> Place:
-    PLACES[function.__name__.replace("_", " ")] = contextlib.contextmanager(function)
-    return PLACES[function.__name__.replace("_", " ")]
+def between(block: Block, function: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(block, "between", function)
 
 
-@contextlib.contextmanager
-def between(block: Block, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    before, block.between = block.between, function
-    try:
-        yield
-    finally:
-        block.between = before
+def after(model: Net, i: int, function: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.dict(model.after, {i: function})
 
 
-def _then(bomb: Bomb) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        bomb()
-        return x
-
-    return run
+def in_forward(bomb: Bomb) -> Callable[[Tensor], Tensor]:
+    return lambda x: bomb() or x
 
 
-def _in_backward(bomb: Bomb) -> Callable[[Tensor], Tensor]:
+def in_backward(bomb: Bomb) -> Callable[[Tensor], Tensor]:
     return lambda x: Raises.apply(x, bomb)
 
 
-def _in_tensor_hook(bomb: Bomb) -> Callable[[Tensor], Tensor]:
+def in_tensor_hook(bomb: Bomb) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(bomb)
@@ -135,90 +122,24 @@ def _in_tensor_hook(bomb: Bomb) -> Callable[[Tensor], Tensor]:
     return run
 
 
-@place
-def forward_of_a_unit(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    with between(model.blocks[i], _then(bomb)):
-        yield
+Place = Callable[[Net, int, Bomb], contextlib.AbstractContextManager[Any]]
+PLACES: dict[str, Place] = {
+    "forward of a unit": lambda model, i, bomb: between(model.blocks[i], in_forward(bomb)),
+    "forward between units": lambda model, i, bomb: after(model, i, in_forward(bomb)),
+    "forward of a layer": lambda model, i, bomb: model.blocks[i].down.register_forward_pre_hook(bomb),
+    "pre hook before ours": lambda model, i, bomb: model.blocks[i].register_forward_pre_hook(bomb, prepend=True),
+    "pre hook after ours": lambda model, i, bomb: model.blocks[i].register_forward_pre_hook(bomb),
+    "hook after ours": lambda model, i, bomb: model.blocks[i].register_forward_hook(bomb),
+    "hook before ours": lambda model, i, bomb: model.blocks[i].register_forward_hook(bomb, prepend=True),
+    "full backward hook": lambda model, i, bomb: model.blocks[i].register_full_backward_hook(bomb),
+    "backward of a function in a unit": lambda model, i, bomb: between(model.blocks[i], in_backward(bomb)),
+    "backward of a function between units": lambda model, i, bomb: after(model, i, in_backward(bomb)),
+    "tensor hook in a unit": lambda model, i, bomb: between(model.blocks[i], in_tensor_hook(bomb)),
+    "tensor hook on an output": lambda model, i, bomb: after(model, i, in_tensor_hook(bomb)),
+}
 
 
-@place
-def forward_between_units(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    model.after[i] = _then(bomb)
-    yield
-    model.after[i] = lambda x: x
-
-
-@place
-def forward_of_a_layer(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    handle = model.blocks[i].down.register_forward_pre_hook(bomb)
-    yield
-    handle.remove()
-
-
-@place
-def pre_hook_before_ours(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    handle = model.blocks[i].register_forward_pre_hook(bomb, prepend=True)
-    yield
-    handle.remove()
-
-
-@place
-def pre_hook_after_ours(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    handle = model.blocks[i].register_forward_pre_hook(bomb)
-    yield
-    handle.remove()
-
-
-@place
-def hook_after_ours(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    handle = model.blocks[i].register_forward_hook(bomb)
-    yield
-    handle.remove()
-
-
-@place
-def hook_before_ours(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    handle = model.blocks[i].register_forward_hook(bomb, prepend=True)
-    yield
-    handle.remove()
-
-
-@place
-def full_backward_hook(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    handle = model.blocks[i].register_full_backward_hook(bomb)
-    yield
-    handle.remove()
-
-
-@place
-def backward_of_a_function_in_a_unit(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    with between(model.blocks[i], _in_backward(bomb)):
-        yield
-
-
-@place
-def backward_of_a_function_between_units(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    model.after[i] = _in_backward(bomb)
-    yield
-    model.after[i] = lambda x: x
-
-
-@place
-def tensor_hook_in_a_unit(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    with between(model.blocks[i], _in_tensor_hook(bomb)):
-        yield
-
-
-@place
-def tensor_hook_on_an_output(model: Net, i: int, bomb: Bomb) -> Iterator[None]:
-    model.after[i] = _in_tensor_hook(bomb)
-    yield
-    model.after[i] = lambda x: x
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training with accidents
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Training with accidents -------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -301,7 +222,9 @@ def test_training_goes_on_with_checkpointing(pool, name, reentrant):
     pool.run(survive, name, some(STRATEGIES, 1, turn=list(PLACES).index(name) + reentrant), reentrant, timeout=20)
 
 
-def survive_recomputation(ctx, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@ranks(2, timeout=20)
+def test_recomputation_raises(ctx, reentrant: bool):
     """The exception comes when the forward runs for the second time, in backward."""
     for strategy in STRATEGIES:
         expected = untouched_params(ctx, strategy, 4, reentrant)
@@ -328,12 +251,14 @@ def survive_recomputation(ctx, reentrant: bool) -> None:
         check_same(run, expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_raises(pool, reentrant):
-    pool.run(survive_recomputation, reentrant, timeout=20)
+def explode_forward(run: Run, where: Place, i: int, error: type[BaseException]) -> None:
+    with where(run.model, i, Bomb(error)), pytest.raises(error, match="on purpose"):
+        run.model(run.x)
+    check_users_own(run.model, error)
 
 
-def survive_evaluation(ctx) -> None:
+@ranks(2)
+def test_evaluation_raises(ctx):
     for strategy in STRATEGIES:
         expected = untouched_params(ctx, strategy, 3)
         run = Run(ctx, strategy)
@@ -352,22 +277,16 @@ def survive_evaluation(ctx) -> None:
         check_same(run, expected)
 
 
-def explode_forward(run: Run, where: Place, i: int, error: type[BaseException]) -> None:
-    with where(run.model, i, Bomb(error)), pytest.raises(error, match="on purpose"):
-        run.model(run.x)
-    check_users_own(run.model, error)
+# -- What is where right after the exception ---------------------------------------------------------------------------
 
 
-def test_evaluation_raises(pool):
-    pool.run(survive_evaluation)
+def check_no_more_than(model: nn.Module, count: int) -> None:
+    left = [unit for unit in units(model) if not unit.handle.is_sharded]
+    assert len(left) <= count, left
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is where right after the exception
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def memory_after(ctx) -> None:
+@ranks(2)
+def test_memory_right_after(ctx):
     run = Run(ctx, ShardingStrategy.FULL_SHARD)
     run.step()
     # In forward: every unit's own hooks run as an exception passes, so nothing but a prefetched unit can be left.
@@ -385,16 +304,8 @@ def memory_after(ctx) -> None:
     check_clean(run.model)
 
 
-def check_no_more_than(model: nn.Module, count: int) -> None:
-    left = [unit for unit in units(model) if not unit.handle.is_sharded]
-    assert len(left) <= count, left
-
-
-def test_memory_right_after(pool):
-    pool.run(memory_after)
-
-
-def interrupt(ctx) -> None:
+@ranks(2)
+def test_after_an_interrupt(ctx):
     """Torch calls no hook for what is no ``Exception``: the next forward, or ``recover``, finds what is left."""
     run = Run(ctx, ShardingStrategy.FULL_SHARD)
     run.step()
@@ -411,11 +322,8 @@ def interrupt(ctx) -> None:
     check_same(run, untouched_params(ctx, ShardingStrategy.FULL_SHARD, 2))
 
 
-def test_after_an_interrupt(pool):
-    pool.run(interrupt)
-
-
-def recover_inside(ctx) -> None:
+@ranks(2)
+def test_recover_inside_a_step(ctx):
     """``recover`` would free what is in use: it refuses, and the step goes on unharmed."""
     refused = []
 
@@ -437,11 +345,8 @@ def recover_inside(ctx) -> None:
     assert len(refused) == 2 * len(STRATEGIES)
 
 
-def test_recover_inside_a_step(pool):
-    pool.run(recover_inside)
-
-
-def many_in_a_row(ctx) -> None:
+@ranks(2)
+def test_one_after_the_other(ctx):
     """Several exceptions without a whole step between them."""
     for strategy in STRATEGIES:
         run = Run(ctx, strategy)
@@ -455,11 +360,8 @@ def many_in_a_row(ctx) -> None:
         check_same(run, untouched_params(ctx, strategy, 2))
 
 
-def test_one_after_the_other(pool):
-    pool.run(many_in_a_row)
-
-
-def without_zero_grad(ctx) -> None:
+@ranks(2)
+def test_gradients_before_and_after(ctx):
     """Gradients of earlier, whole backwards survive a broken one; of the broken one nothing arrives later."""
     for strategy in STRATEGIES:
         run = Run(ctx, strategy)
@@ -475,13 +377,7 @@ def without_zero_grad(ctx) -> None:
         assert all(p.grad is None for p in run.model.parameters())
 
 
-def test_gradients_before_and_after(pool):
-    pool.run(without_zero_grad)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A collective fails
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A collective fails ------------------------------------------------------------------------------------------------
 
 
 class FailOnce:
@@ -504,7 +400,8 @@ class FailOnce:
         return call
 
 
-def survive_collective(ctx) -> None:
+@ranks(2)
+def test_a_collective_fails(ctx):
     for strategy in STRATEGIES:
         method = "all_reduce" if strategy is ShardingStrategy.NO_SHARD else "all_gather"
         methods = {method, "all_reduce" if method == "all_reduce" else "reduce_scatter"}
@@ -529,7 +426,3 @@ def survive_collective(ctx) -> None:
                 run.step()
                 check_clean(run.model)
                 check_same(run, expected)
-
-
-def test_a_collective_fails(pool):
-    pool.run(survive_collective)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import NormBlock
+from on_ranks import ranks
 from parity import adamw, full_params
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -101,62 +103,55 @@ CASES = {
 }
 
 
-def draws(ctx, case: str) -> None:
+@ranks(1, 3)
+def test_draws_over_all_parameters(ctx):
     """Code that goes over all parameters of the model draws the same numbers as in one process."""
-
-    def draw(model: nn.Module) -> None:
-        torch.manual_seed(5)
-        for name, param in model.named_parameters():
-            if name.endswith("bias"):
-                nn.init.uniform_(param)
-            elif "norm" in name:
-                nn.init.trunc_normal_(param)
-            else:
-                nn.init.normal_(param, std=0.02)
-
-    expected = Lm()
-    draw(expected)
-    expected.inv_freq.copy_(torch.ones(WIDTH))
-    model = fully_shard(on_meta(), process_group=ctx.group, **{"policy": {Block}} | CASES[case])
-    model.to_empty(device="cpu")
-    model.inv_freq.copy_(torch.ones(WIDTH))
-    draw(model)
-    same_as(model, expected)
-    trains(ctx, model, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_draws_over_all_parameters(pool, world_size):
     for case in ("default", "rows", "precision"):
-        pool.run(draws, case, world_size=world_size)
+
+        def draw(model: nn.Module) -> None:
+            torch.manual_seed(5)
+            for name, param in model.named_parameters():
+                if name.endswith("bias"):
+                    nn.init.uniform_(param)
+                elif "norm" in name:
+                    nn.init.trunc_normal_(param)
+                else:
+                    nn.init.normal_(param, std=0.02)
+
+        expected = Lm()
+        draw(expected)
+        expected.inv_freq.copy_(torch.ones(WIDTH))
+        model = fully_shard(on_meta(), process_group=ctx.group, **{"policy": {Block}} | CASES[case])
+        model.to_empty(device="cpu")
+        model.inv_freq.copy_(torch.ones(WIDTH))
+        draw(model)
+        same_as(model, expected)
+        trains(ctx, model, expected)
 
 
-def initialise(ctx, case: str) -> None:
-    expected = plain()
-    model = on_meta()
-    params = dict(model.named_parameters())
-    fully_shard(model, **({"policy": {Block}, "process_group": ctx.group} | CASES[case]))
-    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    with pytest.raises(RuntimeError, match=r"'embed.weight'.*are on the meta device.*to_empty.*device_id"):
-        model(torch.zeros(2, dtype=torch.int64))
-    early = adamw(model.parameters())
-    assert model.to_empty(device="cpu") is model
-    assert all(p is params[name] and not p.is_meta for name, p in model.named_parameters())
-    torch.manual_seed(3)
-    model.init_weights()
-    assert [p for g in early.param_groups for p in g["params"]] == list(model.parameters())
-    same_as(model, expected)
-    trains(ctx, model, expected)
-    assert all(p.shape == flatshard.tensors.shard_info(p).part_shape for p in model.parameters())
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_initialises(pool, world_size):
+@ranks(1, 3)
+def test_initialises(ctx):
     for case in CASES:
-        pool.run(initialise, case, world_size=world_size)
+        expected = plain()
+        model = on_meta()
+        params = dict(model.named_parameters())
+        fully_shard(model, **({"policy": {Block}, "process_group": ctx.group} | CASES[case]))
+        assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        with pytest.raises(RuntimeError, match=r"'embed.weight'.*are on the meta device.*to_empty.*device_id"):
+            model(torch.zeros(2, dtype=torch.int64))
+        early = adamw(model.parameters())
+        assert model.to_empty(device="cpu") is model
+        assert all(p is params[name] and not p.is_meta for name, p in model.named_parameters())
+        torch.manual_seed(3)
+        model.init_weights()
+        assert [p for g in early.param_groups for p in g["params"]] == list(model.parameters())
+        same_as(model, expected)
+        trains(ctx, model, expected)
+        assert all(p.shape == flatshard.tensors.shard_info(p).part_shape for p in model.parameters())
 
 
-def hugging_face_order(ctx) -> None:
+@ranks(2)
+def test_apply(ctx):
     """``model.apply(init)``, with a second visit of the parents by ``named_parameters``, as GPT-2's does."""
 
     def init(module: nn.Module) -> None:
@@ -181,11 +176,8 @@ def hugging_face_order(ctx) -> None:
     trains(ctx, model, expected)
 
 
-def test_apply(pool):
-    pool.run(hugging_face_order, world_size=2)
-
-
-def own_parameters(ctx) -> None:
+@ranks(2)
+def test_a_module_lists_its_own_parameters(ctx):
     """As torchtitan's modules: each lists its own parameters. Who lists those of a whole model finds parts."""
     expected, model = Lm(), on_meta()
     fully_shard(model, policy={Block}, process_group=ctx.group).to_empty(device="cpu")
@@ -199,10 +191,6 @@ def own_parameters(ctx) -> None:
     for p in model.blocks.parameters():
         assert p.shape == flatshard.tensors.shard_info(p).part_shape
     trains(ctx, model, expected)
-
-
-def test_a_module_lists_its_own_parameters(pool):
-    pool.run(own_parameters, world_size=2)
 
 
 class Rnn(nn.Module):
@@ -226,7 +214,14 @@ class Rnn(nn.Module):
             each.reset_parameters()
 
 
-def rnn(ctx, policy: set[type] | None) -> None:
+def part_of(p: Tensor, whole: Tensor) -> Tensor:
+    info = flatshard.tensors.shard_info(p)
+    return whole.reshape(-1)[info.start : info.stop]
+
+
+@pytest.mark.parametrize("policy", [None, {nn.GRU, Rnn.Own}])
+@ranks(1, 3)
+def test_modules_that_set_attributes_their_own_way(ctx, policy: set[type] | None):
     expected = Rnn()
     expected.reset()
 
@@ -275,25 +270,15 @@ def rnn(ctx, policy: set[type] | None) -> None:
         assert torch.equal(again(x), expected(x))
 
 
-def part_of(p: Tensor, whole: Tensor) -> Tensor:
-    info = flatshard.tensors.shard_info(p)
-    return whole.reshape(-1)[info.start : info.stop]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_modules_that_set_attributes_their_own_way(pool, world_size):
-    for policy in (None, {nn.GRU, Rnn.Own}):
-        pool.run(rnn, policy, world_size=world_size)
-
-
-def load(ctx, directory: str) -> None:
+@ranks(4)
+def test_loads(ctx, tmp_path: Path):
     expected = plain()
     saved = fully_shard(copy.deepcopy(expected), process_group=ctx.group)
-    flatshard.save_checkpoint(directory, {"model": saved})
+    flatshard.save_checkpoint(tmp_path / "saved", {"model": saved})
     whole = expected.state_dict()
 
     def by_checkpoint(model: nn.Module) -> None:
-        flatshard.load_checkpoint(directory, {"model": model})
+        flatshard.load_checkpoint(tmp_path / "saved", {"model": model})
 
     def by_torch(model: nn.Module) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -313,7 +298,7 @@ def load(ctx, directory: str) -> None:
         by_checkpoint(fully_shard(on_meta(), policy={Block}))
 
     for fill in (by_checkpoint, lambda m: m.load_state_dict(whole), by_torch, by_hand, inside_summon):
-        for reads in (False, True):
+        for reads in (False, True) if fill is by_torch else (True,):
             ctx.note(f"{fill}, {reads}")
             model = fully_shard(on_meta(), policy={Block}, process_group=ctx.group).to_empty(device="cpu")
             if reads and fill is not by_hand:  # what shows whole parameters is no obstacle
@@ -329,11 +314,8 @@ def load(ctx, directory: str) -> None:
             trains(ctx, model, plain())
 
 
-def test_loads(pool, tmp_path):
-    pool.run(load, str(tmp_path / "saved"), world_size=4)
-
-
-def assign(ctx) -> None:
+@ranks(2)
+def test_assign(ctx):
     expected = plain()
     model = fully_shard(on_meta(), policy={Block}, process_group=ctx.group)
     model.load_state_dict(expected.state_dict(), assign=True)  # without to_empty
@@ -342,11 +324,8 @@ def assign(ctx) -> None:
     trains(ctx, model, expected)
 
 
-def test_assign(pool):
-    pool.run(assign, world_size=2)
-
-
-def check_verbs(ctx, directory: str) -> None:
+@ranks(4)
+def test_verbs_on_meta(ctx, tmp_path: Path):
     """What needs values says so."""
     model = fully_shard(on_meta(), policy={Block}, process_group=ctx.group)
     for verb in (
@@ -354,7 +333,7 @@ def check_verbs(ctx, directory: str) -> None:
         lambda m: flatshard.summon_full_params(m).__enter__(),
         flatshard.flat_parameters,
         flatshard.checkpoint.full_state_dict,
-        lambda m: flatshard.save_checkpoint(directory, {"model": m}),
+        lambda m: flatshard.save_checkpoint(tmp_path / "saved", {"model": m}),
     ):
         with pytest.raises(RuntimeError, match=r"'embed.weight'.*on the meta device.*to_empty"):
             verb(model)
@@ -362,11 +341,8 @@ def check_verbs(ctx, directory: str) -> None:
     flatshard.describe(model)
 
 
-def test_verbs_on_meta(pool, tmp_path):
-    pool.run(check_verbs, str(tmp_path / "x"), world_size=4)
-
-
-def refuse(ctx) -> None:
+@ranks(2)
+def test_what_was_not_filled_is_named(ctx):
     model = fully_shard(on_meta(), policy={Block}, process_group=ctx.group)
     x = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"'blocks.1.norm.weight'.*are on the meta device"):
@@ -374,9 +350,8 @@ def refuse(ctx) -> None:
     model.to_empty(device="cpu")
     model.embed.reset_parameters()
     model.blocks[0].init_weights()
-    with pytest.raises(
-        RuntimeError, match=r"'scale', 'norm.weight', .*'blocks.1.norm.weight'.*nothing has filled"
-    ) as e:
+    message = r"'scale', 'norm.weight', .*'blocks.1.norm.weight'.*nothing has filled"
+    with pytest.raises(RuntimeError, match=message) as e:
         model(x)
     assert "embed" not in str(e.value)
     assert "blocks.0" not in str(e.value)
@@ -392,11 +367,8 @@ def refuse(ctx) -> None:
         model(x)
 
 
-def test_what_was_not_filled_is_named(pool):
-    pool.run(refuse, world_size=2)
-
-
-def replicated(ctx) -> None:
+@ranks(4)
+def test_replicas(ctx):
     """Replicas end equal, whatever their random generators do."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     model = fully_shard(on_meta(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
@@ -408,10 +380,6 @@ def replicated(ctx) -> None:
     others = [torch.empty_like(parts) for _ in range(2)]
     dist.all_gather(others, parts, group=mesh.get_group("replicate"))
     assert torch.equal(*others)
-
-
-def test_replicas(pool):
-    pool.run(replicated, world_size=4)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import torch
+from on_ranks import ranks
 from torch import nn
 
 import flatshard
@@ -25,15 +26,12 @@ def make_and_train(group: Any, copied: bool) -> list[weakref.ref]:
     return [weakref.ref(x) for x in (model, model[0], unit, unit.handle, unit.handle.flats[0])]
 
 
-def dropped_models_are_freed(ctx: Any) -> None:
+@ranks(2)
+def test_dropped_models_are_freed(ctx):
     for copied in (False, True):
         references = make_and_train(ctx.group, copied)
         gc.collect()
         assert [r() for r in references] == [None] * len(references)
-
-
-def test_dropped_models_are_freed(pool):
-    pool.run(dropped_models_are_freed, world_size=2)
 
 
 def test_a_skipped_unit_keeps_no_tensors(fake_group):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -12,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import check_parity, sgd
+from on_ranks import ranks
+from parity import check_same_gradients, check_same_params, parts, step_all, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -43,66 +43,56 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(5, 3)
-        self.unused = nn.Linear(5, 3)
+        self.head, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.skip: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for i, block in enumerate(self.blocks):
+            x = x if i == self.skip else block(x)
         return self.head(x)
 
 
-def make_input(step: int, n: int) -> torch.Tensor:
-    return torch.randn(n, 5)
+def backward(ctx, plain: nn.Module | None, model: nn.Module | None, skip: int | None = None) -> None:
+    """Of a batch, and of this rank's part of it."""
+    x = torch.randn(2 * ctx.world_size, 5, generator=torch.Generator().manual_seed(0)).double()
+    for m, part in zip((plain, model), parts(ctx, x), strict=True):
+        if m is not None:
+            m.skip = skip
+            m(part).square().mean().backward()
 
 
 @pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parity(pool, world_size: int, strategy: ShardingStrategy):
-    pool.run(parity, strategy, world_size=world_size)
-
-
-def parity(ctx, strategy: ShardingStrategy) -> None:
+@ranks(1, 3, 4)
+def test_parity(ctx, strategy: ShardingStrategy):
     """Not ``check_parity``, which counts elements over all ranks: with replicas that count is a multiple it doesn't know."""
     world = ctx.world_size
-    groups = {(1, world): (ctx.group, ctx.alone), (world, 1): (ctx.alone, ctx.group), (2, 2): None}
-    for shape in groups if world == 4 else [(1, world), (world, 1)]:  # only all four ranks may make a DeviceMesh
-        for given in ("groups", "mesh") if world == 4 else ("groups",):
-            ctx.note(f"mesh {shape} as {given}")
-            torch.manual_seed(0)
-            reference, model = Net().double(), Net().double()
-            model.load_state_dict(reference.state_dict())
-            where: dict[str, Any] = {"process_group": groups[shape]}
-            if given == "mesh":
-                where = {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
-            elif shape == (2, 2):
-                mesh = init_device_mesh("cpu", shape)
-                where = {"process_group": (mesh.get_group(1), mesh.get_group(0))}
-            fully_shard(model, policy={Block}, strategy=strategy, **where)
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-            for step in range(4):
-                torch.manual_seed(step)
-                x = torch.randn(2 * world, 5).double()
-                reference(x).square().mean().backward()
-                model(x[2 * ctx.rank : 2 * ctx.rank + 2]).square().mean().backward()
-                assert model.unused.weight.grad is None
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if strategy.joins_axes:
-                units = units_below(model)
-                kept = sum(part.nbytes for unit in units for part in unit.handle.source.kept)
-                assert kept == flatshard.describe(model).kept_nbytes
-                every = units[0].handle.runtime
-                each, inner, outer = (_timeout(r.group, r.device) for r in (every, every.inner, every.outer))
-                assert each == (outer if shape[1] == 1 else inner)
-            held = sum(p.numel() for p in model.parameters())
-            everything = sum(p.numel() for p in reference.parameters())
-            keeps_all = math.prod(shape) == 1 if strategy.joins_axes else shape[1] == 1
-            assert held == everything if keeps_all else held < everything
-            with flatshard.summon_full_params(model, writeback=False):
-                for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+    for shape, as_mesh in [
+        ((1, world), False),
+        ((world, 1), False),
+        *([((2, 2), False), ((2, 2), True)] * (world == 4)),
+    ]:
+        where: dict[str, Any] = {"process_group": (ctx.group, ctx.alone) if shape[0] == 1 else (ctx.alone, ctx.group)}
+        if shape == (2, 2):
+            mesh = ctx.device_mesh(shape, ("replicate", "shard"))
+            where = {"device_mesh": mesh} if as_mesh else {"process_group": (mesh.get_group(1), mesh.get_group(0))}
+        ctx.note(f"mesh {shape} as {list(where)}")
+        plain, model = twins(ctx, Net, {Block}, strategy=strategy, **where)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+        for _ in range(3):
+            backward(ctx, plain, model)
+            assert model.unused.weight.grad is None
+            step_all(optimizers)
+        if strategy.joins_axes:
+            units = units_below(model)
+            kept = sum(part.nbytes for unit in units for part in unit.handle.source.kept)
+            assert kept == flatshard.describe(model).kept_nbytes
+            every = units[0].handle.runtime
+            each, inner, outer = (_timeout(r.group, r.device) for r in (every, every.inner, every.outer))
+            assert each == (outer if shape[1] == 1 else inner)
+        held, everything = (sum(p.numel() for p in m.parameters()) for m in (model, plain))
+        keeps_all = math.prod(shape) == 1 if strategy.joins_axes else shape[1] == 1
+        assert held == everything if keeps_all else held < everything
+        check_same_params(model, plain)
 
 
 def collectives(ctx) -> dict[str, int]:
@@ -143,7 +133,9 @@ def test_collectives_per_step(pool):
         assert calls == {"all_gather over shard": 7, "reduce_scatter over shard": 4, "all_reduce over replicate": 4}
 
 
-def start_from_rank_0(ctx) -> None:
+@pytest.mark.filterwarnings("ignore:.*matched no submodule")
+@ranks(4)
+def test_every_replica_starts_from_rank_0(ctx):
     mesh = init_device_mesh("cpu", (2, 2))
     for meta in (False, True):
         torch.manual_seed(ctx.rank)
@@ -168,41 +160,25 @@ def start_from_rank_0(ctx) -> None:
         assert all(torch.equal(e, everyone[0]) for e in everyone)
 
 
-@pytest.mark.filterwarnings("ignore:.*matched no submodule")
-def test_every_replica_starts_from_rank_0(pool):
-    pool.run(start_from_rank_0, world_size=4)
-
-
-def partial_accumulation(ctx) -> None:
+@ranks(4)
+def test_all_reduce_at_the_last_microbatch(ctx):
     """Reduce-scatter every microbatch, all-reduce the last: same gradients, fewer all-reduces."""
     mesh = init_device_mesh("cpu", (2, 2))
     for strategy, policy in [(HYBRID[0], {Block}), (HYBRID[1], None)]:
-        torch.manual_seed(0)
-        reference, model = Net().double(), Net().double()
-        model.load_state_dict(reference.state_dict())
-        fully_shard(model, policy=policy, device_mesh=mesh, strategy=strategy)
+        plain, model = twins(ctx, Net, policy, device_mesh=mesh, strategy=strategy)
         for step in range(2):
-            reference.zero_grad()
+            plain.zero_grad()
             model.zero_grad()
             for microbatch in range(3):
-                x = torch.randn(8, 5).double()
-                reference(x).square().mean().backward()
                 flatshard.configure(model, all_reduce=microbatch == 2)
-                model(x[2 * ctx.rank : 2 * ctx.rank + 2]).square().mean().backward()
+                backward(ctx, plain, model)
                 if step == 0 and microbatch < 2:
                     assert all(p.grad is None for p in model.parameters())
-            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-                for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-                    assert (p.grad is None) == (q.grad is None), name
-                    if q.grad is not None:
-                        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+            check_same_gradients(model, plain)
 
 
-def test_all_reduce_at_the_last_microbatch(pool):
-    pool.run(partial_accumulation, world_size=4)
-
-
-def node_mesh(ctx) -> None:
+@ranks(4)
+def test_groups_are_built_from_the_local_world_size(ctx):
     import os
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -219,11 +195,8 @@ def node_mesh(ctx) -> None:
     assert unit.handle.placement.is_rank0 == (ctx.rank == 0)
 
 
-def test_groups_are_built_from_the_local_world_size(pool):
-    pool.run(node_mesh, world_size=4)
-
-
-def refusals(ctx) -> None:
+@ranks(4)
+def test_refusals(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cases = [
         ({"device_mesh": mesh["shard"]}, "needs 2 dimensions, \\(replicate, shard\\), and has 1"),
@@ -243,105 +216,54 @@ def refusals(ctx) -> None:
         flatshard.configure(model, all_reduce=False)
 
 
-def test_refusals(pool):
-    pool.run(refusals, world_size=4)
+def oops(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
 
 
-def sgd_parity(ctx) -> None:
-    check_parity(
-        ctx,
-        Net,
-        make_input,
-        optimizer=sgd,
-        shard=lambda m, g: fully_shard(m, policy={Block}, process_group=(ctx.group, ctx.alone), strategy=HYBRID[0]),
-    )
-
-
-def test_one_replica_is_full_shard(pool):
-    pool.run(sgd_parity, world_size=3)
-
-
-def partial_left_over(ctx) -> None:
+@ranks(2, 4)
+def test_what_no_later_backward_adds_to(ctx):
     """What was averaged within the shard group only is averaged over the replicas by the next backward that may."""
     where: dict[str, Any] = {"process_group": (ctx.alone, ctx.group)}
     if ctx.world_size == 4:
         where = {"device_mesh": init_device_mesh("cpu", (2, 2))}
-    torch.manual_seed(0)
-    reference = Net().double()
-    model = fully_shard(copy.deepcopy(reference), policy={Block}, strategy=HYBRID[0], **where)
-    x = torch.randn(2 * ctx.world_size, 5).double()
-
-    def backward(m: nn.Module, skip: int | None = None) -> None:
-        own = x if m is reference else x[2 * ctx.rank : 2 * ctx.rank + 2]
-        for i, block in enumerate(m.blocks):
-            own = own if i == skip else block(own)
-        own.square().mean().backward()
+    plain, model = twins(ctx, Net, {Block}, strategy=HYBRID[0], **where)
 
     def partially() -> None:
         flatshard.configure(model, all_reduce=False)
-        backward(model)
+        backward(ctx, None, model)
         flatshard.configure(model, all_reduce=True)
 
     def check() -> None:
-        with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-                assert (p.grad is None) == (q.grad is None), name
-                if q.grad is not None:
-                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
-        for m in (model, reference):
+        check_same_gradients(model, plain)
+        for m in (model, plain):
             m.zero_grad()
 
     partially()  # then a block is left out
-    backward(model, skip=1)
-    backward(reference)
-    backward(reference, skip=1)
+    backward(ctx, plain, model, skip=1)
+    backward(ctx, plain, None)
     check()
 
     partially()
     flatshard.recover(model)
-    backward(model)
-    backward(reference)
+    backward(ctx, plain, model)
     check()
 
     partially()
     handle = model.blocks[1].register_forward_hook(lambda m, args, out: out.register_hook(oops) and None)
     with pytest.raises(ZeroDivisionError):
-        backward(model)
+        backward(ctx, None, model)
     handle.remove()
     model.zero_grad()
-    backward(model)
-    backward(reference)
+    backward(ctx, plain, model)
     check()
 
     partially()  # then a block is frozen for a backward
     model.blocks[1].requires_grad_(False)
-    backward(model)
+    backward(ctx, None, model)
     model.zero_grad()
     model.blocks[1].requires_grad_(True)
-    backward(model)
-    backward(reference)
+    backward(ctx, plain, model)
     check()
-
-
-def oops(grad: torch.Tensor) -> None:
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_what_no_later_backward_adds_to(pool, world_size):
-    pool.run(partial_left_over, world_size=world_size)
-
-
-def hook_over_nobody(ctx) -> None:
-    model = fully_shard(Net(), policy={Block}, process_group=(ctx.alone, ctx.group), strategy=HYBRID[0])
-    with pytest.raises(
-        ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*do not register it here"
-    ):
-        flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
-
-
-def test_a_hook_that_would_never_run(pool):
-    pool.run(hook_over_nobody)
 
 
 # -- dimensions of size 1 --------------------------------------------------------------------------------------------
@@ -385,7 +307,7 @@ def count_collectives(ctx, shape: tuple[int, int, int]) -> list[tuple[tuple[str,
     return sorted(issued.items())
 
 
-@pytest.mark.parametrize("shape", [s for s in itertools.product((1, 2, 4), repeat=3) if math.prod(s) == 4])
+@pytest.mark.parametrize("shape", [(1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)])
 def test_nothing_is_sent_where_there_is_nobody(pool, shape: tuple[int, int, int]):
     replicate, shard, _ = shape
     expected = []

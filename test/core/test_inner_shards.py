@@ -14,6 +14,7 @@ from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
 from no_communication import NoCommunication
+from on_ranks import ranks
 from pairs import some
 from parity import adamw, check_parity, full_params
 from torch import nn
@@ -137,7 +138,7 @@ def parity(ctx, how: str, reentrants: list[bool]) -> None:
             ctx,
             lambda reentrant=reentrant: Tied(reentrant),
             lambda step, n: torch.randn(n, 5),
-            steps=3,
+            steps=2,
             shard=lambda m, g: fully_shard(m, policy={nn.Linear}, reshard_after_forward=2, **arguments),
             loss_fn=lambda out, _: out.square().mean(),
             train=steps,
@@ -155,7 +156,8 @@ def test_parity(pool, how):
     pool.run(parity, how, some((False, True), 1, turn=HOW.index(how)), world_size=4)
 
 
-def memory(ctx) -> None:
+@ranks(4)
+def test_memory(ctx):
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):  # the last travels as bytes
         model = Net() if dtype is not torch.complex64 else Net().to(dtype)
         mixed = MixedPrecision(param_dtype=dtype) if dtype is torch.bfloat16 else None
@@ -208,10 +210,6 @@ def memory(ctx) -> None:
         assert kept(model) == 0
 
 
-def test_memory(pool):
-    pool.run(memory, world_size=4)
-
-
 class Oops(Exception):
     pass
 
@@ -220,7 +218,14 @@ def raise_oops(*args: Any) -> None:
     raise Oops
 
 
-def exceptions(ctx) -> None:
+def sharded_like(ctx) -> nn.Module:
+    other = sharded(ctx, Net(), reshard_after_forward=2)
+    train(other)
+    return other
+
+
+@ranks(4)
+def test_exceptions(ctx):
     model = sharded(ctx, Net(), reshard_after_forward=2)
     optimizer = adamw(model.parameters())
     events = train(model)
@@ -255,17 +260,8 @@ def exceptions(ctx) -> None:
     assert events
 
 
-def sharded_like(ctx) -> nn.Module:
-    other = sharded(ctx, Net(), reshard_after_forward=2)
-    train(other)
-    return other
-
-
-def test_exceptions(pool):
-    pool.run(exceptions, world_size=4)
-
-
-def values(ctx) -> None:
+@ranks(4)
+def test_values(ctx):
     """Changes that cannot be noticed: backward has the values of the last forward."""
     torch.manual_seed(0)
     model = sharded(ctx, Net(), reshard_after_forward=2)
@@ -291,11 +287,8 @@ def values(ctx) -> None:
         del first
 
 
-def test_values(pool):
-    pool.run(values, world_size=4)
-
-
-def collectives(ctx) -> None:
+@ranks(4)
+def test_collectives(ctx):
     """What approximates hands its values on exactly; what leaves communication out leaves it out here too."""
     torch.manual_seed(0)
     model = Net()
@@ -319,11 +312,8 @@ def collectives(ctx) -> None:
     train(model)
 
 
-def test_collectives(pool):
-    pool.run(collectives, world_size=4)
-
-
-def groups(ctx) -> None:
+@ranks(4)
+def test_groups(ctx):
     """Made once, also where each rank knows its own group only."""
     made = []
     original = dist.new_group
@@ -352,11 +342,8 @@ def groups(ctx) -> None:
         dist.new_group = original
 
 
-def test_groups(pool):
-    pool.run(groups, world_size=4)
-
-
-def groups_of_backends(ctx) -> None:
+@ranks(4)
+def test_groups_of_several_backends(ctx):
     """Those of a group with another backend are others: a model on CPU and one on a device don't share them."""
     cpu = torch.device("cpu")
     other = dist.new_group(list(range(4)), backend="cpu:gloo")
@@ -367,15 +354,12 @@ def groups_of_backends(ctx) -> None:
     assert subgroup(other, 2, cpu) is two
 
 
-def test_groups_of_several_backends(pool):
-    pool.run(groups_of_backends, world_size=4)
-
-
 def test_a_process_group_written_in_python_may_know_no_timeout():
     assert _timeout(dist.ProcessGroup(0, 1), torch.device("cpu")) is None
 
 
-def refusals(ctx) -> None:
+@ranks(3, 4)
+def test_refusals(ctx):
     k = 2 if ctx.world_size == 3 else 3
     message = (
         f"reshard_after_forward={k} does not divide the {ctx.world_size} ranks that the parameters are sharded over: pass "
@@ -397,11 +381,6 @@ def refusals(ctx) -> None:
     with pytest.raises(ValueError, match="reshard_after_forward=3 has no meaning with NO_SHARD"):
         sharded(ctx, Net(), strategy=ShardingStrategy.NO_SHARD, reshard_after_forward=3)
     train(model)
-
-
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_refusals(pool, world_size):
-    pool.run(refusals, world_size=world_size)
 
 
 def test_fake_group():

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from clean import resident_nbytes
 from models import NormBlock
-from parity import adamw, full_params
+from on_ranks import ranks
+from parity import adamw, check_same_params, full_params, step_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -85,9 +86,7 @@ def same_everywhere(ctx: Any, tensors: dict[str, Tensor]) -> None:
         assert torch.equal(mine, theirs), name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The meta device
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The meta device ---------------------------------------------------------------------------------------------------
 
 
 def init_by_to_empty(module: nn.Module) -> None:
@@ -111,51 +110,51 @@ def init_by_data(module: nn.Module) -> None:
         buffer.data.fill_(1)
 
 
-def materialise(ctx, init: Callable[[nn.Module], None] | None) -> None:
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        for policy in (None, {Block, Rotary}, {Block, nn.Embedding, nn.Linear}):
-            ctx.note(f"{strategy.name}, policy {policy}")
-            torch.manual_seed(100 + ctx.rank)  # ranks whose generators differ end equal all the same
-            model = on_meta(Lm)
-            model.embed.weight.lr_scale = 0.5
-            params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-            optimizer = adamw(model.parameters())
-            options = {"strategy": strategy, "param_init_fn": init, "device_id": "cpu"}
-            fully_shard(model, policy=policy, process_group=ctx.group, **options)
-            assert all(p is params[name] for name, p in model.named_parameters())
-            assert list(dict(model.named_buffers())) == list(buffers)
-            assert model.head.weight is model.embed.weight
-            assert model.embed.weight.lr_scale == 0.5
-            assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-            whole = full_params(model)
-            same_everywhere(ctx, whole)
-            same_everywhere(ctx, dict(model.named_buffers()))
-            plain = Lm()
-            assert {n: (p.shape, p.dtype) for n, p in whole.items()} == {
-                n: (p.shape, p.dtype) for n, p in plain.named_parameters()
-            }
-            if init is None or init is init_by_to_empty:
-                assert torch.equal(whole["blocks.0.norm.weight"], torch.ones(WIDTH))
-                assert torch.equal(model.rotary.inv_freq, plain.rotary.inv_freq)
-                assert whole["blocks.0.up.weight"].std() > 0.05
-                assert not torch.equal(whole["blocks.0.up.weight"], whole["blocks.1.up.weight"])
-            elif init is init_only:
-                assert 0 < whole["embed.weight"].std() < 0.04
-            else:
-                assert all((p == 0.125).all() for p in whole.values())
-            model(tokens(3)).square().mean().backward()
-            optimizer.step()  # built before the parameters had values
-            after = full_params(model)
-            assert not any(torch.equal(after[name], whole[name]) for name in whole)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("init", [None, init_by_to_empty, init_only, init_by_data], ids=lambda f: f and f.__name__)
-def test_materialises(pool, init, world_size):
-    pool.run(materialise, init, world_size=world_size)
+@ranks(1, 3)
+def test_materialises(ctx, init: Callable[[nn.Module], None] | None):
+    for strategy, policy in (
+        (ShardingStrategy.FULL_SHARD, None),
+        (ShardingStrategy.NO_SHARD, {Block, Rotary}),
+        (ShardingStrategy.FULL_SHARD, {Block, nn.Embedding, nn.Linear}),
+    ):
+        ctx.note(f"{strategy.name}, policy {policy}")
+        torch.manual_seed(100 + ctx.rank)  # ranks whose generators differ end equal all the same
+        model = on_meta(Lm)
+        model.embed.weight.lr_scale = 0.5
+        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        optimizer = adamw(model.parameters())
+        options = {"strategy": strategy, "param_init_fn": init, "device_id": "cpu"}
+        fully_shard(model, policy=policy, process_group=ctx.group, **options)
+        assert all(p is params[name] for name, p in model.named_parameters())
+        assert list(dict(model.named_buffers())) == list(buffers)
+        assert model.head.weight is model.embed.weight
+        assert model.embed.weight.lr_scale == 0.5
+        assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+        whole = full_params(model)
+        same_everywhere(ctx, whole)
+        same_everywhere(ctx, dict(model.named_buffers()))
+        plain = Lm()
+        assert {n: (p.shape, p.dtype) for n, p in whole.items()} == {
+            n: (p.shape, p.dtype) for n, p in plain.named_parameters()
+        }
+        if init is None or init is init_by_to_empty:
+            assert torch.equal(whole["blocks.0.norm.weight"], torch.ones(WIDTH))
+            assert torch.equal(model.rotary.inv_freq, plain.rotary.inv_freq)
+            assert whole["blocks.0.up.weight"].std() > 0.05
+            assert not torch.equal(whole["blocks.0.up.weight"], whole["blocks.1.up.weight"])
+        elif init is init_only:
+            assert 0 < whole["embed.weight"].std() < 0.04
+        else:
+            assert all((p == 0.125).all() for p in whole.values())
+        model(tokens(3)).square().mean().backward()
+        optimizer.step()  # built before the parameters had values
+        after = full_params(model)
+        assert not any(torch.equal(after[name], whole[name]) for name in whole)
 
 
-def count_whole(ctx) -> None:
+@ranks(4)
+def test_one_unit_is_whole_at_a_time(ctx):
     """The most elements that parameters had memory for, over and above the shards, at any initialisation."""
     blocks = 6
     peak = 0
@@ -174,10 +173,6 @@ def count_whole(ctx) -> None:
     handles = [u.handle for u in units_below(model)]
     shards = sum(resident_nbytes(b) for h in handles for b in h.flats)
     assert shards <= 4 * (blocks * one_block / ctx.world_size + blocks * (32 + 16))
-
-
-def test_one_unit_is_whole_at_a_time(pool):
-    pool.run(count_whole, world_size=4)
 
 
 class Forgets(nn.Module):
@@ -213,7 +208,36 @@ class Mask(nn.Module):
         return x * self.mask
 
 
-def refuse_uninitialised(ctx) -> None:
+def only_allocate(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+@ranks(2)
+def test_rank_0_has_nothing_to_send(ctx):
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), NoReset()))
+    with pytest.raises(RuntimeError, match=r"'1.scale' are on the meta device and their modules cannot") as e:
+        fully_shard(model, process_group=ctx.group, sync_module_states=True)
+    assert not hasattr(e.value, "__notes__")  # nothing has been changed
+
+
+@pytest.mark.parametrize("allocates", [True, False])  # what rank 0 sends needs no initialiser
+@ranks(3)
+def test_meta_on_all_ranks_but_0(ctx, allocates: bool):
+    """FSDP1's way to load a large model once a node: values on rank 0, memory on the others, then a broadcast."""
+    torch.manual_seed(0)
+    real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset())
+    expected = {n: t.clone() for n, t in real.state_dict().items()}
+    model = real if ctx.rank == 0 else on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset()))
+    init = None if ctx.rank == 0 or not allocates else only_allocate
+    fully_shard(model, process_group=ctx.group, policy={nn.Linear}, param_init_fn=init, sync_module_states=True)
+    for name, value in full_params(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
+
+
+@ranks(1, 2)
+def test_what_was_not_initialised_is_named(ctx):
     cases: list[tuple[Callable[[], nn.Module], str]] = [
         (Forgets, "'1.bias' (were|are) on the meta device"),
         (NoReset, "'1.scale' (were|are) on the meta device"),
@@ -243,46 +267,8 @@ def refuse_uninitialised(ctx) -> None:
     assert not torch.are_deterministic_algorithms_enabled()  # a mode that is on for the call only
 
 
-def only_allocate(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-
-
-def real_on_rank_0_only(ctx, allocates: bool) -> None:
-    """FSDP1's way to load a large model once a node: values on rank 0, memory on the others, then a broadcast."""
-    torch.manual_seed(0)
-    real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset())
-    expected = {n: t.clone() for n, t in real.state_dict().items()}
-    model = real if ctx.rank == 0 else on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset()))
-    init = None if ctx.rank == 0 or not allocates else only_allocate
-    fully_shard(model, process_group=ctx.group, policy={nn.Linear}, param_init_fn=init, sync_module_states=True)
-    for name, value in full_params(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
-
-
-def meta_on_rank_0(ctx) -> None:
-    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), NoReset()))
-    with pytest.raises(RuntimeError, match=r"'1.scale' are on the meta device and their modules cannot") as e:
-        fully_shard(model, process_group=ctx.group, sync_module_states=True)
-    assert not hasattr(e.value, "__notes__")  # nothing has been changed
-
-
-def test_rank_0_has_nothing_to_send(pool):
-    pool.run(meta_on_rank_0, world_size=2)
-
-
-def test_meta_on_all_ranks_but_0(pool):
-    for allocates in (True, False):  # what rank 0 sends needs no initialiser
-        pool.run(real_on_rank_0_only, allocates, world_size=3)
-
-
-def test_what_was_not_initialised_is_named(pool):
-    pool.run(refuse_uninitialised, world_size=2)
-    pool.run(refuse_uninitialised, world_size=1)
-
-
-def partly_on_meta(ctx) -> None:
+@ranks(2)
+def test_partly_on_meta(ctx):
     for policy in (None, {Block}):
         torch.manual_seed(0)
         model = nn.Sequential(Block(), on_meta(Block), Block())
@@ -306,11 +292,8 @@ def partly_on_meta(ctx) -> None:
         same_everywhere(ctx, after)
 
 
-def test_partly_on_meta(pool):
-    pool.run(partly_on_meta, world_size=2)
-
-
-def manually_nested(ctx) -> None:
+@ranks(2)
+def test_manual_nesting_on_meta(ctx):
     """Inner modules first, each on meta until its own call."""
     torch.manual_seed(ctx.rank)
     model = on_meta(Lm)
@@ -332,13 +315,7 @@ def manually_nested(ctx) -> None:
     model(tokens(3)).sum().backward()
 
 
-def test_manual_nesting_on_meta(pool):
-    pool.run(manually_nested, world_size=2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# sync_module_states and device_id
-# ---------------------------------------------------------------------------------------------------------------------
+# -- sync_module_states and device_id ----------------------------------------------------------------------------------
 
 
 class Assorted(nn.Module):
@@ -375,7 +352,8 @@ class Assorted(nn.Module):
         return x @ self.weight * self.scalar
 
 
-def synchronise(ctx) -> None:
+@ranks(1, 2, 3)
+def test_sync_module_states(ctx):
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for policy in (None, {nn.Conv2d}):
             torch.manual_seed(5)
@@ -399,12 +377,8 @@ def synchronise(ctx) -> None:
             assert expected.keys() == {n.removeprefix("0.") for n in strides}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sync_module_states(pool, world_size):
-    pool.run(synchronise, world_size=world_size)
-
-
-def without_synchronising(ctx) -> None:
+@ranks(2)
+def test_each_rank_keeps_its_own_values_otherwise(ctx):
     torch.manual_seed(ctx.rank)
     model = nn.BatchNorm1d(50)
     model.weight.data.fill_(ctx.rank)
@@ -421,11 +395,8 @@ def without_synchronising(ctx) -> None:
     assert all((p == 0).all() for p in ignored[0].parameters())
 
 
-def test_each_rank_keeps_its_own_values_otherwise(pool):
-    pool.run(without_synchronising, world_size=2)
-
-
-def on_device(ctx) -> None:
+@ranks(2)
+def test_device_id(ctx):
     for device in ("cpu", torch.device("cpu")):
         torch.manual_seed(0)
         model = Lm()
@@ -439,16 +410,11 @@ def on_device(ctx) -> None:
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
 
 
-def test_device_id(pool):
-    pool.run(on_device, world_size=2)
+# -- Device meshes -----------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Device meshes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def shard_over_meshes(ctx) -> None:
+@ranks(4)
+def test_device_meshes(ctx):
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(Block(), Block()).double()
@@ -462,36 +428,29 @@ def shard_over_meshes(ctx) -> None:
         (transposed["dp"], [ctx.rank % 2, ctx.rank % 2 + 2]),
         (ctx.mesh, [0, 1, 2, 3]),
     ]
-    for mesh, ranks in meshes:
+    for mesh, members in meshes:
         # Each group trains a model of its own: groups that mixed would show.
-        model, plain = make(ranks[0]), make(ranks[0])
+        model, plain = make(members[0]), make(members[0])
         fully_shard(model, policy={Block}, device_mesh=mesh, sync_module_states=True)
-        assert flatshard.describe(model).world_size == len(ranks)
+        assert flatshard.describe(model).world_size == len(members)
         held = torch.tensor([p.numel() for p in model.parameters()])
         dist.all_reduce(held, group=mesh.get_group())
         assert held.tolist() == [p.numel() for p in plain.parameters()]
         optimizers = [adamw(m.parameters()) for m in (model, plain)]
         for step in range(2):
-            torch.manual_seed(step + 10 * ranks[0])
-            x = torch.randn(2 * len(ranks), WIDTH, dtype=torch.float64)
-            at = ranks.index(ctx.rank)
+            torch.manual_seed(step + 10 * members[0])
+            x = torch.randn(2 * len(members), WIDTH, dtype=torch.float64)
+            at = members.index(ctx.rank)
             model(x[2 * at : 2 * at + 2]).square().mean().backward()
             plain(x).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        expected = dict(plain.named_parameters())
-        for name, param in full_params(model).items():
-            torch.testing.assert_close(param, expected[name].detach(), rtol=1e-9, atol=1e-12, msg=name)
+            step_all(optimizers)
+        check_same_params(model, plain)
     with pytest.raises(ValueError, match=r"2 dimensions .*mesh\['dp'\]"):
         fully_shard(make(0), device_mesh=two)
 
 
-def test_device_meshes(pool):
-    pool.run(shard_over_meshes, world_size=4)
-
-
-def meta_over_mesh(ctx) -> None:
+@ranks(4)
+def test_meta_within_a_mesh_dimension(ctx):
     """Values are those of each group's first rank, not of rank 0."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["dp"]
     model = on_meta(lambda: nn.Linear(WIDTH, WIDTH))
@@ -500,7 +459,3 @@ def meta_over_mesh(ctx) -> None:
     )
     first = ctx.rank // 2 * 2
     assert all((p == first).all() for p in full_params(model).values())
-
-
-def test_meta_within_a_mesh_dimension(pool):
-    pool.run(meta_over_mesh, world_size=4)

@@ -19,12 +19,13 @@ import torch
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
+from on_ranks import ranks
 from pairs import some
-from parity import full_params
+from parity import check_same_gradients, check_same_params, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, summon_full_params
+from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
@@ -42,9 +43,7 @@ class Stage(nn.Module):
         return self.second(self.first(self.before(x)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Strategies and prefetching
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Strategies and prefetching ----------------------------------------------------------------------------------------
 
 
 def two_steps(ctx, options: dict[str, Any], make: Callable[[], nn.Module] = Net, policy: Any = Block):
@@ -222,9 +221,7 @@ def test_collectives_per_unit_and_step(pool):
     assert counts["NO_SHARD"] == {"all-reduce <root>": 1}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Passes that are not like the last
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Passes that are not like the last ---------------------------------------------------------------------------------
 
 
 def change_order(ctx, orders: list[list[int]]):
@@ -338,9 +335,7 @@ reshard <root>       reshard <root>""",
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One order of reductions on all ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One order of reductions on all ranks ------------------------------------------------------------------------------
 
 
 class Around(nn.Module):
@@ -413,10 +408,7 @@ PATHS: dict[str, list[dict[str, str]]] = {
 
 def uneven_step(ctx, paths: list[dict[str, str]], options: dict[str, Any]):
     """Reductions of one step in which each rank takes its own path; gradients are checked here."""
-    torch.manual_seed(0)
-    reference = Uneven().double()
-    torch.manual_seed(0)
-    model = sharded(ctx, Uneven().double(), {Block, Around, Fork}, **options)
+    reference, model = twins(ctx, Uneven, {Block, Around, Fork}, **options)
     inputs = [torch.randn(2, 4, dtype=torch.double) for _ in paths]
     for path, x in zip(paths, inputs, strict=True):
         reference.take_path(path)
@@ -424,12 +416,7 @@ def uneven_step(ctx, paths: list[dict[str, str]], options: dict[str, Any]):
     model.take_path(paths[ctx.rank])
     with record_events() as events:
         model(inputs[ctx.rank]).square().sum().backward()
-    with summon_full_params(model, writeback=False, with_grads=True):
-        for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            if expected.grad is None:
-                assert got.grad is None, name
-            else:
-                torch.testing.assert_close(got.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=name)
+    check_same_gradients(model, reference)
     assert all(u.handle.is_sharded for u in units_below(model))
     return [line for line in events if line.startswith(("reduce-scatter", "all-reduce"))]
 
@@ -546,32 +533,29 @@ def test_every_graph_of_a_forward_is_reduced_in_one_order(pool):
     assert order == [*units, *units]
 
 
-def added_losses(ctx, frozen: str, passes: tuple[int, ...]) -> None:
-    """Of two passes. Each rank leaves out the trainable branch of another unit, in these passes."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), Fork(), Fork(), nn.Linear(4, 2)).double()
-    for fork in plain[1:3]:
-        fork.get_submodule(frozen).requires_grad_(False)
-    model = sharded(ctx, copy.deepcopy(plain), {Fork})
+@pytest.mark.parametrize(("frozen", "passes"), [("a", (0, 1)), ("b", (0, 1)), ("b", (0,))])
+@ranks(2, timeout=20)
+def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int, ...]):
+    """A rank whose graph has none of a unit's parameters gathers and reduces it as often, and as late, as the others."""
+
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(4, 4), Fork(), Fork(), nn.Linear(4, 2))
+        for fork in net[1:3]:
+            fork.get_submodule(frozen).requires_grad_(False)
+        return net
+
+    plain, model = twins(ctx, make, {Fork})
     inputs = torch.randn(2, 2, 3, 4, dtype=torch.double)
     left_out = "a" if frozen == "b" else "b"
-    for net, ranks in ((plain, range(2)), (model, [ctx.rank])):
-        for rank in ranks:
+    for net, of in ((plain, range(2)), (model, [ctx.rank])):
+        for rank in of:
             losses = []
             for of_pass, x in enumerate(inputs[rank]):
                 for number, fork in enumerate(net[1:3]):
                     fork.skip = left_out if number == rank and of_pass in passes else None
                 losses.append(net(x).square().mean())
-            (sum(losses) / len(ranks)).backward()
-    with summon_full_params(model, writeback=False, with_grads=True):
-        for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize(("frozen", "passes"), [("a", (0, 1)), ("b", (0, 1)), ("b", (0,))])
-def test_added_losses_of_partly_frozen_units(pool, frozen, passes):
-    """A rank whose graph has none of a unit's parameters gathers and reduces it as often, and as late, as the others."""
-    pool.run(added_losses, frozen, passes, world_size=2, timeout=20)
+            (sum(losses) / len(of)).backward()
+    check_same_gradients(model, plain)
 
 
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
@@ -587,7 +571,10 @@ def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
     assert events.count("reduce-scatter fork") == 1
 
 
-def gradients_of_inputs(ctx, times: int) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+@ranks(2)
+def test_a_unit_without_gradients_of_its_own_gives_those_of_its_inputs(ctx, times: int):
+    """Used twice: it is done with its gradients at the first use, and its values are needed at the second."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     model = copy.deepcopy(plain)
@@ -604,22 +591,11 @@ def gradients_of_inputs(ctx, times: int) -> None:
     torch.testing.assert_close(*grads, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_unit_without_gradients_of_its_own_gives_those_of_its_inputs(pool, times):
-    """Used twice: it is done with its gradients at the first use, and its values are needed at the second."""
-    pool.run(gradients_of_inputs, times, world_size=2)
-
-
-def uneven_training(ctx):
+@ranks(3)
+def test_training_on_different_paths(ctx):
     """Several steps, the paths changing: what one step leaves behind would show in the next."""
-    torch.manual_seed(0)
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Uneven().double())
-    reference, model = models
-    sharded(ctx, model, {Block, Around, Fork})
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in models]
+    reference, model = twins(ctx, Uneven, {Block, Around, Fork})
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)]
     for paths in [*PATHS.values(), *PATHS.values()]:
         inputs = [torch.randn(2, 4, dtype=torch.double) for _ in paths]
         for path, x in zip(paths, inputs, strict=True):
@@ -630,13 +606,7 @@ def uneven_training(ctx):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    expected = dict(reference.named_parameters())
-    for name, got in full_params(model).items():
-        torch.testing.assert_close(got, expected[name].detach(), rtol=1e-9, atol=1e-12, msg=name)
-
-
-def test_training_on_different_paths(pool):
-    pool.run(uneven_training, world_size=3)
+    check_same_params(model, reference)
 
 
 class Skipping(nn.Sequential):

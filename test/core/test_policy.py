@@ -6,18 +6,17 @@ Rows of the list of behaviours are named where a test states one (C5, H1, ...).
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch as TorchPrefetch
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import wrap as torch_wrap
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
@@ -25,16 +24,11 @@ from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
 from flatshard.policies import ModuleWrapPolicy
 
-WORLD_SIZE = 4
-
 
 @pytest.fixture(autouse=True)
-def fake_group():
-    """Four ranks of which this process is the first; nobody else is there."""
-    assert not dist.is_initialized()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
+def _four_ranks(world) -> None:
+    """This process is the first; nobody else is there."""
+    world(4)
 
 
 class Block(nn.Module):
@@ -131,16 +125,10 @@ BY_CLASS = {
 
 @pytest.mark.parametrize("kind", BY_CLASS)
 def test_kinds_of_policy_that_mean_the_same(kind: str):
-    """C5; a subclass of a sought class is selected too, as by isinstance."""
-    model = fully_shard(Net(), policy=BY_CLASS[kind])
-    assert units(model) == BLOCKS
-
-
-@pytest.mark.parametrize("kind", BY_CLASS)
-def test_names_order_and_classes_are_kept(kind: str):
-    """C1, C2, C3."""
+    """A subclass of a sought class is selected too, as by isinstance. Names, order and classes are kept."""
     model, plain = Net(), Net()
     assert fully_shard(model, policy=BY_CLASS[kind]) is model
+    assert units(model) == BLOCKS
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert [(n, type(m)) for n, m in model.named_modules()] == [(n, type(m)) for n, m in plain.named_modules()]
 
@@ -194,7 +182,7 @@ class Tower(nn.Module):
         raise NotImplementedError
 
 
-SIZES = [0, 1, 9, 100, 289, 290, 500, 1000, 1500, 3000, 10_000]
+SIZES = [0, 1, 100, 289, 290, 1000, 3000, 10_000]
 
 
 @pytest.mark.parametrize("make", [Net, Tower])
@@ -290,41 +278,35 @@ def test_size_based_policies_decide_alike_on_all_ranks_where_something_is_sharde
 DEFAULTS = (ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE, True)
 
 
+OVERRIDES = [
+    ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, (ShardingStrategy.SHARD_GRAD_OP, *DEFAULTS[1:])),
+    ({"strategy": TorchStrategy.NO_SHARD}, (ShardingStrategy.NO_SHARD, *DEFAULTS[1:])),
+    ({"sharding_strategy": TorchStrategy.SHARD_GRAD_OP}, (ShardingStrategy.SHARD_GRAD_OP, *DEFAULTS[1:])),
+    ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, (DEFAULTS[0], BackwardPrefetch.BACKWARD_POST, True)),
+    ({"backward_prefetch": TorchPrefetch.BACKWARD_POST}, (DEFAULTS[0], BackwardPrefetch.BACKWARD_POST, True)),
+    ({"backward_prefetch": None}, (DEFAULTS[0], None, True)),
+    ({"mixed_precision": None, "cpu_offload": None, "forward_prefetch": False}, (*DEFAULTS[:2], False)),
+]
+
+
 @pytest.mark.parametrize("kind", [CustomPolicy, torch_wrap.CustomPolicy])
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, (ShardingStrategy.SHARD_GRAD_OP, *DEFAULTS[1:])),
-        ({"strategy": TorchStrategy.NO_SHARD}, (ShardingStrategy.NO_SHARD, *DEFAULTS[1:])),
-        ({"sharding_strategy": TorchStrategy.SHARD_GRAD_OP}, (ShardingStrategy.SHARD_GRAD_OP, *DEFAULTS[1:])),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, (DEFAULTS[0], BackwardPrefetch.BACKWARD_POST, True)),
-        ({"backward_prefetch": TorchPrefetch.BACKWARD_POST}, (DEFAULTS[0], BackwardPrefetch.BACKWARD_POST, True)),
-        ({"backward_prefetch": None}, (DEFAULTS[0], None, True)),
-        ({"forward_prefetch": False}, (*DEFAULTS[:2], False)),
-        ({"mixed_precision": None, "cpu_offload": None, "forward_prefetch": False}, (*DEFAULTS[:2], False)),
-    ],
-    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
-)
-def test_an_override_is_for_that_unit_only(kind, override, expected):
-    """C6."""
-    model = Net()
-    policy = kind(lambda m: override if m is model.blocks[1] else isinstance(m, Block))
-    fully_shard(model, policy=policy)
-    assert configs(model) == {name: expected if name == "blocks.1" else DEFAULTS for name in BLOCKS}
+def test_an_override_is_for_that_unit_only(kind):
+    for override, expected in OVERRIDES:
+        model = Net()
+        chosen = model.blocks[1]
+        policy = kind(lambda m, o=override, c=chosen: o if m is c else isinstance(m, Block))
+        fully_shard(model, policy=policy)
+        assert configs(model) == {name: expected if name == "blocks.1" else DEFAULTS for name in BLOCKS}
 
 
 def test_all_others_have_the_roots_settings():
-    """C6 the other way: what the root was given goes to every unit that says nothing else."""
+    """What the root was given goes to every unit that says nothing else; an override of the root is for the root."""
     model = Net()
     policy = CustomPolicy(lambda m: {"forward_prefetch": True} if m is model.head else isinstance(m, Block))
-    fully_shard(
-        model, policy=policy, strategy=TorchStrategy.SHARD_GRAD_OP, backward_prefetch=None, forward_prefetch=False
-    )
+    options = {"strategy": TorchStrategy.SHARD_GRAD_OP, "backward_prefetch": None, "forward_prefetch": False}
+    fully_shard(model, policy=policy, **options)
     given = (ShardingStrategy.SHARD_GRAD_OP, None, False)
     assert configs(model) == {**dict.fromkeys(BLOCKS, given), "head": (*given[:2], True)}
-
-
-def test_an_override_of_the_root_is_for_the_root():
     model = Net()
     fully_shard(model, policy=CustomPolicy(lambda m: {"forward_prefetch": False} if m is model else m is model.head))
     assert configs(model) == {"": (*DEFAULTS[:2], False), "head": DEFAULTS}
@@ -464,9 +446,6 @@ def test_units_without_parameters_are_dropped_except_the_root():
     assert owned(model) == {"": [], "0": ["0.weight", "0.bias"], "2.1": ["2.1.weight", "2.1.bias"]}
     assert unit_of(model[1]) is None
     assert not model[1]._forward_pre_hooks
-
-
-def test_a_module_without_any_parameter():
     model = fully_shard(nn.Sequential(nn.ReLU(), nn.Flatten()))
     assert owned(model) == {"": []}
     assert model(torch.ones(2, 3)).shape == (2, 3)
@@ -474,19 +453,13 @@ def test_a_module_without_any_parameter():
 
 def test_ignored_modules_and_parameters_are_in_no_unit():
     model = Net()
-    fully_shard(model, policy={Block}, ignored_states=[model.blocks[1], model.scale, model.head.weight])
+    ignored = [model.blocks[1], model.scale, model.head.weight]
+    fully_shard(model, policy={Block}, ignored_states=iter(ignored))
     fqns = owned(model)
     assert list(fqns) == ["", "blocks.0", "blocks.2"]
     assert fqns[""] == ["embed.weight", "norm.weight", "norm.bias", "head.bias"]
     assert type(model.blocks[1].up.weight) is type(model.scale) is type(model.head.weight) is nn.Parameter
     assert model.head.weight.shape == (11, 8)
-
-
-def test_ignored_states_may_be_an_iterator():
-    model = Net()
-    fully_shard(model, ignored_states=model.blocks[0].parameters())
-    assert "blocks.0.up.weight" not in owned(model)[""]
-    assert "blocks.1.up.weight" in owned(model)[""]
 
 
 # -- who owns what -----------------------------------------------------------------------------------------------------
@@ -503,17 +476,6 @@ blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.d
 blocks.1: blocks.1.up.weight, blocks.1.up.bias, blocks.1.down.weight, blocks.1.down.bias
 blocks.2: blocks.2.up.weight, blocks.2.up.bias, blocks.2.down.weight, blocks.2.down.bias""",
     )
-
-
-def test_with_one_child_sharded_by_hand_the_root_owns_the_other_childs_parameters():
-    """N1."""
-    model = nn.Sequential(Block(), Block())
-    fully_shard(model[0])
-    fully_shard(model)
-    assert owned(model) == {
-        "": ["1.up.weight", "1.up.bias", "1.down.weight", "1.down.bias"],
-        "0": ["0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias"],
-    }
 
 
 @pytest.mark.parametrize("depth_first", [True, False])
@@ -546,12 +508,16 @@ def test_a_policy_leaves_units_of_earlier_calls_as_they_are():
     assert len(units_below(model)) == 4
 
 
-def test_a_tree_whose_every_part_is_sharded_already():
+def test_the_root_owns_what_no_earlier_call_has_taken():
     model = nn.Sequential(Block(), Block())
     fully_shard(model[0])
-    fully_shard(model[1])
+    copied = copy.deepcopy(model)
     fully_shard(model)
-    assert [len(u.handle.flats) for u in units_below(model)] == [0, 1, 1]
+    names = [n for n, _ in Block().named_parameters()]
+    assert owned(model) == {"": [f"1.{n}" for n in names], "0": [f"0.{n}" for n in names]}
+    fully_shard(copied[1])
+    fully_shard(copied)
+    assert [len(u.handle.flats) for u in units_below(copied)] == [0, 1, 1]
 
 
 class Tied(nn.Module):
@@ -657,21 +623,18 @@ def test_a_parameter_of_parent_and_child_goes_to_the_parent_once():
     assert model[0].weight is model[0].child.weight
 
 
-def test_a_parameter_twice_in_one_module_is_one_parameter_with_two_slots():
-    model = nn.Linear(4, 4)
-    model.alias = model.weight
-    fully_shard(model)
-    assert owned(model) == {"": ["weight", "bias"]}
-    assert model.alias is model.weight
-
-
-def test_a_module_used_twice_is_one_unit():
+def test_what_is_there_twice_is_one():
     block = Block()
     model = nn.Sequential(block, nn.Linear(8, 8), block)
     fully_shard(model, policy={Block})
     assert list(owned(model)) == ["", "0"]
     assert unit_of(model[0]) is unit_of(model[2])
     assert len(block._forward_pre_hooks) == 1
+    model = nn.Linear(4, 4)  # a parameter with two slots
+    model.alias = model.weight
+    fully_shard(model)
+    assert owned(model) == {"": ["weight", "bias"]}
+    assert model.alias is model.weight
 
 
 class Shared(nn.Module):
@@ -683,30 +646,16 @@ class Shared(nn.Module):
         return self.own(self.inner(x))
 
 
-def test_a_module_shared_by_two_units_belongs_to_their_common_ancestor():
-    """Where it is no unit itself."""
-    inner = Block()
-    model = nn.Sequential(Shared(inner), Shared(inner))
-    fully_shard(model, policy={Shared})
-    assert owned(model) == {
-        "": ["0.inner.up.weight", "0.inner.up.bias", "0.inner.down.weight", "0.inner.down.bias"],
-        "0": ["0.own.weight", "0.own.bias"],
-        "1": ["1.own.weight", "1.own.bias"],
-    }
-    assert uses(model) == {"": [], "0": [""], "1": [""]}
-
-
-def test_a_unit_shared_by_two_units_keeps_its_parameters():
-    inner = Block()
-    model = nn.Sequential(Shared(inner), Shared(inner))
-    fully_shard(model, policy={Shared, Block})
-    assert owned(model)["0.inner"] == [
-        "0.inner.up.weight",
-        "0.inner.up.bias",
-        "0.inner.down.weight",
-        "0.inner.down.bias",
-    ]
-    assert uses(model) == {"": [], "0": [], "0.inner": [], "1": []}
+def test_a_module_shared_by_two_units():
+    """It belongs to their common ancestor; as a unit, it keeps its parameters."""
+    names = [f"0.inner.{n}" for n, _ in Block().named_parameters()]
+    for policy, unit in (({Shared}, ""), ({Shared, Block}, "0.inner")):
+        inner = Block()
+        model = fully_shard(nn.Sequential(Shared(inner), Shared(inner)), policy=policy)
+        own = {"": [], "0": ["0.own.weight", "0.own.bias"], "1": ["1.own.weight", "1.own.bias"]}
+        assert owned(model) == own | {unit: names}
+        needs = [""] if unit == "" else []
+        assert uses(model) == {name: [] for name in own | {unit: names}} | {"0": needs, "1": needs}
 
 
 def test_dtypes_and_frozen_parameters_share_a_unit_but_no_flat_parameter():
@@ -722,17 +671,9 @@ def test_dtypes_and_frozen_parameters_share_a_unit_but_no_flat_parameter():
     ]
 
 
-def test_all_units_of_one_tree_share_one_runtime():
-    """C13, by policy and by hand."""
-    model = Net()
-    fully_shard(model.head)
-    fully_shard(model, policy={Block})
-    assert len({id(u.context) for u in units_below(model)}) == 1
-
-
-@pytest.mark.parametrize("device_id", [0, "cpu", "cpu:0", torch.device("cpu", 0)], ids=str)
+@pytest.mark.parametrize("device_id", [None, 0, "cpu", "cpu:0", torch.device("cpu", 0)], ids=str)
 def test_device_id_cpu_in_every_spelling(device_id):
-    """C10; they are one device, so units of separate calls share their runtime."""
+    """They are one device, so units of separate calls share their runtime."""
     model = Net()
     fully_shard(model.head)
     fully_shard(model, policy={Block}, device_id=device_id)
@@ -740,13 +681,12 @@ def test_device_id_cpu_in_every_spelling(device_id):
     assert len({id(u.context) for u in units_below(model)}) == 1
 
 
-def test_manual_nesting_names_units_from_the_root(fake_group):
-    inner, policy = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), ModuleWrapPolicy({nn.Linear})
-    flatshard.fully_shard(inner[1][0])
-    flatshard.fully_shard(inner[1])
-    flatshard.fully_shard(inner)
-    chosen = flatshard.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), policy=policy)
-    names = [(u.fqn, f.fqns) for u in flatshard.describe(inner).units for f in u.flats]
+def test_manual_nesting_names_units_from_the_root():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    chosen = fully_shard(copy.deepcopy(inner), policy=ModuleWrapPolicy({nn.Linear}))
+    for module in (inner[1][0], inner[1], inner):
+        fully_shard(module)
+    names = [(u.fqn, f.fqns) for u in describe(inner).units for f in u.flats]
     assert names == [("", ("0.weight", "0.bias")), ("1.0", ("1.0.weight", "1.0.bias"))]
-    assert flatshard.describe(chosen).units[-1].flats[0].fqns == ("1.0.weight", "1.0.bias")
+    assert describe(chosen).units[-1].flats[0].fqns == ("1.0.weight", "1.0.bias")
     assert inner[1][0].weight._flatshard_info.fqn == "1.0.weight"

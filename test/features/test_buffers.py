@@ -96,9 +96,8 @@ class Inside(nn.Module):
 def test_misuse(world):
     world(2)
     model = fully_shard(Inside())
-    with pytest.raises(
-        RuntimeError, match=r"sync_buffers: called inside a forward or a backward\. Call it between steps"
-    ):
+    message = r"sync_buffers: called inside a forward or a backward\. Call it between steps"
+    with pytest.raises(RuntimeError, match=message):
         model(torch.ones(1, 2))
     with pytest.raises(ValueError, match="sync_buffers: nothing in this Linear is sharded; call fully_shard first"):
         flatshard.sync_buffers(nn.Linear(1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block
-from parity import check_parity
+from on_ranks import ranks
+from pairs import some
+from parity import check_parity, full_params, whole_gradients
 from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, sent_bytes
 from suite import fake_world
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import flatshard
-from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
+from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_shard
 from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.progress import GATHER
 from flatshard._composable.find import units_below
@@ -33,7 +36,8 @@ from flatshard.comm import (
     register_comm_hook,
 )
 
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD, ShardingStrategy.SHARD_OPTIM])
+STRATEGIES = (FULL, GRAD_OP, NO_SHARD, ShardingStrategy.SHARD_OPTIM)
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def built(group: Any, strategy: ShardingStrategy = FULL, model: nn.Module | None = None, **options: Any) -> nn.Module:
@@ -48,14 +52,7 @@ def backward(model: nn.Module, rank: int) -> None:
     model(x).square().sum().backward()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    with summon_full_params(model, writeback=False, with_grads=True):
-        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A user's own
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A user's own ------------------------------------------------------------------------------------------------------
 
 
 class Seen:
@@ -83,7 +80,9 @@ class Seen:
         self.calls.append((gradient.dtype, gradient.numel(), 0 if output is None else output.numel()))
 
 
-def parity_by_a_hook(ctx, strategy: ShardingStrategy) -> None:
+@EVERY_STRATEGY
+@ranks(2, 3)
+def test_a_hook_does_the_reduction(ctx, strategy: ShardingStrategy):
     hooks = []
 
     def shard(model: nn.Module, group: Any) -> None:
@@ -108,12 +107,6 @@ def parity_by_a_hook(ctx, strategy: ShardingStrategy) -> None:
     assert hooks[0].calls == sizes * 3
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_hook_does_the_reduction(pool, strategy, world_size):
-    pool.run(parity_by_a_hook, strategy, world_size=world_size)
-
-
 class Mixed(nn.Module):
     """Two dtypes in one unit."""
 
@@ -130,7 +123,9 @@ def average(state: Any, gradient: Tensor, output: Tensor | None = None) -> Any:
     return state.all_reduce(gradient) if output is None else state.reduce_scatter(output, gradient)
 
 
-def own_reduction(ctx, strategy: ShardingStrategy) -> None:
+@EVERY_STRATEGY
+@ranks(3)
+def test_a_hook_without_a_state_gets_the_reduction(ctx, strategy: ShardingStrategy):
     """``state=None``: the hook gets what it takes the place of, and what that returns may be its result."""
     states = []
 
@@ -144,16 +139,12 @@ def own_reduction(ctx, strategy: ShardingStrategy) -> None:
     register_comm_hook(model, None, hook)
     for m in (plain, model):
         backward(m, ctx.rank)
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+    torch.testing.assert_close(whole_gradients(model), whole_gradients(plain), rtol=0, atol=0)
     assert len(states) == 2  # a dtype each
 
 
-@EVERY_STRATEGY
-def test_a_hook_without_a_state_gets_the_reduction(pool, strategy):
-    pool.run(own_reduction, strategy, world_size=3)
-
-
-def registering(ctx) -> None:
+@ranks(2)
+def test_where_hooks_are_registered(ctx):
     """Which units, for how long, and in copies."""
     calls: list[Any] = []
 
@@ -191,63 +182,47 @@ def registering(ctx) -> None:
     assert count(model) == 3
 
 
-def test_where_hooks_are_registered(pool):
-    pool.run(registering)
-
-
-def one_argument(state: Any) -> None: ...
-
-
-def sharded_only(state: Any, gradient: Tensor, output: Tensor) -> None: ...
-
-
-def replicated_only(state: Any, gradient: Tensor) -> None: ...
-
-
 def test_what_cannot_be_registered_raises_before_anything_is_changed():
+    def sharded_only(state: Any, gradient: Tensor, output: Tensor) -> None: ...
+
+    def refused(kind: type[Exception], message: str, module: nn.Module, state: Any, hook: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=message):
+            register_comm_hook(module, state, hook, **options)
+
     with fake_world(4):
         model, replicated = built(None), built(None, NO_SHARD)
-        with pytest.raises(TypeError, match=r"'sum' is not callable: pass a function hook\(state, gradient, output\)"):
-            register_comm_hook(model, None, "sum")
-        for hook in (one_argument, replicated_only):
-            with pytest.raises(
-                TypeError, match=r"FULL_SHARD and calls hook\(state, gradient, output\), but .* does not take"
-            ):
-                register_comm_hook(model, None, hook)
-        with pytest.raises(TypeError, match=r"NO_SHARD and calls hook\(state, gradient\), but .*'output'"):
-            register_comm_hook(replicated, None, sharded_only)
-        with pytest.raises(TypeError, match=r"flatshard.comm.bf16_compress_hook takes state=None .* got a str"):
-            register_comm_hook(model, "state", bf16_compress_hook)
-        with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
-            register_comm_hook(nn.Linear(2, 2), None, average)
-        with pytest.raises(ValueError, match="this ModuleList is not a unit, but contains units"):
-            register_comm_hook(model.blocks, None, average, recurse=False)
+        refused(
+            TypeError, r"'sum' is not callable: pass a function hook\(state, gradient, output\)", model, None, "sum"
+        )
+        for hook in (lambda state: None, lambda state, gradient: None):
+            message = r"FULL_SHARD and calls hook\(state, gradient, output\), but .* does not take"
+            refused(TypeError, message, model, None, hook)
+        message = r"NO_SHARD and calls hook\(state, gradient\), but .*'output'"
+        refused(TypeError, message, replicated, None, sharded_only)
+        message = r"flatshard.comm.bf16_compress_hook takes state=None .* got a str"
+        refused(TypeError, message, model, "state", bf16_compress_hook)
+        refused(ValueError, "nothing in this Linear is sharded; call fully_shard first", nn.Linear(2, 2), None, average)
+        message = "this ModuleList is not a unit, but contains units"
+        refused(ValueError, message, model.blocks, None, average, recurse=False)
         # Some units under one strategy and some under another: the hook must do for all.
         policy = CustomPolicy(lambda m: isinstance(m, Block) and {"strategy": NO_SHARD})
         mixed = fully_shard(Net(), policy=policy)
-        with pytest.raises(TypeError, match=r"unit 'blocks.0' is NO_SHARD"):
-            register_comm_hook(mixed, None, sharded_only)
+        refused(TypeError, r"unit 'blocks.0' is NO_SHARD", mixed, None, sharded_only)
         integers = nn.Module()
         integers.forward = lambda: None
         integers.codes = nn.Parameter(torch.arange(8), requires_grad=False)
-        fully_shard(integers)
-        with pytest.raises(
-            ValueError, match=r"units the root module have no gradients to reduce \(they have no floating"
-        ):
-            register_comm_hook(integers, None, average)
+        message = r"units the root module have no gradients to reduce \(they have no floating"
+        refused(ValueError, message, fully_shard(integers), None, average)
         for sharded in (model, replicated, mixed):
             register_comm_hook(sharded, None, average)  # nothing was registered by what raised
             sharded(make_input(0, 2)).sum().backward()
-    with (
-        fake_world(1),
-        pytest.raises(
-            ValueError, match=r"no gradients to reduce \(they are sharded over a single rank\).*do not register"
-        ),
-    ):
-        register_comm_hook(built(None), None, average)
+    with fake_world(1):
+        message = r"no gradients to reduce \(they are sharded over a single rank\).*do not register"
+        refused(ValueError, message, built(None), None, average)
 
 
-def wrong_hooks(ctx) -> None:
+@ranks(2)
+def test_a_hook_that_goes_wrong_is_named(ctx):
     def forgets_to_cast_back(state: Any, gradient: Tensor, output: Tensor) -> None:
         output.data = gradient[: output.numel()].half()
 
@@ -278,16 +253,10 @@ def wrong_hooks(ctx) -> None:
         model.zero_grad()
         for m in (model, plain):
             backward(m, ctx.rank)
-        torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+        torch.testing.assert_close(whole_gradients(model), whole_gradients(plain), rtol=0, atol=0)
 
 
-def test_a_hook_that_goes_wrong_is_named(pool):
-    pool.run(wrong_hooks)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# FSDP1's
-# ---------------------------------------------------------------------------------------------------------------------
+# -- FSDP1's -----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -300,12 +269,14 @@ def record_stream_on_cpu() -> Iterator[None]:
         del torch.Tensor.record_stream
 
 
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
+@ranks(3)
 @record_stream_on_cpu()
-def as_in_fsdp1(ctx, strategy: ShardingStrategy) -> None:
+def test_hooks_of_fsdp1_work_unchanged(ctx, strategy: ShardingStrategy):
     """torch's own hooks, with their own states: the averages are those without a hook, up to rounding."""
     plain = built(ctx.group, strategy)
     backward(plain, ctx.rank)
-    expected = gradients(plain)
+    expected = whole_gradients(plain)
     average = default_hooks.allreduce_hook if strategy is NO_SHARD else default_hooks.reduce_scatter_hook
     low = functools.partial(default_hooks.LowPrecisionState, ctx.group)
     for state, hook, rtol in (
@@ -319,18 +290,14 @@ def as_in_fsdp1(ctx, strategy: ShardingStrategy) -> None:
         for _ in range(2):  # an input that has been pointed elsewhere must not have been the one for the next step
             model.zero_grad()
             backward(model, ctx.rank)
-        for name, grad in gradients(model).items():
+        for name, grad in whole_gradients(model).items():
             assert grad.dtype == torch.float32
             assert (grad - expected[name]).abs().max() <= rtol * expected[name].abs().max(), name
 
 
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-def test_hooks_of_fsdp1_work_unchanged(pool, strategy):
-    pool.run(as_in_fsdp1, strategy, world_size=3)
-
-
+@ranks(2)
 @record_stream_on_cpu()
-def against_fsdp1(ctx) -> None:
+def test_the_same_gradients_as_fsdp1(ctx):
     """Bit for bit what FSDP1 makes of the same hook, over two ranks."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -349,22 +316,18 @@ def against_fsdp1(ctx) -> None:
     register_comm_hook(model, state, default_hooks.bf16_compress_hook)
     for m in (fsdp1, model):
         backward(m, ctx.rank)
-    got = gradients(model)
+    got = whole_gradients(model)
     with FullyShardedDataParallel.summon_full_params(fsdp1, with_grads=True):
         for name, p in fsdp1.named_parameters():
             assert torch.equal(got[name.replace("_fsdp_wrapped_module.", "")], p.grad), name
 
 
-def test_the_same_gradients_as_fsdp1(pool):
-    pool.run(against_fsdp1, world_size=2)
+# -- Ready-made --------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ready-made
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("strategy", "dtype"), some(itertools.product(STRATEGIES, (torch.bfloat16, torch.float16)), 4))
+@ranks(3)
+def test_compression_to_16_bits(ctx, strategy: ShardingStrategy, dtype: torch.dtype):
     """The average of rounded gradients, itself rounded once; over gloo summed in float32."""
     hook = bf16_compress_hook if dtype is torch.bfloat16 else fp16_compress_hook
     plain, model = built(ctx.group, strategy), built(ctx.group, strategy)
@@ -377,7 +340,7 @@ def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
         backward(plain, ctx.rank)
     with sent_bytes() as compressed:
         backward(model, ctx.rank)
-    expected, got = gradients(plain), gradients(model)
+    expected, got = whole_gradients(plain), whole_gradients(model)
     for name, grad in got.items():
         assert grad.dtype == torch.float32
         assert torch.equal(grad, grad.to(dtype).float()), name
@@ -392,12 +355,6 @@ def compressed(ctx, strategy: ShardingStrategy, dtype: torch.dtype) -> None:
         assert sum(compressed) == peers * (4 * gathered + 2 * sum(shards))
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compression_to_16_bits(pool, strategy, dtype):
-    pool.run(compressed, strategy, dtype, world_size=3)
-
-
 class Switch(nn.Module):
     """Rank 0 uses ``a``, with a gradient below float16's range, nobody uses ``b``."""
 
@@ -410,7 +367,8 @@ class Switch(nn.Module):
         return self.linear(x).abs().sum() - (1e-12 * self.a.abs() if rank == 0 else 0)
 
 
-def signed_zeros(ctx) -> None:
+@ranks(3)
+def test_compression_keeps_unused_parameters_apart(ctx):
     for strategy in (FULL, NO_SHARD):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
             for hook in (bf16_compress_hook, fp16_compress_hook):
@@ -427,41 +385,17 @@ def signed_zeros(ctx) -> None:
                 assert all(p.grad is not None and p.grad.dtype == dtype for p in model.linear.parameters())
 
 
-def test_compression_keeps_unused_parameters_apart(pool):
-    pool.run(signed_zeros, world_size=3)
-
-
-def infinities(ctx) -> None:
+@ranks(4)
+def test_float16_overflows_to_infinity(ctx):
     """float16: what is too large is infinite, not wrong; a sum over ranks that is too large is no matter."""
     model = built(ctx.group, model=nn.Linear(1, 3, bias=False))
     register_comm_hook(model, None, fp16_compress_hook)
     x = torch.ones(1, 1)
     (model(x) * torch.tensor([6e4, 7e4, -1e-3])).sum().backward()
-    grad = gradients(model)["weight"].view(-1)
+    grad = whole_gradients(model)["weight"].view(-1)
     assert grad[0] == torch.tensor(6e4).half().float()
     assert grad[1] == float("inf")
     assert grad[2] == torch.tensor(-1e-3).half().float()
-
-
-def test_float16_overflows_to_infinity(pool):
-    pool.run(infinities, world_size=4)
-
-
-def over_quantised(ctx) -> None:
-    """A hook on units with collectives of their own takes the place of their reductions only."""
-    model = built(ctx.group, collectives=QuantizedCollectives())
-    register_comm_hook(model, "mine", Seen(ctx.group))
-    plain = built(ctx.group, collectives=QuantizedCollectives(reduce=False))
-    for m in (model, plain):
-        backward(m, ctx.rank)
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-5, atol=1e-6)
-    expected = {n: p.clone() for n, p in flatshard_values(built(ctx.group)).items()}
-    assert all(torch.equal(v, expected[n]) for n, v in flatshard_values(model).items())  # still exact
-
-
-def flatshard_values(model: nn.Module) -> dict[str, Tensor]:
-    with summon_full_params(model, writeback=False):
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 class Watched:
@@ -486,7 +420,8 @@ class Watched:
         return self.inner.all_reduce(tensor)
 
 
-def handed_on(ctx) -> None:
+@ranks(2)
+def test_what_a_hook_hands_on_of_the_collectives_below(ctx):
     """With a hook the collectives below are used as without: no copy more, and nothing compared that may differ."""
     compared: list[int] = []
     announce = OrderCheck.announce
@@ -510,12 +445,17 @@ def handed_on(ctx) -> None:
     assert set(compared) == {GATHER}
 
 
-def test_what_a_hook_hands_on_of_the_collectives_below(pool):
-    pool.run(handed_on)
-
-
-def test_a_hook_over_other_collectives(pool):
-    pool.run(over_quantised)
+@ranks(2)
+def test_a_hook_over_other_collectives(ctx):
+    """A hook on units with collectives of their own takes the place of their reductions only."""
+    model = built(ctx.group, collectives=QuantizedCollectives())
+    register_comm_hook(model, "mine", Seen(ctx.group))
+    plain = built(ctx.group, collectives=QuantizedCollectives(reduce=False))
+    for m in (model, plain):
+        backward(m, ctx.rank)
+    torch.testing.assert_close(whole_gradients(model), whole_gradients(plain), rtol=1e-5, atol=1e-6)
+    expected = {n: p.clone() for n, p in full_params(built(ctx.group)).items()}
+    assert all(torch.equal(v, expected[n]) for n, v in full_params(model).items())  # still exact
 
 
 def test_hooks_and_the_end_of_a_model():

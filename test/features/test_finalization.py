@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
 import torch
 from clean import check_clean
 from models import Mlp
-from pairs import all_pairs
+from on_ranks import ranks
+from pairs import all_pairs, some
+from parity import check_same_gradients, parts, step_all, twins
 from torch import Tensor, nn
 
 import flatshard
@@ -42,27 +43,14 @@ class Net(nn.Module):
 
 
 def make(ctx, width: int = 5, **options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    plain = Net(width).double()
-    if "device_mesh" not in options:
-        options.setdefault("process_group", ctx.group)
-    return plain, fully_shard(copy.deepcopy(plain), policy={Block}, **options)
+    return twins(ctx, lambda: Net(width), {Block}, **options)
 
 
-def backward(ctx, plain: nn.Module | None, model: nn.Module, size: int | None = None) -> None:
-    size = ctx.world_size if size is None else size
-    x = torch.randn(2 * size, model.head.in_features).double()
-    if plain is not None:
-        plain(x).square().mean().backward()
-    model(x.chunk(size)[ctx.rank % size]).square().mean().backward()
-
-
-def check_gradients(model: nn.Module, plain: nn.Module) -> None:
-    with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            expected = torch.zeros_like(q) if q.grad is None and p.grad is not None else q.grad
-            assert (p.grad is None) == (expected is None), name
-            torch.testing.assert_close(p.grad, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+def backward(ctx, plain: nn.Module | None, model: nn.Module) -> None:
+    x = torch.randn(2 * ctx.world_size, model.head.in_features).double()
+    for m, part in zip((plain, model), parts(ctx, x), strict=True):
+        if m is not None:
+            m(part).square().mean().backward()
 
 
 def given(params: list[Tensor]) -> list[Any]:
@@ -107,34 +95,35 @@ def train(ctx, cases: list[Any]) -> None:
             if handle is not None:
                 handle.wait()
                 handle.wait()
-            check_gradients(model, plain)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            for p in plain.parameters() if flat else ():  # all of a flat parameter has a gradient
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            check_same_gradients(model, plain)
+            step_all(optimizers)
             check_clean(model)
 
 
-STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.SHARD_OPTIM)
 SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
-ENDS = ("at once", "async", "later")
+STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.SHARD_OPTIM)
+CHOICES = {
+    2: (STRATEGIES, (5, 200), (False, True), SYNCS, ("at once", "async", "later")),
+    3: ((S.FULL_SHARD,), (5,), (False, True), SYNCS, ("async",)),
+    4: ((S.HYBRID_SHARD,), (5,), (False, True), SYNCS, ("async", "later")),
+}
 
 
-def test_training(pool):
-    pool.run(train, all_pairs(STRATEGIES, (5, 200), (False, True), SYNCS, ENDS))
+@pytest.mark.parametrize("world_size", CHOICES)
+def test_training(pool, world_size):
+    pool.run(train, some(all_pairs(*CHOICES[world_size]), 12 if world_size == 2 else 4), world_size=world_size)
 
 
-def test_three_ranks(pool):
-    pool.run(train, all_pairs((S.FULL_SHARD,), (5,), (False, True), SYNCS, ("async",)), world_size=3)
-
-
-def test_replicas(pool):
-    pool.run(train, all_pairs((S.HYBRID_SHARD,), (5,), (False, True), SYNCS, ("async", "later")), world_size=4)
+SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def in_mixed_precision(ctx) -> None:
+@ranks(2)
+def test_mixed_precision(ctx):
     """The same bits as of backwards that end by themselves, also for gradients sent as they were computed."""
     policy = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     for width in (5, 200):
@@ -154,33 +143,29 @@ def in_mixed_precision(ctx) -> None:
             assert p.grad is None or torch.equal(p.grad, q.grad)
 
 
-def test_mixed_precision(pool):
-    pool.run(in_mixed_precision)
-
-
-def alone(ctx) -> None:
+@ranks(1)
+def test_a_single_rank(ctx):
     """A single rank: gradients become ``.grad`` at once, but not those of flat parameters."""
     for flat, held in ((False, False), (True, False), (True, True)):
         plain, model = make(ctx, process_group=ctx.alone)
         params = flatshard.flat_parameters(model) if flat else [*model.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.1)
         flatshard.configure(model, manual_finalization=not held, gradient_sync=not held)
-        backward(ctx, plain, model, size=1)
+        backward(ctx, plain, model)
         if flat:
             assert given(params) == [None] * len(params)
             with pytest.raises(RuntimeError, match=r"SGD\.step.*not .*in \.grad"):
                 optimizer.step()
         flatshard.reduce_gradients(model)
-        check_gradients(model, plain)
+        for p in plain.parameters() if flat else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        check_same_gradients(model, plain)
         optimizer.step()
         check_clean(model)
 
 
-def test_a_single_rank(pool):
-    pool.run(alone, world_size=1)
-
-
-def hooks(ctx) -> None:
+@ranks(2)
+def test_hooks_on_gradients(ctx):
     """Hooks on gradients run in the finalization, on the user's thread, and an optimizer in backward steps there."""
     plain, model = make(ctx)
     flatshard.configure(model, manual_finalization=True)
@@ -193,11 +178,8 @@ def hooks(ctx) -> None:
     assert len(seen) == len([p for p in model.parameters() if p.grad is not None]) > 0
 
 
-def test_hooks_on_gradients(pool):
-    pool.run(hooks)
-
-
-def several_models(ctx) -> None:
+@ranks(2)
+def test_several_models(ctx):
     """Models on one group: the other's backward, forward and finalization leave a model's reductions alone."""
     plain, model = make(ctx)
     other_plain, other = make(ctx)
@@ -206,22 +188,19 @@ def several_models(ctx) -> None:
     before = given([*model.parameters()])
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     backward(ctx, other_plain, other)
-    check_gradients(other, other_plain)
+    check_same_gradients(other, other_plain)
     optimizer.step()
     flatshard.reduce_gradients(other)
     assert same(before, given([*model.parameters()]))
     flatshard.reduce_gradients(model)
-    check_gradients(model, plain)
-
-
-def test_several_models(pool):
-    pool.run(several_models)
+    check_same_gradients(model, plain)
 
 
 # -- exceptions, and what the user does in between ------------------------------------------------------------------------
 
 
-def in_between(ctx) -> None:
+@ranks(2)
+def test_in_between(ctx):
     """zero_grad drops what is in ``.grad``; changes of mode, dtype and device raise, and have changed nothing."""
     plain, model = make(ctx)
     flatshard.configure(model, manual_finalization=True)
@@ -243,7 +222,7 @@ def in_between(ctx) -> None:
     for p in model.parameters():
         p.data = p.data.clone()  # the same values elsewhere
     flatshard.reduce_gradients(model)
-    check_gradients(model, plain)
+    check_same_gradients(model, plain)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     model.zero_grad()
     plain.zero_grad()
@@ -253,7 +232,7 @@ def in_between(ctx) -> None:
         model(torch.zeros(1, 5))
     model.double()
     flatshard.reduce_gradients(model)
-    check_gradients(model, plain)
+    check_same_gradients(model, plain)
     backward(ctx, plain, model)
     for p in model.parameters():
         p.grad = None
@@ -262,11 +241,8 @@ def in_between(ctx) -> None:
         model(torch.zeros(1, 5).double())
 
 
-def test_in_between(pool):
-    pool.run(in_between)
-
-
-def failures(ctx) -> None:
+@ranks(2)
+def test_failures(ctx):
     plain, model = make(ctx)
     flatshard.configure(model, manual_finalization=True)
     # A forward that raises keeps what earlier backwards have left.
@@ -278,7 +254,7 @@ def failures(ctx) -> None:
     with torch.no_grad():
         model(torch.zeros(1, 5).double())
     flatshard.reduce_gradients(model)
-    check_gradients(model, plain)
+    check_same_gradients(model, plain)
     # A backward that raises before it reaches these units drops it, as under no_sync; so does recover.
     _, other = make(ctx)
     for how in ("backward", "recover"):
@@ -300,14 +276,10 @@ def failures(ctx) -> None:
         model.zero_grad()
         backward(ctx, plain, model)
         flatshard.reduce_gradients(model)
-        check_gradients(model, plain)
+        check_same_gradients(model, plain)
         pending.wait()
     with pytest.raises(TypeError, match="manual_finalization must be True or False, got 1"):
         flatshard.configure(model, manual_finalization=1)
-
-
-def test_failures(pool):
-    pool.run(failures)
 
 
 def events_of(ctx) -> list[list[str]]:

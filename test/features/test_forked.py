@@ -6,6 +6,7 @@ import os
 
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import nn
 
 from flatshard import fully_shard
@@ -29,7 +30,8 @@ def forward_in_a_fork(model: nn.Module) -> str:
     return text
 
 
-def run_forked(ctx) -> None:
+@ranks(2)
+def test_a_forward_in_a_forked_process(ctx):
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
     for each, fqn in ((model, "<root>"), (model.blocks[1], "blocks.1")):
         text = forward_in_a_fork(each)
@@ -37,7 +39,3 @@ def run_forked(ctx) -> None:
         assert f"which was forked from rank {ctx.rank} " in text
     assert forward_in_a_fork(Net()) == "(1, 2)"
     model(torch.ones(1, 4)).sum().backward()  # the parent goes on
-
-
-def test_a_forward_in_a_forked_process(pool):
-    pool.run(run_forked, world_size=2)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity import adamw, check_parity, full_params
+from on_ranks import ranks
+from pairs import some
+from parity import check_parity, check_same_gradients, full_params, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,12 +23,7 @@ from flatshard._handle.registrations import SHARDED
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
-STRATEGIES = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.SHARD_OPTIM,
-)
+STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 TOKENS, WIDTH = 11, 6
 
 
@@ -127,12 +124,11 @@ def assert_sharded(model: nn.Module) -> None:
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# They compute
-# ---------------------------------------------------------------------------------------------------------------------
+# -- They compute ------------------------------------------------------------------------------------------------------
 
 
-def generate(ctx) -> None:
+@ranks(1, 3)
+def test_without_gradients(ctx):
     plain = make()
     ids = torch.arange(4)
     for strategy in STRATEGIES:
@@ -145,11 +141,6 @@ def generate(ctx) -> None:
         assert_sharded(model)
         if strategy is ShardingStrategy.FULL_SHARD:
             assert all(u.handle.is_sharded for u in units_below(model))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_gradients(pool, world_size):
-    pool.run(generate, world_size=world_size)
 
 
 def by_loss(model: nn.Module, ids: Tensor, scale: float) -> Tensor:
@@ -189,11 +180,12 @@ class Streaming(Model):
             yield self.head(x).square().mean()
 
 
-def train_alike(ctx) -> None:
-    for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
+@ranks(2, 3)
+def test_training(ctx):
+    for strategy in some(STRATEGIES, 2, turn=1) if ctx.world_size == 2 else STRATEGIES[:1]:
         for train in (by_loss, by_parts, by_checkpoint):
             ctx.note(f"{strategy.name}, {train.__name__}")
-            check_parity(ctx, Model, batch, steps=4, train=train, shard=functools.partial(shard, strategy=strategy))
+            check_parity(ctx, Model, batch, steps=2, train=train, shard=functools.partial(shard, strategy=strategy))
 
         def stream(model: nn.Module, group: Any, strategy: ShardingStrategy = strategy) -> nn.Module:
             fully_shard(model, policy={Block}, strategy=strategy, process_group=group)
@@ -201,31 +193,21 @@ def train_alike(ctx) -> None:
             return model
 
         ctx.note(f"{strategy.name}, stream")
-        check_parity(ctx, Streaming, batch, steps=4, train=by_stream, shard=stream)
+        check_parity(ctx, Streaming, batch, steps=2, train=by_stream, shard=stream)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_training(pool, world_size):
-    pool.run(train_alike, world_size=world_size)
-
-
-def collectives(ctx) -> list[str]:
+@ranks(2)
+def test_the_unit_is_gathered_once_around_a_nested_forward(ctx):
     model = shard(make(), ctx.group)
     model.loss(torch.arange(4)).backward()
     with record_events() as events:
         model.loss(torch.arange(4)).backward()
-    return [e for e in events if not e.startswith("reshard")]
+    for event, count in (("all-gather <root>", 1), ("reduce-scatter <root>", 1), ("all-gather blocks.1", 2)):
+        assert events.count(event) == count, event
 
 
-def test_the_unit_is_gathered_once_around_a_nested_forward(pool):
-    first, second = pool.run(collectives)
-    assert first == second
-    assert first.count("all-gather <root>") == 1
-    assert first.count("reduce-scatter <root>") == 1
-    assert first.count("all-gather blocks.1") == 2
-
-
-def cast(ctx) -> None:
+@ranks(2)
+def test_mixed_precision(ctx):
     """Mixed precision treats arguments and results of a method as those of a forward."""
     model = make(torch.float32)
     policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
@@ -239,16 +221,11 @@ def cast(ctx) -> None:
     out.sum().backward()
 
 
-def test_mixed_precision(pool):
-    pool.run(cast)
+# -- Generators --------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Generators
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def generators(ctx) -> None:
+@ranks(2)
+def test_generator_methods(ctx):
     ids = torch.arange(4)
     model, plain = shard(make(), ctx.group), make()
     assert inspect.isgenerator(model.stream(ids, 3))
@@ -279,52 +256,7 @@ def generators(ctx) -> None:
     assert torch.equal(*results)
 
 
-def test_generator_methods(pool):
-    pool.run(generators)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# They fail
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def fail(x: Tensor, error: BaseException) -> Tensor:
-    raise error
-
-
-def failing(ctx) -> None:
-    ids = torch.arange(4)
-    for strategy in STRATEGIES:
-        for error in (ValueError("on purpose"), KeyboardInterrupt("on purpose")):
-            model, plain = shard(make(), ctx.group, strategy), make()
-            optimizers = [adamw(model.parameters()), adamw(plain.parameters())]
-            for call in (model.encode, model.loss, functools.partial(model.generate, steps=2), model):
-                model.middle = functools.partial(fail, error=error)
-                model.blocks[1].register_forward_pre_hook(lambda m, a, model=model: model.middle(None))
-                with pytest.raises(type(error), match="on purpose"):
-                    call(ids)
-                model.blocks[1]._forward_pre_hooks.popitem()
-                del model.middle
-                model.middle = plain.middle
-                if isinstance(error, Exception):
-                    assert all(isinstance(p, ShardedParameter) for p in model.parameters())
-                # What is left of an interrupt belongs to no call around this one.
-                with torch.no_grad():
-                    assert torch.equal(model.decode(model.encode(ids)), plain(ids))
-                for m, optimizer in zip((model, plain), optimizers, strict=True):
-                    m.loss(ids).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                with torch.no_grad():
-                    plain_out = plain(ids)
-                    torch.testing.assert_close(model(ids), plain_out, rtol=1e-9, atol=1e-12)
-            assert_sharded(model)
-            if strategy is ShardingStrategy.FULL_SHARD:
-                assert all(u.handle.is_sharded for u in units_below(model))
-
-
-def test_exceptions(pool):
-    pool.run(failing)
+# -- They fail ---------------------------------------------------------------------------------------------------------
 
 
 class Adapting(Model):
@@ -336,27 +268,22 @@ class Adapting(Model):
         return self(ids)
 
 
-def step_inside(ctx) -> None:
+@ranks(2)
+def test_a_step_inside_a_method_of_the_unit(ctx):
     model = Adapting()
     fully_shard(model, policy={Block}, process_group=ctx.group)
     register_forward_method(model, ["adapt"])
-    with pytest.raises(
-        RuntimeError, match=r"'<root>' were changed in place .* inside its forward, a registered method"
-    ):
+    message = r"'<root>' were changed in place .* inside its forward, a registered method"
+    with pytest.raises(RuntimeError, match=message):
         model.adapt(torch.arange(4), torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.arange(4)).sum().backward()
 
 
-def test_a_step_inside_a_method_of_the_unit(pool):
-    pool.run(step_inside)
+# -- Copies ------------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def copies(ctx) -> None:
+@ranks(2)
+def test_deepcopy(ctx):
     ids = torch.arange(4)
     model, plain = shard(make(), ctx.group), make()
     model.generate = functools.partial(model.generate, steps=3)  # over a registered one
@@ -384,13 +311,7 @@ def copies(ctx) -> None:
     assert_sharded(copied)
 
 
-def test_deepcopy(pool):
-    pool.run(copies)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Registering
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Registering -------------------------------------------------------------------------------------------------------
 
 
 def test_what_it_looks_like(fake_group):
@@ -429,25 +350,22 @@ def test_what_cannot_be_registered(fake_group, name, kind, message):
 def test_modules_that_are_no_units(fake_group):
     model = nn.Sequential(Model(), nn.Linear(2, 2), nn.Tanh())
     fully_shard(model[0], policy={Block})
-    with pytest.raises(
-        ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself: pass that unit"
+    for module, name, message in (
+        (
+            model[0].blocks[0].linear,
+            "forward",
+            r"this Linear is part of unit 'blocks\.0', and not a unit itself: pass that",
+        ),
+        (model[0].embed, "forward", r"this Embedding is part of unit the root module, and not a unit itself"),
+        (model, "append", r"this Sequential is not a unit, but contains units: the root module, 'blocks\.0'"),
+        (model[1], "forward", "nothing in this Linear is sharded; call fully_shard first"),
+        ("generate", model, r"register_forward_method takes an nn\.Module, got a str"),
     ):
-        register_forward_method(model[0].blocks[0].linear, "forward")
-    with pytest.raises(ValueError, match=r"this Embedding is part of unit the root module, and not a unit itself"):
-        register_forward_method(model[0].embed, "forward")
-    with pytest.raises(
-        ValueError, match=r"this Sequential is not a unit, but contains units: the root module, 'blocks\.0'"
-    ):
-        register_forward_method(model, "append")
-    with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
-        register_forward_method(model[1], "forward")
-    with pytest.raises(TypeError, match=r"register_forward_method takes an nn\.Module, got a str"):
-        register_forward_method("generate", model)
+        with pytest.raises((ValueError, TypeError), match=message):
+            register_forward_method(module, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Methods that were not registered
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Methods that were not registered ----------------------------------------------------------------------------------
 
 
 def checking(method: Any) -> Any:
@@ -520,7 +438,8 @@ class Careless(Model):
         return self.narrow(x)
 
 
-def forgotten(ctx) -> None:
+@ranks(2)
+def test_a_method_that_was_not_registered(ctx):
     model = Careless()
     fully_shard(model, policy={Block}, process_group=ctx.group)
     x = torch.ones(2, WIDTH)
@@ -540,9 +459,8 @@ def forgotten(ctx) -> None:
         assert f"But {kind}.forward was called outside of its unit's forward: after " in text
         assert f"after flatshard.register_forward_method(module, {short!r}), {method} gathers what it uses" in text
     for direct in (lambda: model.head(x), lambda: nn.Sequential(model.head)(x)):
-        with pytest.raises(
-            RuntimeError, match=r"'embed\.weight' is sharded.* But Linear\.forward .* call the module that is"
-        ):
+        message = r"'embed\.weight' is sharded.* But Linear\.forward .* call the module that is"
+        with pytest.raises(RuntimeError, match=message):
             direct()
     model.blocks[1].mix = lambda x: x
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.gain' is sharded.* But Block\.forward was called outside"):
@@ -561,11 +479,8 @@ def forgotten(ctx) -> None:
     assert model.through(x).shape == (2, 4)
 
 
-def test_a_method_that_was_not_registered(pool):
-    pool.run(forgotten)
-
-
-def decorated(ctx) -> None:
+@ranks(2)
+def test_the_name_of_a_decorated_method(ctx):
     """The name that the error tells is one that can be registered, and helps."""
     x = torch.ones(1, 2)
     for called, named in (("predict", ""), ("score", "score"), ("rank", "rank"), ("sample", "sample"), ("ask", "ask")):
@@ -579,10 +494,6 @@ def decorated(ctx) -> None:
         assert f"register_forward_method(module, {named!r}), Decorated.{named} gathers" in str(caught.value)
         register_forward_method(model, named)
         getattr(model, called)(*arguments)
-
-
-def test_the_name_of_a_decorated_method(pool):
-    pool.run(decorated)
 
 
 class Prompted(nn.Module):
@@ -622,12 +533,12 @@ class Server(nn.Module):
         return self.generator.prompted.prefill(x)
 
 
-def nested(ctx) -> None:
+@ranks(2)
+def test_methods_of_modules_that_are_no_units(ctx):
     """The method that the error names is one of the unit that owns the parameter; if there is none, something else helps."""
     model, x = fully_shard(Generator(), process_group=ctx.group), torch.ones(1, 2)
-    with pytest.raises(
-        RuntimeError, match=r"register_forward_method\(module, 'generate'\), Generator\.generate gathers"
-    ):
+    message = r"register_forward_method\(module, 'generate'\), Generator\.generate gathers"
+    with pytest.raises(RuntimeError, match=message):
         model.generate(x)
     register_forward_method(model, "generate")
     assert model.generate(x).shape == (1, 2)
@@ -638,11 +549,8 @@ def nested(ctx) -> None:
         assert server.encode(x).shape == (1, 2)
 
 
-def test_methods_of_modules_that_are_no_units(pool):
-    pool.run(nested)
-
-
-def silent(ctx) -> None:
+@ranks(2)
+def test_where_the_shapes_would_fit(ctx):
     """Without a guard this multiplies by a vector: a shape that fits, and a number that is wrong."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 2, bias=False))
@@ -650,18 +558,14 @@ def silent(ctx) -> None:
     fully_shard(model, process_group=ctx.group)
     x = torch.ones(3, 64)
     assert nn.functional.linear(x, model[0].weight).shape == (3,)
-    with pytest.raises(
-        RuntimeError, match=r"parameter '0\.weight' is sharded: this rank has elements .* of shape \(2, 64\)"
-    ):
+    message = r"parameter '0\.weight' is sharded: this rank has elements .* of shape \(2, 64\)"
+    with pytest.raises(RuntimeError, match=message):
         model[0](x)
     assert torch.equal(model(x), plain(x))
 
 
-def test_where_the_shapes_would_fit(pool):
-    pool.run(silent)
-
-
-def may_be_read(ctx) -> None:
+@ranks(2)
+def test_what_may_be_read(ctx):
     """Reading a sharded parameter is no mistake; nor are hooks that do, or a world of one rank."""
     model = Careless()
     seen = []
@@ -676,10 +580,6 @@ def may_be_read(ctx) -> None:
     assert model.head._parameters.get("bias") is model.head.bias
     whole = fully_shard(Careless(), strategy=ShardingStrategy.NO_SHARD, process_group=ctx.group)
     assert whole.project(torch.ones(2, WIDTH)).shape == (2, 4)
-
-
-def test_what_may_be_read(pool):
-    pool.run(may_be_read)
 
 
 class Swaps(nn.Module):
@@ -720,27 +620,18 @@ class Swaps(nn.Module):
         return before + 3 * swapped + 5 * self.inner(x)
 
 
-def swap(ctx) -> None:
-    torch.manual_seed(0)
-    model = Swaps().double()
-    plain = copy.deepcopy(model)
-    fully_shard(model, process_group=ctx.group)
+@ranks(2)
+def test_parameters_written_during_forward(ctx):
+    plain, model = twins(ctx, Swaps)
     x = torch.rand(2, WIDTH, dtype=torch.double)
     for how in ("functional_call", "assign", "items", "delete"):
         ctx.note(how)
         model.how = plain.how = how
         for _ in range(2):
             assert torch.equal(model(x), plain(x))
-            model.zero_grad(), plain.zero_grad()
             for m in (model, plain):
+                m.zero_grad()
                 m(x).square().mean().backward()
-            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                    assert (p.grad is None) == (q.grad is None)
-                    assert p.grad is None or torch.allclose(p.grad, q.grad)
+            check_same_gradients(model, plain)
         assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
     assert "weight" not in model.inner.__dict__
-
-
-def test_parameters_written_during_forward(pool):
-    pool.run(swap)

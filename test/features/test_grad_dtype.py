@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -35,7 +36,7 @@ class Net(nn.Sequential):
     """The second is too large for its gradients to be copied together."""
 
     def __init__(self) -> None:
-        super().__init__(Scale(), Scale(30_000))
+        super().__init__(Scale(), Scale(17_000))
 
     def forward(self, *inputs: float) -> Tensor:
         return self[0](*inputs) + self[1](*inputs)
@@ -80,7 +81,9 @@ WIDE = {("a", FP32): {1.0}, ("b", FP32): {1.0}}
 MIXED = {("a", FP32): {1.0}, ("b", BF16): {0.0}}
 
 
-def accumulate(ctx, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
+@ranks(1, 3)
+def test_accumulates_as_in_one_process(ctx, strategy: ShardingStrategy):
     assert in_one_process("a", *[(x,) for x in STEPS]) == MIXED
     for names, expected in (("ab", WIDE), ("a", MIXED)):
         for after in (False, True):
@@ -102,13 +105,8 @@ def accumulate(ctx, strategy: ShardingStrategy) -> None:
             assert gradients(model) == in_one_process(names, USES)
 
 
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
-def test_accumulates_as_in_one_process(pool, strategy):
-    for world_size in (1, 2, 3):
-        pool.run(accumulate, strategy, world_size=world_size)
-
-
-def reduce(ctx) -> None:
+@ranks(2)
+def test_reduced_in_it(ctx):
     """Ranks have 256 and 1."""
     mine = STEPS[ctx.rank]
     own = MixedPrecision(BF16, reduce_in_param_dtype=False)  # as FSDP2's policy since torch 2.15
@@ -140,10 +138,6 @@ def reduce(ctx) -> None:
     assert gradients(narrow) == {("a", BF16): {128.0}, ("b", BF16): {128.0}}
 
 
-def test_reduced_in_it(pool):
-    pool.run(reduce, world_size=2)
-
-
 class Hands(torch.autograd.Function):
     """A gradient in float32, whatever the parameter is."""
 
@@ -165,14 +159,14 @@ class Own(nn.Module):
         return Hands.apply(self.weight)
 
 
-def any_dtype(ctx) -> None:
+@ranks(1, 2, 4)
+def test_any_dtype(ctx):
     model = Own()
     model.weight.grad_dtype = None
     fully_shard(model, process_group=ctx.group)
     if ctx.world_size > 1:
-        with pytest.raises(
-            RuntimeError, match=r"gradient of 'weight' is torch.float32.*set p.grad_dtype = torch.float32"
-        ):
+        message = r"gradient of 'weight' is torch.float32.*set p.grad_dtype = torch.float32"
+        with pytest.raises(RuntimeError, match=message):
             model().backward()
         assert model.weight.grad is None
         model.weight.grad_dtype = FP32  # as it says
@@ -189,12 +183,8 @@ def any_dtype(ctx) -> None:
     assert set(model.weight.grad.tolist()) <= {257.0}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_dtype(pool, world_size):
-    pool.run(any_dtype, world_size=world_size)
-
-
-def converted(ctx) -> None:
+@ranks(2)
+def test_conversions_and_copies(ctx):
     for names, expected in (("ab", WIDE), ("a", {("a", FP32): {1.0}, ("b", FP16): {0.0}})):
         model = sharded(ctx, names)
         model(4.0).backward()
@@ -237,11 +227,8 @@ def converted(ctx) -> None:
     assert gradients(model) == MIXED
 
 
-def test_conversions_and_copies(pool):
-    pool.run(converted, world_size=2)
-
-
-def between(ctx) -> None:
+@ranks(1, 2)
+def test_chosen_in_between(ctx):
     """Chosen while there is a graph, and while gradients are held."""
     model = sharded(ctx, "")
     loss = model(*STEPS)
@@ -264,12 +251,8 @@ def between(ctx) -> None:
     assert gradients(model) == {key: {2.0} for key in WIDE}
 
 
-def test_chosen_in_between(pool):
-    for world_size in (1, 2):
-        pool.run(between, world_size=world_size)
-
-
-def flat(ctx) -> None:
+@ranks(2)
+def test_flat_parameters(ctx):
     for names, after in (("ab", False), ("ab", True), ("a", False)):
         model = sharded(ctx, names, after and names == "a")
         flats = flatshard.flat_parameters(model)
@@ -286,10 +269,6 @@ def flat(ctx) -> None:
             assert {v for p in model.parameters() for v in p.unique().tolist()} == {0.0}
 
 
-def test_flat_parameters(pool):
-    pool.run(flat, world_size=2)
-
-
 class Seeing(torch.optim.SGD):
     seen: set[Any]
 
@@ -298,7 +277,8 @@ class Seeing(torch.optim.SGD):
         return super().step(closure)
 
 
-def whole(ctx) -> None:
+@ranks(2)
+def test_whole_parameter_optimizer(ctx):
     seen: set[Any] = set()
     Seeing.seen = seen
     model = sharded(ctx, "a")
@@ -323,11 +303,8 @@ def whole(ctx) -> None:
     assert seen <= {(BF16, BF16)}
 
 
-def test_whole_parameter_optimizer(pool):
-    pool.run(whole, world_size=2)
-
-
-def parallel(ctx) -> None:
+@ranks(4)
+def test_dtensors(ctx):
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     for after in (False, True):
         model = Scale(6).to(BF16)
@@ -347,7 +324,3 @@ def parallel(ctx) -> None:
         model.zero_grad()
         model(*STEPS).full_tensor().backward()
         assert {v for p in model.parameters() for v in p.grad.tolist()} <= {1.0}
-
-
-def test_dtensors(pool):
-    pool.run(parallel, world_size=4)

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block
-from parity import full_params
+from on_ranks import ranks
+from parity import check_same_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,11 +142,12 @@ def train(ctx, reference: nn.Module, model: nn.Module, steps: int = 4) -> None:
         torch.testing.assert_close(loss, losses[ctx.rank], rtol=1e-12, atol=1e-14)
         for optimizer in optimizers:
             optimizer.step()
-    for name, full in full_params(model).items():
-        torch.testing.assert_close(full, reference.get_parameter(name).detach(), rtol=1e-9, atol=1e-12, msg=name)
+    check_same_params(model, reference)
 
 
-def drop(ctx, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [SpeechEncoder, CheckpointedEncoder, BartEncoder])
+@ranks(3)
+def test_each_rank_drops_its_own_layers(ctx, kind: Any):
     reference, model = make(kind), make(kind)
     assert shard(ctx, model, {Block, nn.Sequential, nn.LayerNorm}) == []  # the norm, behind the list, is a unit
     train(ctx, reference, model)
@@ -158,13 +160,8 @@ def drop(ctx, kind: Any) -> None:
         model.train()(torch.ones(2, 4).double())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", [SpeechEncoder, CheckpointedEncoder, BartEncoder])
-def test_each_rank_drops_its_own_layers(pool, kind, world_size):
-    pool.run(drop, kind, world_size=world_size)
-
-
-def refused(ctx) -> None:
+@ranks(2)
+def test_checkpoints_that_do_not_fit(ctx):
     """Every rank raises, whether it drops a layer or not, and each of the cures works."""
     units = {Block, nn.Sequential}
     for kind, what, cure, policy in (
@@ -191,11 +188,8 @@ def refused(ctx) -> None:
         train(ctx, reference, model)
 
 
-def test_checkpoints_that_do_not_fit(pool):
-    pool.run(refused)
-
-
-def drop_once(ctx) -> None:
+@ranks(2)
+def test_wherever_fully_shard_is_called(ctx):
     """The list that may be dropped is registered once, whoever shards; a forward that fails leaves nothing behind."""
     reference, model = make(SpeechEncoder), make(SpeechEncoder)
     for layer in model.encoder.layers:
@@ -210,16 +204,13 @@ def drop_once(ctx) -> None:
     train(ctx, make(SpeechEncoder), whole)
 
 
-def test_wherever_fully_shard_is_called(pool):
-    pool.run(drop_once)
-
-
 def run_passes(model: nn.Module) -> None:
     for _ in range(4):
         model(torch.ones(2, 4).double()).sum().backward()
 
 
-def warned(ctx) -> None:
+@ranks(2)
+def test_a_warning_where_layers_are_in_several_lists(ctx):
     """What cannot be told apart is warned about, and each of the cures works."""
     for cure in ({"layerdrop": 0.0}, {"skips": True}):
         reference, model = make(TwoLists), make(TwoLists)
@@ -235,7 +226,3 @@ def warned(ctx) -> None:
     torch.manual_seed(ctx.rank)
     with pytest.raises(OutOfStepError, match="layerdrop"):
         run_passes(model)
-
-
-def test_a_warning_where_layers_are_in_several_lists(pool):
-    pool.run(warned)

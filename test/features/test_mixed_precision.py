@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from pairs import some
+from parity import step_all
 from torch import nn
 from torch.distributed import fsdp
 
@@ -88,14 +91,14 @@ POLICIES = {
 
 
 def training(ctx, policy: MixedPrecision, strategy: ShardingStrategy) -> None:
-    """Five AdamW steps; gradients compared in each from the same master weights."""
+    """Three AdamW steps; gradients compared in each from the same master weights."""
     for units in ({Block}, None):
         torch.manual_seed(0)
         reference = Net()
         model = copy.deepcopy(reference)
         fully_shard(model, policy=units, process_group=ctx.group, strategy=strategy, mixed_precision=policy)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, model)]
-        for step in range(5):
+        for step in range(3):
             ids = torch.randint(0, 11, (2 * ctx.world_size, 4))
             slices = [(part, torch.tensor(1.25)) for part in ids.chunk(ctx.world_size)]
             expected = reference_gradients(reference, slices, policy)
@@ -113,19 +116,23 @@ def training(ctx, policy: MixedPrecision, strategy: ShardingStrategy) -> None:
                     torch.testing.assert_close(p, q, rtol=0, atol=0, msg=f"{name} before step {step}")
                     torch.testing.assert_close(p.grad, expected[name], **tolerance)
                     q.grad = p.grad.clone()  # so that both stay bitwise equal
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(optimizers)
 
 
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD, OPTIM], ids=lambda s: s.name)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "strategy"), some(itertools.product(POLICIES, (FULL, GRAD_OP, NO_SHARD, OPTIM)), 13), ids=str
+)
 def test_training(pool, policy: str, strategy: ShardingStrategy):
-    for world_size in some((3 if strategy is FULL else 2, 1), 1):
-        pool.run(training, POLICIES[policy], strategy, world_size=world_size)
+    pool.run(training, POLICIES[policy], strategy, world_size=3 if strategy is FULL else 2)
 
 
-def inputs_and_outputs(ctx) -> None:
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+
+
+@ranks(2)
+def test_inputs_and_outputs_are_cast(ctx):
     ids, scale = torch.zeros(2, 3, dtype=torch.long), torch.ones(())
     everywhere = MixedPrecision(BF16, cast_forward_inputs=True, output_dtype=FP32)
     inner = dataclasses.replace(everywhere, output_dtype=None)
@@ -170,15 +177,6 @@ def inputs_and_outputs(ctx) -> None:
     assert x.grad.dtype is FP32
 
 
-@dataclasses.dataclass
-class Point:
-    x: torch.Tensor
-
-
-def test_inputs_and_outputs_are_cast(pool):
-    pool.run(inputs_and_outputs)
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +190,8 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(x)))
 
 
-def ignored_classes(ctx) -> None:
+@ranks(2)
+def test_ignored_classes_keep_their_precision(ctx):
     policy = MixedPrecision(BF16, buffer_dtype=BF16)
     model = fully_shard(Normed(), process_group=ctx.group, mixed_precision=policy)
     out = model(torch.randn(8, 4))
@@ -209,11 +208,8 @@ def ignored_classes(ctx) -> None:
     assert model.norm.running_mean.dtype is BF16
 
 
-def test_ignored_classes_keep_their_precision(pool):
-    pool.run(ignored_classes)
-
-
-def low_precision_gradients(ctx) -> None:
+@ranks(2)
+def test_low_precision_gradients_are_kept(ctx):
     policy = MixedPrecision(BF16, keep_low_precision_grads=True)
     for world in (1, ctx.world_size):
         group = ctx.alone if world == 1 else ctx.group
@@ -226,11 +222,8 @@ def low_precision_gradients(ctx) -> None:
                 assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(FP32, BF16)}
 
 
-def test_low_precision_gradients_are_kept(pool):
-    pool.run(low_precision_gradients)
-
-
-def evaluation(ctx) -> None:
+@ranks(1, 2)
+def test_full_precision_in_eval(ctx):
     policy = MixedPrecision(BF16, full_precision_in_eval=True)
     torch.manual_seed(0)
     reference = Net()
@@ -252,11 +245,6 @@ def evaluation(ctx) -> None:
     assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
 
 
-def test_full_precision_in_eval(pool):
-    for world_size in (1, 2):
-        pool.run(evaluation, world_size=world_size)
-
-
 class Partly(nn.Module):
     """A unit of which some parameters are not cast: of a normalisation that is ignored, and integers."""
 
@@ -270,7 +258,8 @@ class Partly(nn.Module):
         return self.norm(self.linear(x)) + self.table[:4]
 
 
-def partly_cast(ctx) -> None:
+@ranks(1, 2)
+def test_units_that_are_cast_in_part(ctx):
     torch.manual_seed(0)
     reference = Partly().eval()
     policy = MixedPrecision(BF16, full_precision_in_eval=True)
@@ -287,12 +276,8 @@ def partly_cast(ctx) -> None:
         model.norm.reset_running_stats()
 
 
-def test_units_that_are_cast_in_part(pool):
-    for world_size in (1, 2):
-        pool.run(partly_cast, world_size=world_size)
-
-
-def failing_evaluation(ctx) -> None:
+@ranks(2)
+def test_an_exception_in_full_precision(ctx):
     policy = MixedPrecision(BF16, full_precision_in_eval=True)
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy).eval()
     handle = model.blocks[1].inner.register_forward_hook(lambda *a: 1 / 0)
@@ -305,11 +290,9 @@ def failing_evaluation(ctx) -> None:
     model.train()(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
 
 
-def test_an_exception_in_full_precision(pool):
-    pool.run(failing_evaluation)
-
-
-def summoning(ctx, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
+@ranks(1, 3)
+def test_summon_full_params(ctx, strategy: ShardingStrategy):
     """The user's own dtype, bit for bit; changes written back without rounding; nested; forwards in full precision inside."""
     torch.manual_seed(0)
     reference = Net()
@@ -335,13 +318,9 @@ def summoning(ctx, strategy: ShardingStrategy) -> None:
         assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
-def test_summon_full_params(pool, strategy: ShardingStrategy):
-    for world_size in (1, 3):
-        pool.run(summoning, strategy, world_size=world_size)
-
-
-def summoning_some(ctx, output_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("output_dtype", [None, FP32])
+@ranks(2)
+def test_summon_full_params_of_some_units(ctx, output_dtype: torch.dtype | None):
     """A unit in full precision inside one that is not, or around one. Tensors are cast on the way from one to the other."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
@@ -367,11 +346,6 @@ def summoning_some(ctx, output_dtype: torch.dtype | None) -> None:
             assert torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize("output_dtype", [None, FP32])
-def test_summon_full_params_of_some_units(pool, output_dtype):
-    pool.run(summoning_some, output_dtype)
-
-
 class Clamped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +358,8 @@ class Clamped(nn.Module):
         return x * self.weight
 
 
-def changing_itself(ctx) -> None:
+@ranks(2)
+def test_a_forward_that_changes_its_parameters(ctx):
     """What forward changes in its own parameters is kept; what it doesn't is not rounded to the compute dtype."""
     model = fully_shard(Clamped(), process_group=ctx.group, mixed_precision=MixedPrecision(BF16))
     with torch.no_grad():
@@ -393,11 +368,8 @@ def changing_itself(ctx) -> None:
         assert torch.equal(model.weight, torch.tensor([0.1, 0.5, 1 / 3, -0.2, 0.5]))
 
 
-def test_a_forward_that_changes_its_parameters(pool):
-    pool.run(changing_itself)
-
-
-def override(ctx) -> None:
+@ranks(2)
+def test_override_by_policy(ctx):
     """Per-unit policies; tied parameters keep those of the unit that owns them."""
     low = MixedPrecision(BF16, cast_forward_inputs=True)
     policy = CustomPolicy(lambda m: {"mixed_precision": low} if isinstance(m, Block) else False)
@@ -414,11 +386,8 @@ def override(ctx) -> None:
     assert {p.grad.dtype for p in model.parameters()} == {FP32}
 
 
-def test_override_by_policy(pool):
-    pool.run(override)
-
-
-def frozen_and_integers(ctx) -> None:
+@ranks(2)
+def test_frozen_and_integer_parameters(ctx):
     model = Net()
     model.blocks[0].requires_grad_(False)
     model.table = nn.Parameter(torch.arange(4), requires_grad=False)
@@ -430,10 +399,6 @@ def frozen_and_integers(ctx) -> None:
     assert flats["wide"] == (FP64, BF16)
     assert model.blocks[0].inner.weight.grad is None
     assert model.blocks[1].inner.weight.grad.dtype is FP32
-
-
-def test_frozen_and_integer_parameters(pool):
-    pool.run(frozen_and_integers)
 
 
 def descriptions(ctx) -> str:
@@ -471,7 +436,8 @@ def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
     return p.dtype if tuple(p.shape) == (6,) else None
 
 
-def parameters_of_two_dtypes(ctx) -> None:
+@ranks(2, 3)
+def test_a_dtype_for_each_parameter(ctx):
     """As in one process that casts by hand; and on two ranks bit for bit as FSDP2, where it has such a policy."""
     torch.manual_seed(0)
     reference = nn.Sequential(NormedBlock(), nn.Sequential(NormedBlock(), NormedBlock()))
@@ -509,11 +475,6 @@ def parameters_of_two_dtypes(ctx) -> None:
     assert {dtypes for fqns, dtypes in flats.items() if fqns not in own} == {(FP32, BF16)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_dtype_for_each_parameter(pool, world_size):
-    pool.run(parameters_of_two_dtypes, world_size=world_size)
-
-
 # [Note: One gather for several dtypes]
 # FSDP2 sends the bytes of all dtypes in one all-gather, and copies each parameter out of it, as it always does. Here the
 # output of a gather is the memory of the parameters, which lie across the boundaries between ranks. One gather would put
@@ -541,9 +502,8 @@ def test_each_dtype_of_a_unit_is_gathered_by_itself():
 def test_dtypes_that_a_parameter_cannot_have(wrong: Any, shown: str):
     model = NormedBlock()
     policy = MixedPrecision(BF16, param_dtype_override_fn=lambda p: wrong if p is model.up.bias else None)
-    with pytest.raises(
-        ValueError, match=f"returned {shown} for parameter 'up.bias': it may return .*torch.float32, or"
-    ):
+    message = f"returned {shown} for parameter 'up.bias': it may return .*torch.float32, or"
+    with pytest.raises(ValueError, match=message):
         flatshard.plan(model, world_size=2, mixed_precision=policy)
     assert type(model.up.bias) is nn.Parameter
     with pytest.raises(ValueError, match="must be a function that takes a parameter"):
@@ -590,16 +550,16 @@ def test_what_a_later_torch_can_say_is_refused(kind: type, argument: str):
     model = nn.Linear(2, 2)
     for given in ({"sum_backwards": True}, {"axes": [1]}):
         (name,) = given
-        with pytest.raises(
-            ValueError, match=rf"^{argument}: {kind.__name__}\({name}=.* has no counterpart .*: leave it out"
-        ):
+        message = rf"^{argument}: {kind.__name__}\({name}=.* has no counterpart .*: leave it out"
+        with pytest.raises(ValueError, match=message):
             fully_shard(model, **{argument: later(**given)})
     assert type(model.weight) is nn.Parameter
     ours = MixedPrecision if argument == "mixed_precision" else CPUOffload
     assert ours.of(later()) == ours.of(kind())
 
 
-def reductions_without_a_dtype(ctx) -> None:
+@ranks(2)
+def test_reductions_without_a_dtype_are_those_of_the_policys_class(ctx):
     """The bf16 gradients 256 and 1 of two ranks: 128.5, or 128.0 where the sum is rounded to bf16."""
 
     class Scale(nn.Module):
@@ -632,10 +592,6 @@ def reductions_without_a_dtype(ctx) -> None:
         assert reduced(kind(BF16)) == 128.0
     assert reduced(MixedPrecision(BF16, reduce_in_param_dtype=False)) == 128.5
     assert reduced(MixedPrecision(BF16, BF16, reduce_in_param_dtype=False)) == 128.0
-
-
-def test_reductions_without_a_dtype_are_those_of_the_policys_class(pool):
-    pool.run(reductions_without_a_dtype, world_size=2)
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"])
@@ -682,7 +638,8 @@ def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(pool):
             assert late.count("AdamW keeps its state for 'weight', 'bias' in 16 bits") == 1
 
 
-def offload_without_accelerator(ctx) -> None:
+@ranks(2)
+def test_offload_without_an_accelerator_changes_nothing(ctx):
     """On CPU nothing moves, and everything works: accumulation included."""
     torch.manual_seed(0)
     reference = Net()
@@ -703,11 +660,8 @@ def offload_without_accelerator(ctx) -> None:
         assert torch.equal(p, q)
 
 
-def test_offload_without_an_accelerator_changes_nothing(pool):
-    pool.run(offload_without_accelerator)
-
-
-def kept_casts(ctx) -> None:
+@ranks(2)
+def test_a_kept_cast_lives_from_forward_to_backward(ctx):
     """From forward to backward, and not a moment longer."""
     policy = MixedPrecision(BF16, reduce_dtype=FP32, keep_cast_shard=True)
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy)
@@ -731,11 +685,8 @@ def kept_casts(ctx) -> None:
     assert not kept()
 
 
-def test_a_kept_cast_lives_from_forward_to_backward(pool):
-    pool.run(kept_casts)
-
-
-def gradient_from_outside(ctx) -> None:
+@ranks(1, 2)
+def test_gradient_from_outside(ctx):
     """A gradient that the user makes inside ``summon_full_params`` gets the dtype that gradients have here."""
     policy = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
     model = fully_shard(nn.Linear(3, 4), process_group=ctx.group, mixed_precision=policy)
@@ -743,8 +694,3 @@ def gradient_from_outside(ctx) -> None:
         model.weight.grad = torch.ones_like(model.weight)
     assert model.weight.grad.dtype is BF16
     assert model.bias.grad is None
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradient_from_outside(pool, world_size):
-    pool.run(gradient_from_outside, world_size=world_size)

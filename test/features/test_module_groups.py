@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from clean import check_clean
 from event_lines import as_text, same_everywhere, train
 from expecttest import assert_expected_inline
 from models import Block
+from on_ranks import ranks
 from pairs import some
-from parity import check_parity, full_params
+from parity import check_parity, check_same_gradients, check_same_params
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -96,9 +98,7 @@ def outermost(model: Model, group: Any, **options: Any) -> Model:
 HOW = [by_list, by_policy, around, across, outermost]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Numbers -----------------------------------------------------------------------------------------------------------
 
 
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [(how, {}, {}) for how in HOW]
@@ -130,7 +130,7 @@ def train_some(ctx, numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_one_process(pool, world_size):
-    pool.run(train_some, some(range(len(CASES)), 8, turn=world_size), world_size=world_size)
+    pool.run(train_some, some(range(len(CASES)), 6, turn=world_size), world_size=world_size)
 
 
 class Halves(nn.Module):
@@ -153,40 +153,29 @@ class TwoCalls(nn.Module):
         return self.head(self.halves(self.halves(self.front(x), "frozen"), "trained"))
 
 
-def values_after_gradients(ctx) -> None:
+@ranks(1, 2)
+def test_values_are_there_after_all_gradients_have_come(ctx):
     """The gradients of a unit are complete before backward comes to a forward of it that used frozen parameters only."""
 
-    def freeze_norm(model: Model) -> Model:
-        model.norm.requires_grad_(False)
-        return model
-
-    def freeze_block(model: Model) -> Model:
-        model.blocks[0].requires_grad_(False)
+    def make(frozen: str, call: str = "none") -> Model:
+        model = Model(call=call)
+        model.get_submodule(frozen).requires_grad_(False)
         return model
 
     cases = [
-        (how, model, options)
-        for how, freeze in (
-            (by_policy, freeze_norm),
-            (by_list, freeze_norm),
-            (outermost, freeze_norm),
-            (across, freeze_block),
-        )
-        for options in ({}, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, {"strategy": GRAD_OP})
-        for model in (lambda freeze=freeze: freeze(Model()), lambda freeze=freeze: freeze(Model(call="reentrant")))
+        (by_policy, lambda: make("norm"), {}),
+        (by_policy, lambda: make("norm", "reentrant"), {"strategy": GRAD_OP}),
+        (by_list, lambda: make("norm"), {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
+        (outermost, lambda: make("norm", "reentrant"), {}),
+        (outermost, lambda: make("norm"), {"strategy": GRAD_OP}),
+        (across, lambda: make("blocks.0"), {}),
+        (across, lambda: make("blocks.0", "reentrant"), {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
+        (lambda m, group: fully_shard(m, policy={Halves}, process_group=group), TwoCalls, {}),
     ]
-    cases.append((lambda m, group, **_: fully_shard(m, policy={Halves}, process_group=group), TwoCalls, {}))
-    for how, model, options in cases:
-        ctx.note(f"{how.__name__} {model.__name__} {options}")
-        run = check_parity(
-            ctx, model, make_input, steps=2, shard=lambda m, group, how=how, options=options: how(m, group, **options)
-        )
-        check_clean(run.sharded)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_values_are_there_after_all_gradients_have_come(pool, world_size):
-    pool.run(values_after_gradients, world_size=world_size)
+    for number, (how, model, options) in enumerate(cases):
+        ctx.note(f"{number} {options}")
+        shard = functools.partial(how, **options)
+        check_clean(check_parity(ctx, model, make_input, steps=2, shard=shard).sharded)
 
 
 class Routed(nn.Module):
@@ -202,7 +191,9 @@ class Routed(nn.Module):
         return self.head(self.other(torch.tanh(self.middle(x)), route[1]))
 
 
-def trains_routed(ctx) -> None:
+@ranks(2)
+def test_ranks_use_different_parameters_of_the_members(ctx):
+    """Where all gradients come at the first member on one rank, and at the second on another, both gather as often."""
     torch.manual_seed(0)
     plain = Routed().double()
     model = copy.deepcopy(plain)
@@ -214,20 +205,14 @@ def trains_routed(ctx) -> None:
         xs = torch.randn(2, 3, WIDTH, dtype=torch.float64)
         sum(plain(x, route).square().mean() / 2 for x, route in zip(xs, routes, strict=True)).backward()
         model(xs[ctx.rank], routes[ctx.rank]).square().mean().backward()
-        with flatshard.summon_full_params(model, with_grads=True):
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
+        check_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
         check_clean(model)
 
 
-def test_ranks_use_different_parameters_of_the_members(pool):
-    """Where all gradients come at the first member on one rank, and at the second on another, both gather as often."""
-    pool.run(trains_routed, world_size=2)
-
-
-def frozen_and_skipped(ctx) -> None:
+@ranks(2)
+def test_a_member_that_is_frozen_or_does_not_run(ctx):
     def freeze_head(model: Model, step: int) -> None:
         model.head.requires_grad_(step % 2 == 0)
 
@@ -241,11 +226,8 @@ def frozen_and_skipped(ctx) -> None:
             check_clean(run.sharded)
 
 
-def test_a_member_that_is_frozen_or_does_not_run(pool):
-    pool.run(frozen_and_skipped, world_size=2)
-
-
-def after_an_exception(ctx) -> None:
+@ranks(2)
+def test_an_exception_between_the_members(ctx):
     def fail_first(model: Model, step: int) -> None:
         if step == 1:
             model.fails = True
@@ -257,30 +239,6 @@ def after_an_exception(ctx) -> None:
 
     for how in (by_policy, around, across):
         check_parity(ctx, Model, make_input, steps=3, shard=how, before_step=fail_first)
-
-
-def test_an_exception_between_the_members(pool):
-    pool.run(after_an_exception, world_size=2)
-
-
-def accumulate(ctx, how: Any) -> None:
-    torch.manual_seed(0)
-    plain = Model().double()
-    model = how(copy.deepcopy(plain), ctx.group)
-    x = torch.randn(2 * ctx.world_size, WIDTH, dtype=torch.float64)
-    mine = x[2 * ctx.rank : 2 * ctx.rank + 2]
-    plain(x).square().mean().mul(2).backward()
-    with flatshard.no_sync(model):
-        model(mine).square().mean().backward()
-    model(mine).square().mean().backward()
-    with flatshard.summon_full_params(model, with_grads=True):
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, msg=name)
-
-
-def test_accumulation(pool):
-    for how in (by_list, around):
-        pool.run(accumulate, how, world_size=2)
 
 
 def chunks_in_one_backward(model: Model, x: Tensor) -> None:
@@ -314,7 +272,8 @@ def chunks_checkpointed(model: Model, x: Tensor) -> None:
     sum(checkpoint(loss, chunk, use_reentrant=False) for chunk in model(x).chunk(2)).backward()
 
 
-def chunked(ctx) -> None:
+@ranks(1, 2, 3)
+def test_chunked_loss(ctx):
     """The head is called per chunk, after the model's forward: what FSDP2 has this for."""
     for run, pair in (
         (chunks_in_one_backward, {"all-gather": 3, "reduce-scatter": 1}),  # each call outside of the model is a pass
@@ -337,18 +296,12 @@ def chunked(ctx) -> None:
                 run(model, slices[ctx.rank])
             counts = {verb: sum(e.startswith(f"{verb} norm, head") for e in events) for verb in pair}
             assert ctx.world_size == 1 or counts == pair, (run.__name__, counts)
-            with flatshard.summon_full_params(model, with_grads=True):
-                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad)
+            check_same_gradients(model, plain)
             check_clean(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_chunked_loss(pool, world_size):
-    pool.run(chunked, world_size=world_size)
-
-
-def skipping(ctx) -> None:
+@ranks(2)
+def test_skipped_on_one_rank(ctx):
     """One rank leaves out the head, or everything; the others run it."""
     torch.manual_seed(0)
     plain = Model().double()
@@ -366,18 +319,10 @@ def skipping(ctx) -> None:
                 model(x).sum().backward()
             else:
                 model(x).square().sum().backward()
-            with flatshard.summon_full_params(model, with_grads=True):
-                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad)
+            check_same_gradients(model, plain)
 
 
-def test_skipped_on_one_rank(pool):
-    pool.run(skipping, world_size=2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Order, and FSDP2's
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Order, and FSDP2's ------------------------------------------------------------------------------------------------
 
 
 def events(ctx, how: Any, no_grad: bool = False) -> list[list[str]]:
@@ -524,9 +469,7 @@ def test_the_same_collectives_as_fsdp2(pool):
         pool.run(as_fsdp2, pair, world_size=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names, verbs, copies
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Names, verbs, copies ----------------------------------------------------------------------------------------------
 
 
 def test_names(world):
@@ -561,7 +504,8 @@ def test_names(world):
     assert unit_of(one.norm).module is one.norm
 
 
-def verbs(ctx) -> None:
+@ranks(2)
+def test_verbs(ctx):
     torch.manual_seed(0)
     plain = Model()
     model = by_policy(copy.deepcopy(plain), ctx.group)
@@ -589,8 +533,7 @@ def verbs(ctx) -> None:
     plain(x).sum().backward()
     optimizer.step()
     for each in (model, copied):
-        for name, value in full_params(each).items():
-            torch.testing.assert_close(value, plain.get_parameter(name).detach())
+        check_same_params(each, plain, rtol=1e-5)
     with torch.no_grad(), flatshard.keep_unsharded(model):
         torch.testing.assert_close(model(x), plain(x))
     check_clean(model)
@@ -600,11 +543,8 @@ def verbs(ctx) -> None:
     torch.testing.assert_close(fresh(x), plain(x))
 
 
-def test_verbs(pool):
-    pool.run(verbs, world_size=2)
-
-
-def in_low_precision(ctx) -> None:
+@ranks(2)
+def test_eval_mode_of_each_member(ctx):
     precision = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model = by_policy(Model(), ctx.group, mixed_precision=precision)
     x = torch.ones(2, WIDTH)
@@ -615,16 +555,13 @@ def in_low_precision(ctx) -> None:
         assert model.head(x).dtype is torch.bfloat16
 
 
-def test_eval_mode_of_each_member(pool):
-    pool.run(in_low_precision, world_size=2)
-
-
 class Encoder(nn.Linear):
     def encode(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
 
 
-def methods(ctx) -> None:
+@ranks(2)
+def test_forward_methods(ctx):
     first, second = Encoder(4, 4), Encoder(4, 4)
     fully_shard([first, second], process_group=ctx.group)
     flatshard.register_forward_method(second, "encode")
@@ -634,10 +571,6 @@ def methods(ctx) -> None:
     torch.testing.assert_close(second.encode(x), expected)
     copied = copy.deepcopy(second)
     torch.testing.assert_close(copied.encode(x), expected)
-
-
-def test_forward_methods(pool):
-    pool.run(methods, world_size=2)
 
 
 def test_plan():
@@ -657,47 +590,38 @@ def test_plan():
     assert [(c.kind, c.unit) for c in again.collectives] == [(c.kind, c.unit) for c in plan.collectives]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Mistakes ----------------------------------------------------------------------------------------------------------
 
 
 def test_mistakes(world):
     world(2)
     model = Model()
+    norm, head, block, inner = model.norm, model.head, model.blocks[0], model.blocks[0].linear
+
+    def refused(message: str, modules: Any = None, policy: Any = None, **options: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match=message):
+            fully_shard(model if modules is None else modules, policy=policy, **options)
+
+    refused("it is empty", [])
     for modules, message in (
-        ([], "it is empty"),
-        ([model.norm, model.norm], "a LayerNorm is in it twice"),
-        ([model.blocks[0], model.blocks[0].linear], "a Linear in it is inside a Block in it"),
-        ([model.norm, model.blocks], "ModuleList has no forward"),
+        ([norm, norm], "a LayerNorm is in it twice"),
+        ([block, inner], "a Linear in it is inside a Block in it"),
+        ([norm, model.blocks], "ModuleList has no forward"),
     ):
-        with pytest.raises(ValueError, match=message):
-            fully_shard(modules)
-        if modules:
-            with pytest.raises(ValueError, match=message):
-                fully_shard(model, policy={Block, tuple(modules)})
-    with pytest.raises(TypeError, match=r"takes an nn\.Module as an item of the list, got a str"):
-        fully_shard([model.norm, "head"])
-    with pytest.raises(ValueError, match="'head' is not a module"):
-        fully_shard(model, policy={Block, (model.norm, "head")})
-    for policy, ignored, message in (
-        ({(model.norm, nn.Linear(2, 2))}, None, "has a Linear, which is not a submodule of the Model"),
-        ({(model.norm, model.head)}, [model.head], "'head', which is in ignored_states, too"),
-        ([(model.norm, model.head), (model.head, model.embed)], None, "'head', which is in another tuple"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fully_shard(model, policy=policy, ignored_states=ignored)
+        refused(message, modules)
+        refused(message, policy={Block, tuple(modules)})
+    refused(r"takes an nn\.Module as an item of the list, got a str", [norm, "head"])
+    refused("'head' is not a module", policy={Block, (norm, "head")})
+    refused("has a Linear, which is not a submodule of the Model", policy={(norm, nn.Linear(2, 2))})
+    refused("'head', which is in ignored_states, too", policy={(norm, head)}, ignored_states=[head])
+    refused("'head', which is in another tuple", policy=[(norm, head), (head, model.embed)])
     assert not any(unit_of(m) for m in model.modules())
-    fully_shard([model.norm, model.head])
-    with pytest.raises(ValueError, match="this Linear is sharded already"):
-        fully_shard(model.head)
-    with pytest.raises(ValueError, match="this Linear is sharded already"):
-        fully_shard([model.embed, model.head])
-    with pytest.raises(ValueError, match="this LayerNorm is sharded already"):
-        fully_shard(model, policy={Block, (model.norm, model.embed)})
-    fully_shard(model.blocks[0])
-    with pytest.raises(ValueError, match=r"'blocks\.0\.linear', which is sharded already"):
-        fully_shard(model, policy={Block, (model.blocks[0].linear, model.embed)})
+    fully_shard([norm, head])
+    refused("this Linear is sharded already", head)
+    refused("this Linear is sharded already", [model.embed, head])
+    refused("this LayerNorm is sharded already", policy={Block, (norm, model.embed)})
+    fully_shard(block)
+    refused(r"'blocks\.0\.linear', which is sharded already", policy={Block, (inner, model.embed)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fully_shard(model, policy={Block})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from flatshard import fully_shard
 
 
-def run_other_sharding(ctx) -> None:
+@ranks(2)
+def test_torchs_fsdp_on_a_sharded_model(ctx):
     def fsdp1(module: nn.Module, use_orig_params: bool) -> None:
         FullyShardedDataParallel(
             module, process_group=ctx.group, device_id=torch.device("cpu"), use_orig_params=use_orig_params
@@ -26,11 +28,6 @@ def run_other_sharding(ctx) -> None:
         lambda m: fsdp1(nn.Sequential(m), False),
     ):
         model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
-        with pytest.raises(
-            RuntimeError, match=r"parameter '.*' is sharded by flatshard.fully_shard, and torch's FSDP would"
-        ):
+        message = r"parameter '.*' is sharded by flatshard.fully_shard, and torch's FSDP would"
+        with pytest.raises(RuntimeError, match=message):
             shard(model)
-
-
-def test_torchs_fsdp_on_a_sharded_model(pool):
-    pool.run(run_other_sharding, world_size=2)

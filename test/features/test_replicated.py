@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +69,9 @@ def shard_tied(model: Around, **arguments: Any) -> Around:
     return fully_shard(model, ignored_states=[model.out], **arguments)
 
 
-def run_beside_units(ctx, shard) -> None:
+@pytest.mark.parametrize("shard", [shard_inside, shard_but_some, shard_blocks, shard_tied])
+@ranks(2)
+def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     plain = plain_around()
     model = shard(copy.deepcopy(plain), process_group=ctx.group)
     if shard is shard_tied:
@@ -83,12 +86,8 @@ def run_beside_units(ctx, shard) -> None:
         torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("shard", [shard_inside, shard_but_some, shard_blocks, shard_tied])
-def test_layers_beside_units_train_as_in_one_process(pool, shard):
-    pool.run(run_beside_units, shard, world_size=2)
-
-
-def run_nothing_left(ctx) -> None:
+@ranks(2)
+def test_around_nothing_but_units_it_raises(ctx):
     model = fully_shard(Net(2), policy={Block}, process_group=ctx.group)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     theirs = "DistributedDataParallel is not needed"  # torch's, as the module names what it is to ignore
@@ -99,11 +98,8 @@ def run_nothing_left(ctx) -> None:
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
-def test_around_nothing_but_units_it_raises(pool):
-    pool.run(run_nothing_left, world_size=2)
-
-
-def run_broadcast(ctx) -> None:
+@ranks(2)
+def test_a_broadcast_of_states_leaves_the_parts(ctx):
     """As Lightning's "ddp" before it validates: parts stay, and what is not sharded gets rank 0's values."""
     model = plain_around()
     shard_but_some(model, process_group=ctx.group)
@@ -115,7 +111,3 @@ def run_broadcast(ctx) -> None:
     _sync_module_states(model, ctx.group, 2**20, src=0, params_and_buffers_to_ignore=ignored)
     assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
     assert not model.shift.any()
-
-
-def test_a_broadcast_of_states_leaves_the_parts(pool):
-    pool.run(run_broadcast, world_size=2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from torch import Tensor, nn
 
 import flatshard
@@ -41,7 +42,8 @@ class Around(nn.Module):
         return self.base(ids)
 
 
-def resize(ctx) -> None:
+@ranks(2)
+def test_resizing(ctx):
     options: list[dict[str, Any]] = [{}, {"layout": flatshard.layouts.Rows()}, {"policy": {nn.Linear}}]
     for given in options:
         model = Around()
@@ -53,7 +55,3 @@ def resize(ctx) -> None:
                 each.base.resize_token_embeddings(10)
             assert each.base.embed is embeddings
             each(torch.arange(8)).sum().backward()
-
-
-def test_resizing(pool):
-    pool.run(resize, world_size=2)

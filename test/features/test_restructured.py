@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
+from pairs import some
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
@@ -57,7 +59,8 @@ def train(model: nn.Module) -> torch.Tensor:
     return loss.detach()
 
 
-def restructure(ctx) -> None:
+@ranks(1, 3)
+def test_what_changes_the_structure_comes_before(ctx):
     model = fully_shard(make(), policy={nn.Linear}, process_group=ctx.group)
     names = [name for name, _ in model.named_parameters()]
     before = type(model[0]), list(model[0]._forward_pre_hooks.values())
@@ -81,14 +84,11 @@ def restructure(ctx) -> None:
         assert torch.allclose(train(again), train(plain)), name
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_changes_the_structure_comes_before(pool, world_size):
-    pool.run(restructure, world_size=world_size)
-
-
-def compile_steps(ctx) -> None:
-    for options in {"foreach": False}, {"foreach": True}, {"fused": True}:
-        ctx.note(str(options))
+@pytest.mark.slow
+@pytest.mark.parametrize("option", some(("foreach", "fused", "neither"), 2))
+@ranks(2)
+def test_a_compiled_step_of_an_optimizer(ctx, option: str):
+    for options in [{"foreach": False} if option == "neither" else {option: True}]:
         sharding = {"policy": {nn.Linear}, "process_group": ctx.group, "strategy": "shard_optim"}
         models = [fully_shard(make(), **sharding) for _ in range(2)]
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, **options) for model in models]
@@ -106,8 +106,3 @@ def compile_steps(ctx) -> None:
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(*map(train, models), rtol=1e-4, atol=1e-5)  # which have gathered what changed
-
-
-@pytest.mark.slow
-def test_a_compiled_step_of_an_optimizer(pool):
-    pool.run(compile_steps, world_size=2)

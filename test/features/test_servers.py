@@ -11,6 +11,7 @@ import pytest
 import torch
 from clean import check_clean
 from models import Block, Net
+from on_ranks import ranks
 from torch import Tensor, nn
 
 import flatshard
@@ -25,7 +26,8 @@ def answer(model: nn.Module, x: Tensor) -> Tensor:
         return model(x)
 
 
-def serve(ctx) -> None:
+@ranks(2)
+def test_threads_and_coroutines(ctx):
     torch.manual_seed(0)
     plain = Net()
     model = Net()
@@ -49,11 +51,8 @@ def serve(ctx) -> None:
     model(REQUESTS[0]).sum().backward()  # the main thread trains on
 
 
-def test_threads_and_coroutines(pool):
-    pool.run(serve, world_size=2)
-
-
-def together(ctx) -> None:
+@ranks(2)
+def test_two_threads_at_a_time(ctx):
     """A second thread is told what to do."""
     model, entered, leave = Net(), threading.Event(), threading.Event()
     fully_shard(model, policy={Block}, process_group=ctx.group)
@@ -69,19 +68,14 @@ def together(ctx) -> None:
             first = one.submit(answer, model, REQUESTS[0])
             entered.wait()
             try:
-                with pytest.raises(
-                    RuntimeError, match=r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
-                ):
+                message = r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
+                with pytest.raises(RuntimeError, match=message):
                     answer(model, REQUESTS[1])
             finally:
                 leave.set()
             first.result()
         handle.remove()
         answer(model, REQUESTS[1])
-
-
-def test_two_threads_at_a_time(pool):
-    pool.run(together, world_size=2)
 
 
 class Tied(nn.Module):
@@ -109,7 +103,9 @@ PRECISIONS = {
 }
 
 
-def serve_all(ctx, precision: str) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@ranks(2)
+def test_many_threads(ctx, precision: str):
     """Eight threads at a time, on each rank other requests; then training goes on."""
     torch.manual_seed(0)
     model, alone = Tied(), Tied()
@@ -146,12 +142,8 @@ def serve_all(ctx, precision: str) -> None:
         trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in (model, alone)]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_many_threads(pool, precision):
-    pool.run(serve_all, precision, world_size=2)
-
-
-def refuses(ctx) -> None:
+@ranks(2)
+def test_what_needs_a_record_is_refused(ctx):
     """What would give wrong values raises, and the next try works."""
     model, x = Net(), REQUESTS[1]
     fully_shard(model, policy={Block}, process_group=ctx.group)
@@ -186,7 +178,8 @@ def refuses(ctx) -> None:
             answer(cured, x)
 
 
-def trains_elsewhere(ctx) -> None:
+@ranks(2)
+def test_not_while_another_thread_trains(ctx):
     """While another thread is in a forward that trains, threads are refused, and the one that trains goes on."""
     model, entered, leave = Net(), threading.Event(), threading.Event()
     fully_shard(model, policy={Block}, process_group=ctx.group)
@@ -209,11 +202,3 @@ def trains_elsewhere(ctx) -> None:
     assert all(p.grad is not None for p in model.parameters())
     with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=2) as two:
         list(two.map(functools.partial(answer, model), REQUESTS))
-
-
-def test_what_needs_a_record_is_refused(pool):
-    pool.run(refuses, world_size=2)
-
-
-def test_not_while_another_thread_trains(pool):
-    pool.run(trains_elsewhere, world_size=2)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from on_ranks import ranks
+from parity import check_same_params, step_all, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, skip
-from flatshard.checkpoint import full_state_dict
 
 WIDTH = 4
 
@@ -40,43 +39,30 @@ class Net(nn.Module):
         return self.head(self.extra(x) if extra else x)
 
 
-def leaves_out_parameters(ctx: Any) -> None:
+@ranks(2)
+def test_parameters_that_one_rank_leaves_out(ctx):
     """One rank does not use some of the root's parameters, in the first step only."""
     for prefetch in (None, *BackwardPrefetch):
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             ctx.note(f"{prefetch} {strategy.name}")
-            torch.manual_seed(0)
-            plain, model = Net().double(), Net().double()
-            model.load_state_dict(plain.state_dict())
-            where: dict[str, Any] = {"process_group": ctx.group, "reshard_after_forward": False}
-            fully_shard(model, policy={Block}, strategy=strategy, backward_prefetch=prefetch, **where)
+            options = {"strategy": strategy, "backward_prefetch": prefetch, "reshard_after_forward": False}
+            plain, model = twins(ctx, Net, {Block}, **options)
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-            for step in range(3):
+            for step in range(2):
                 xs = torch.randn(ctx.world_size, 2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
                 for rank, x in enumerate(xs):
                     (plain(x, step > 0 or rank > 0).square().mean() / ctx.world_size).backward()
                 model(xs[ctx.rank], step > 0 or ctx.rank > 0).square().mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            found = full_state_dict(model)
-            for name, value in plain.state_dict().items():
-                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+                step_all(optimizers)
+            check_same_params(model, plain)
 
 
-def test_parameters_that_one_rank_leaves_out(pool):
-    pool.run(leaves_out_parameters, world_size=2)
-
-
-def skips_one_of_two(ctx: Any) -> None:
+@ranks(2)
+def test_a_unit_skipped_in_one_of_two_forwards_of_a_backward(ctx):
+    """The rank that skips it cannot see that there is more to come."""
     front, block = nn.Linear(WIDTH, WIDTH), Block()
     fully_shard(block, process_group=ctx.group)
     x = torch.randn(2, WIDTH)
     losses = [block(front(x)).sum(), skip(block, front(x)).sum()]
     with pytest.raises(RuntimeError, match=r"'up.weight' is sharded.*skipped the unit.*Use use_reentrant=False"):
         torch.stack(losses).sum().backward()
-
-
-def test_a_unit_skipped_in_one_of_two_forwards_of_a_backward(pool):
-    """The rank that skips it cannot see that there is more to come."""
-    pool.run(skips_one_of_two, world_size=2)

@@ -10,13 +10,14 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pairs import all_pairs, some
-from parity import _assert_close, in_texts
+from on_ranks import ranks
+from pairs import some
+from parity import check_same_gradients, check_same_params, in_texts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,6 @@ from flatshard import (
     no_sync,
     reshard,
     skip,
-    summon_full_params,
     unshard,
 )
 from flatshard._composable.find import units_below
@@ -41,9 +41,7 @@ Choices = list[bool]
 """Which of a model's optional calls run, in the order of the calls."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models. Each takes (x, choices); without `sharded`, a call that is not chosen is left out.
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Models. Each takes (x, choices); without `sharded`, a call that is not chosen is left out. ------------------------
 
 
 class Linear(nn.Linear):
@@ -238,9 +236,7 @@ MODELS: dict[str, Callable[[], Optional]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parity
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Parity ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -291,9 +287,7 @@ def check_case(ctx, case: Case) -> None:
         for last in (False, True) if case.accumulate else (True,):
             batch = torch.randn(ctx.world_size, 2, WIDTH).double()
             everything = case.run_first and step == 0
-            choices = [
-                [everything or rng.random() < case.chance for _ in range(model.calls)] for _ in range(ctx.world_size)
-            ]
+            choices = [[everything or rng.random() < case.chance for _ in range(model.calls)] for _ in batch]
             for x, chosen in zip(batch, choices, strict=True):
                 (reference(x, chosen).square().mean() / ctx.world_size).backward()
             with record_events() as events, contextlib.nullcontext() if last else no_sync(model):
@@ -301,31 +295,11 @@ def check_case(ctx, case: Case) -> None:
             traces.append([e for e in events if e.startswith(("all-", "reduce-"))])
         left = [u.fqn for u in units_below(model) if not u.handle.is_sharded and not u.handle.never_gathers]
         assert not left or case.strategy is OPTIM, f"unsharded after the step: {left}"
-        check_gradients(reference, model, f"{case} step {step}")
+        check_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
-    with summon_full_params(model, writeback=False):
-        _assert_close(
-            {n: p.detach().clone() for n, p in model.named_parameters()},
-            {n: p.detach() for n, p in reference.named_parameters()},
-            1e-9,
-            "parameter",
-        )
+    check_same_params(model, reference)
     same_order(ctx, traces)
-
-
-def check_gradients(reference: nn.Module, model: nn.Module, when: str) -> None:
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-    with summon_full_params(model, writeback=False, with_grads=True):
-        got = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    wrong = [name for name in got if (got[name] is None) != (expected[name] is None)]
-    assert not wrong, f"{when}: gradients that are None in one model only: {wrong}"
-    _assert_close(
-        {n: g for n, g in got.items() if g is not None},
-        {n: g for n, g in expected.items() if g is not None},
-        1e-9,
-        f"{when}: gradient",
-    )
 
 
 def same_order(ctx, traces: list[list[str]]) -> None:
@@ -361,36 +335,27 @@ def test_parity(pool, name: str):
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_more_ranks(pool, world_size: int):
-    """Some units that few ranks run, or one, or none. Every two choices come together."""
-    cases = [
-        Case(name, strategy=strategy, chance=0.25, steps=2)
-        for name, strategy, size in all_pairs(
-            ("experts", "nested", "towers after"), (FULL, GRAD_OP, NO_SHARD, OPTIM), (3, 4)
-        )
-        if size == world_size
-    ]
+    """Some units that few ranks run, or one, or none."""
+    choices = ("experts", "nested", "towers after"), (FULL, GRAD_OP, NO_SHARD, OPTIM)
+    cases = [Case(name, strategy=strategy, chance=0.25, steps=2) for name, strategy in itertools.product(*choices)]
+    cases = some(cases, 4, turn=world_size)
+    cases += [Case(name, HYBRID, chance=0.25, steps=2) for name in ("experts", "nested") if world_size == 4]
     pool.run(run_cases, cases, world_size=world_size)
-
-
-def test_hybrid(pool):
-    pool.run(run_cases, [Case(name, HYBRID, chance=0.25, steps=2) for name in ("experts", "nested")], world_size=4)
 
 
 def test_accumulation(pool):
     """What one rank has used in ``no_sync``, and another one only after it, or nobody."""
-    cases = [
-        Case(name, strategy, accumulate=True, chance=0.3, steps=2)
-        for name in ("experts", "towers before, after", "tied")
-        for strategy in (FULL, NO_SHARD, OPTIM)
+    choices = ("experts", "towers before, after", "tied"), (FULL, NO_SHARD, OPTIM)
+    every = [
+        Case(name, strategy, accumulate=True, chance=0.3, steps=2) for name, strategy in itertools.product(*choices)
     ]
-    pool.run(run_cases, cases)
+    pool.run(run_cases, some(every, 4))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_outside(pool, reentrant: bool):
     names = [n for n in MODELS if not (n == "experts first" and reentrant)]  # which need an input that requires grad
-    names = some(names, 5, turn=reentrant)
-    pool.run(run_cases, [Case(name, checkpointed=reentrant, steps=2) for name in names])
+    pool.run(run_cases, [Case(n, checkpointed=reentrant, steps=2) for n in some(names, 3, turn=reentrant)])
 
 
 @pytest.mark.parametrize("name", ["towers before", "towers after", "nested"])
@@ -402,12 +367,11 @@ def test_checkpointing_and_prefetching(pool, name: str):
     pool.run(run_cases, cases)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The call
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The call ----------------------------------------------------------------------------------------------------------
 
 
-def pass_by_in_many_ways(ctx) -> None:
+@ranks(2)
+def test_the_call(ctx):
     model = make("experts")
     shard(model, ctx, Case("experts"))
     expert, x = model.experts[0], torch.ones(2, WIDTH).double()
@@ -428,11 +392,8 @@ def pass_by_in_many_ways(ctx) -> None:
     assert all(u.handle.is_sharded for u in units_below(model))
 
 
-def test_the_call(pool):
-    pool.run(pass_by_in_many_ways)
-
-
-def run_out_of_data(ctx) -> None:
+@ranks(2)
+def test_a_rank_without_data(ctx):
     """Rank 1 has fewer batches: it skips the whole model in the last step, and in evaluation."""
     reference, model = make("towers after"), make("towers after")
     shard(model, ctx, Case("towers after"))
@@ -447,7 +408,7 @@ def run_out_of_data(ctx) -> None:
             model(batch[ctx.rank], everything).square().mean().backward()
         else:
             skip(model, torch.zeros(())).backward()
-        check_gradients(reference, model, f"{batches} batches")
+        check_same_gradients(model, reference)
     with torch.no_grad():
         if ctx.rank == 0:
             assert torch.equal(model(x, everything), reference(x, everything))
@@ -456,11 +417,8 @@ def run_out_of_data(ctx) -> None:
     assert all(u.handle.is_sharded for u in units_below(model))
 
 
-def test_a_rank_without_data(pool):
-    pool.run(run_out_of_data)
-
-
-def skip_after_an_error(ctx) -> None:
+@ranks(2)
+def test_after_a_forward_that_raised(ctx):
     """A forward that raised before its inner units ran tells nothing about which of them run."""
     torch.manual_seed(0)
     model = Nested()
@@ -472,23 +430,13 @@ def skip_after_an_error(ctx) -> None:
         raise ValueError
 
     for _ in range(2):
-        with fail_in(layer.router, fail), pytest.raises(ValueError, match=r"^$"):
+        with layer.router.register_forward_pre_hook(fail, prepend=True), pytest.raises(ValueError, match=r"^$"):
             layer(x)
         (skip(layer, x) if ctx.rank == 1 else layer(x)).sum().backward()
 
 
-@contextlib.contextmanager
-def fail_in(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(hook, prepend=True)
-    with handle:
-        yield
-
-
-def test_after_a_forward_that_raised(pool):
-    pool.run(skip_after_an_error)
-
-
-def unshard_after_a_backward_that_raised(ctx) -> None:
+@ranks(2)
+def test_unshard_after_a_backward_that_raised(ctx):
     """Ranks came to it in other orders, so other units are still unsharded; the verb finds none of that."""
     torch.manual_seed(0)
     model = Nested()
@@ -505,7 +453,3 @@ def unshard_after_a_backward_that_raised(ctx) -> None:
     assert layer.experts[0].weight.shape == (WIDTH, WIDTH)
     reshard(model)
     layer(x).sum().backward()
-
-
-def test_unshard_after_a_backward_that_raised(pool):
-    pool.run(unshard_after_a_backward_that_raised)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Net
+from on_ranks import ranks
 from torch import nn
 
 import flatshard
@@ -23,7 +24,8 @@ def trace(model: nn.Module) -> Any:
     return torch.jit.trace(model, (X,))
 
 
-def traced(ctx) -> None:
+@ranks(2)
+def test_tracers(ctx):
     """Refused while parameters are sharded, and each cure works."""
     torch.manual_seed(0)
     plain = Net()
@@ -52,20 +54,16 @@ def traced(ctx) -> None:
     assert torch.equal(model(X), plain(X))
 
 
-def test_tracers(pool):
-    pool.run(traced, world_size=2)
-
-
-def whole_graph(ctx) -> None:
+@ranks(2)
+def test_one_graph_over_units(ctx):
     torch.manual_seed(0)
     plain = Net()
     for omit in (False, True):
         model = Net()
         model.load_state_dict(plain.state_dict())
         fully_shard(model, policy={Block}, process_group=ctx.group)
-        with pytest.raises(
-            RuntimeError, match=r"flatshard gathers a unit around its forward, .*block\.compile\(fullgraph=True"
-        ):
+        message = r"flatshard gathers a unit around its forward, .*block\.compile\(fullgraph=True"
+        with pytest.raises(RuntimeError, match=message):
             torch.compile(model, fullgraph=True, backend="eager")(X)
         if omit:
             assert torch.equal(torch.compile(model, backend="eager")(X), plain(X))
@@ -74,7 +72,3 @@ def whole_graph(ctx) -> None:
                 block.compile(fullgraph=True, backend="eager")
             assert torch.equal(model(X), plain(X))
         model(X).sum().backward()
-
-
-def test_one_graph_over_units(pool):
-    pool.run(whole_graph, world_size=2)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from on_ranks import ranks
+from parity import check_same_gradients, twins
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.utils.stateless import _reparametrize_module
@@ -24,9 +26,8 @@ WIDTH = 6
 
 def make(ctx: Any, policy: Any = None, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A sharded model and a plain one, with the same values."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
-    return fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group, **options), plain
+    layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    return twins(ctx, lambda: nn.Sequential(*layers), policy, **options)[::-1]
 
 
 def inputs() -> Tensor:
@@ -50,10 +51,7 @@ def is_as_before(model: nn.Module, plain: nn.Module) -> None:
     for each in (model, plain):
         each.zero_grad()
         total(each(x)).backward()
-    with flatshard.summon_full_params(model, with_grads=True):
-        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got, wanted)
-            torch.testing.assert_close(got.grad, wanted.grad)
+    check_same_gradients(model, plain)
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
@@ -75,7 +73,8 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-def transform_whole(ctx) -> None:
+@ranks(1, 2, 3)
+def test_inside_summon_full_params(ctx):
     for policy in (None, {nn.Linear}):
         for precision in (None, torch.float32):
             options = {"mixed_precision": flatshard.MixedPrecision(param_dtype=precision)} if precision else {}
@@ -89,12 +88,9 @@ def transform_whole(ctx) -> None:
                 is_as_before(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_inside_summon_full_params(pool, world_size):
-    pool.run(transform_whole, world_size=world_size)
-
-
-def transform_sharded(ctx) -> None:
+@ranks(2, 3)
+def test_outside_of_it(ctx):
+    """An error that names the unit and the cure, before anything is changed."""
     for policy in (None, {nn.Linear}):
         model, plain = make(ctx, policy)
         for name, transform in TRANSFORMS.items():
@@ -114,13 +110,9 @@ def transform_sharded(ctx) -> None:
         is_as_before(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_outside_of_it(pool, world_size):
-    """An error that names the unit and the cure, before anything is changed."""
-    pool.run(transform_sharded, world_size=world_size)
-
-
-def lend(ctx) -> None:
+@ranks(1, 2)
+def test_functional_call_lends_nothing_to_a_sharded_unit(ctx):
+    """The unit would take what it finds registered for the parameter's new value, and keep it."""
     model, plain = make(ctx, {nn.Linear})
     lent = {k: nn.Parameter(2 * v.detach()) for k, v in model.named_parameters()}  # of the shapes that are registered
     for name, tensors in (("parts", lent), ("wholes", dict(plain.named_parameters()))):
@@ -134,13 +126,8 @@ def lend(ctx) -> None:
     is_as_before(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_functional_call_lends_nothing_to_a_sharded_unit(pool, world_size):
-    """The unit would take what it finds registered for the parameter's new value, and keep it."""
-    pool.run(lend, world_size=world_size)
-
-
-def lend_buffers(ctx) -> None:
+@ranks(2)
+def test_functional_call_with_buffers(ctx):
     plain = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).double().eval()
     model = fully_shard(copy.deepcopy(plain), process_group=ctx.group)
     buffers = {"0.running_mean": torch.arange(WIDTH).double()}
@@ -150,11 +137,9 @@ def lend_buffers(ctx) -> None:
     assert not model[0].running_mean.any()
 
 
-def test_functional_call_with_buffers(pool):
-    pool.run(lend_buffers, world_size=2)
-
-
-def record_outside(ctx) -> None:
+@ranks(2)
+def test_a_graph_that_outlives_the_transform(ctx):
+    """Its backward would find parameters that are freed, without a hook that gathers them."""
     model, plain = make(ctx, {nn.Linear})
     error = r"unit '0' ran inside a transform .* recording .*`with torch\.no_grad\(\)"
     with pytest.raises(RuntimeError, match=error), flatshard.summon_full_params(model):
@@ -162,12 +147,8 @@ def record_outside(ctx) -> None:
     is_as_before(model, plain)
 
 
-def test_a_graph_that_outlives_the_transform(pool):
-    """Its backward would find parameters that are freed, without a hook that gathers them."""
-    pool.run(record_outside, world_size=2)
-
-
-def forward_mode(ctx) -> None:
+@ranks(1, 2, 3)
+def test_forward_mode(ctx):
     model, plain = make(ctx, {nn.Linear})
     x = inputs()
 
@@ -183,18 +164,12 @@ def forward_mode(ctx) -> None:
     for each in (model, plain):  # backward of a tangent
         each.zero_grad()
         total(tangent(each)).backward()
-    with flatshard.summon_full_params(model, with_grads=True):
-        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad)
+    check_same_gradients(model, plain)
     is_as_before(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_forward_mode(pool, world_size):
-    pool.run(forward_mode, world_size=world_size)
-
-
-def differentiate_often(ctx) -> None:
+@ranks(1, 2, 3)
+def test_second_derivatives(ctx):
     model, plain = make(ctx, {nn.Linear})
     x, of = inputs(), torch.autograd.functional
     for vectorize in (False, True):
@@ -202,8 +177,3 @@ def differentiate_often(ctx) -> None:
     got = of.hessian(lambda x: total(model(x)), x)  # one graph of a backward, through which backward runs 12 times
     torch.testing.assert_close(got, of.hessian(lambda x: total(plain(x)), x))
     is_as_before(model, plain)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_second_derivatives(pool, world_size):
-    pool.run(differentiate_often, world_size=world_size)

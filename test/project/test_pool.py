@@ -15,6 +15,7 @@ import pool as pool_module
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import ranks
 from pool import Pool, RankFailure
 
 TESTS = Path(pool_module.__file__).parent
@@ -118,6 +119,18 @@ def test_runs_on_the_first_ranks(pool, world_size):
     total = 2.0 * sum(range(1, world_size + 1))
     expected = [(rank, world_size, world_size, total) for rank in range(world_size)]
     assert pool.run(rank_sum, factor=2, world_size=world_size) == expected
+
+
+@ranks(1, 3)
+def fails_on(ctx, rank):
+    fail_on(ctx, rank)
+
+
+def test_a_body_that_is_a_test_runs_on_the_ranks(pool):
+    with pytest.raises(RankFailure) as caught:
+        fails_on(pool=pool, world_size=3, rank=1)
+    assert caught.value.of("raised") == [1]
+    fails_on(pool=pool, world_size=1, rank=1)
 
 
 def test_ranks_start_once(pool):

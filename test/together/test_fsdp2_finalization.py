@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
+from on_ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -137,7 +138,9 @@ class Script:
         return [*found, self.events]
 
 
-def compared(ctx) -> None:
+@pytest.mark.skipif(not has_newest, reason="this torch's FSDP2 has no such methods")
+@ranks(2)
+def test_the_same_script(ctx):
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     ours, theirs = (Script(api, mesh, ctx.rank).run() for api in (flatshard.fsdp2, torch.distributed.fsdp))
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -150,12 +153,8 @@ def compared(ctx) -> None:
                 torch.testing.assert_close(a[name], b[name], msg=lambda m, at=(number, name): f"{at}: {m}")
 
 
-@pytest.mark.skipif(not has_newest, reason="this torch's FSDP2 has no such methods")
-def test_the_same_script(pool):
-    pool.run(compared)
-
-
-def addresses(ctx) -> None:
+@ranks(2)
+def test_addresses(ctx):
     """The memory stays, and so do addresses, until it is switched off; values are those of the shards."""
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     apis = [flatshard.fsdp2, *([torch.distributed.fsdp] if has_newest else [])]
@@ -203,7 +202,3 @@ def addresses(ctx) -> None:
                 assert not any(p.untyped_storage().nbytes() for p in first)
             unsharded()
             assert not any(p.untyped_storage().nbytes() for p in first)
-
-
-def test_addresses(pool):
-    pool.run(addresses)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from models import NormBlock
+from on_ranks import ranks
 from parity import full_params
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -107,7 +108,9 @@ def one_process(ranks: int, loaded: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def run_script(ctx, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@ranks(4)
+def test_the_script(ctx, shape: tuple[int, ...]):
     names = ("replicate", "shard")[-len(shape) :]
     mesh = ctx.device_mesh(shape, names)
     torch.manual_seed(7)
@@ -121,11 +124,6 @@ def run_script(ctx, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(values[name], param.full_tensor().detach(), rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(values[name], alone[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
     assert type(ours) is Model
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_the_script(pool, shape):
-    pool.run(run_script, shape, world_size=4)
 
 
 def test_signatures():
@@ -168,7 +166,8 @@ def test_methods(world):
 DIMS = torch.distributed.fsdp.DataParallelMeshDims
 
 
-def on_mesh_dims(ctx) -> None:
+@ranks(4)
+def test_dimensions_of_a_mesh(ctx):
     """The same losses and units as with the dimension itself."""
     mesh = ctx.device_mesh((2, 1, 2), ("replicate", "tp", "shard"))
     pair = flatshard.ShardingStrategy.HYBRID_SHARD
@@ -201,7 +200,3 @@ def on_mesh_dims(ctx) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             flatshard.fully_shard(Model(), mesh=mesh, dp_mesh_dims=dims)
-
-
-def test_dimensions_of_a_mesh(pool):
-    pool.run(on_mesh_dims, world_size=4)

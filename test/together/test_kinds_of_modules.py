@@ -1,4 +1,4 @@
-"""Every verb on every kind of module: what it does follows from who owns the module's parameters, not from the module.
+"""Verbs on each kind of module that programs do not call on a part of a model: see ``test_programs.py``.
 
 A unit may be the module, inside it, around it, or beside it (a tied parameter). One process says which values are right.
 """
@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block
-from parity import full_params
-from saving import read_safetensors
+from on_ranks import ranks
+from parity import check_same_gradients, full_params
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import checkpoint, fully_shard
-from flatshard.optim import get_total_norm, gradient_statistics
+from flatshard.optim import gradient_statistics
 
 WIDTH = 5
 
@@ -72,6 +72,12 @@ def batch() -> Tensor:
     return torch.randn(4, 3)
 
 
+# -- verbs that read and write values ----------------------------------------------------------------------------------
+
+
+# -- verbs on gradients ------------------------------------------------------------------------------------------------
+
+
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -87,55 +93,6 @@ def filled(module: nn.Module, value: float) -> dict[str, Tensor]:
     return {n: torch.full_like(v, value) for n, v in module.state_dict().items()}
 
 
-# -- verbs that read and write values ----------------------------------------------------------------------------------
-
-
-def reads(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
-    state = {n: v.clone() for n, v in plain.state_dict().items()}
-    same(checkpoint.full_state_dict(module), state)
-    found = dict(checkpoint.iter_full_params(module))
-    same(dict(sorted(found.items())), dict(sorted(parameters(plain).items())))
-    checkpoint.export_safetensors(module, path / "exported")
-    names = dict.fromkeys(n for n in state if n in read_safetensors(path / "exported" / "model.safetensors"))
-    assert set(parameters(plain)) <= set(names)
-    same({n: read_safetensors(path / "exported" / "model.safetensors")[n] for n in names}, {n: state[n] for n in names})
-    assert flatshard.tensors.num_parameters(module) == sum(p.numel() for p in plain.parameters())
-
-
-def summons(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
-    for arguments in ({}, {"offload_to_cpu": True}):
-        with flatshard.summon_full_params(module, **arguments):
-            same(parameters(module, True), parameters(plain, True))
-            with flatshard.summon_full_params(module, **arguments):  # it knows its units also by what they show
-                same(parameters(module), parameters(plain))
-    others = full_params(whole)
-    with flatshard.summon_full_params(module), torch.no_grad():
-        for param in module.parameters():
-            param.add_(1)
-    mine = {id(p) for p in module.parameters()}
-    for (name, value), param in zip(full_params(whole).items(), whole.parameters(), strict=True):
-        assert torch.equal(value, others[name] + (id(param) in mine)), name
-
-
-def unshards(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
-    flatshard.unshard(module, recurse=True)
-    same(parameters(module), parameters(plain))
-    flatshard.reshard(module)
-    assert all(u.state == "sharded" for u in flatshard.describe(whole).units)
-    with flatshard.keep_unsharded(module), torch.no_grad():
-        whole.eval()(batch())
-        whole.train()
-        kept = [u.fqn for u in flatshard.describe(module).units if u.state == "unsharded"]
-        assert kept == [u.fqn for u in flatshard.describe(module).units]
-    assert all(u.state == "sharded" for u in flatshard.describe(whole).units)
-
-
-def describes(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
-    described = {fqn for u in flatshard.describe(module).units for f in u.flats for fqn in f.fqns}
-    assert {flatshard.tensors.shard_info(p).fqn for p in module.parameters()} <= described
-    flatshard.debug.check_replicas(module, buffers=True)
-
-
 def saves(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
     others = full_params(whole)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -145,12 +102,11 @@ def saves(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module
     local = checkpoint.local_state_dict(module)
     local["flats"] = [{**f, "shard": f["shard"].clone()} for f in local["flats"]]
     local["rest"] = {n: v.clone() for n, v in local["rest"].items()}
-    flatshard.save_checkpoint(path / "saved", {"model": module, "optimizer": optimizer}, process_group=ctx.group)
+    job = {"model": module, "optimizer": optimizer}
+    flatshard.save_checkpoint(path / "saved", job, process_group=ctx.group)
     mine = {id(p) for p in module.parameters()}
     for load in (
-        lambda: flatshard.load_checkpoint(
-            path / "saved", {"model": module, "optimizer": optimizer}, process_group=ctx.group
-        ),
+        lambda: flatshard.load_checkpoint(path / "saved", job, process_group=ctx.group),
         lambda: checkpoint.load_local_state_dict(module, local),
     ):
         with torch.no_grad():
@@ -177,66 +133,27 @@ def sends(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module
     same(received, {n: p + 1 for n, p in parameters(plain).items()})
 
 
-# -- verbs on gradients ------------------------------------------------------------------------------------------------
-
-
-def gradients(plain: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in plain.named_parameters()}
-
-
-def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
-    with flatshard.summon_full_params(module, with_grads=True, writeback=False):
-        return {n: p.grad.clone() for n, p in module.named_parameters()}
-
-
-def norms(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
+def statistics(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
     whole(batch()).square().sum().backward()
-    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    torch.testing.assert_close(get_total_norm(module), expected)
+    expected = {n: p.grad for n, p in plain.named_parameters()}
     found = gradient_statistics(module)
-    assert list(found) == list(gradients(plain))
-    torch.testing.assert_close(
-        torch.tensor([s.norm for s in found.values()]), torch.stack([g.norm() for g in gradients(plain).values()])
-    )
-    torch.testing.assert_close(flatshard.clip_grad_norm_(module, 1e-3), expected)
-    torch.testing.assert_close(get_total_norm(module), torch.tensor(1e-3))
+    assert list(found) == list(expected)
+    norms = torch.stack([grad.norm() for grad in expected.values()])
+    torch.testing.assert_close(torch.tensor([s.norm for s in found.values()]), norms)
+    described = {fqn for u in flatshard.describe(module).units for f in u.flats for fqn in f.fqns}
+    assert {flatshard.tensors.shard_info(p).fqn for p in module.parameters()} <= described
 
 
-def holds(path: Path, ctx, plain: nn.Module, module: nn.Module, whole: nn.Module) -> None:
-    with flatshard.no_sync(module):
-        whole(batch()).square().sum().backward()
-    assert all(p.grad is None for p in module.parameters())
-    flatshard.reduce_gradients(module)
-    found = whole_gradients(module)
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(found[name], grad)
-    with flatshard.no_sync(module):
-        whole(batch()).square().sum().backward()
-    flatshard.recover(module)
-    flatshard.reduce_gradients(module)  # there is nothing any more
-    for name, grad in whole_gradients(module).items():
-        assert torch.equal(grad, found[name])
-
-
-WITHOUT_FORWARD = [reads, summons, describes, sends]  # so nothing is compiled, which takes seconds
-VERBS = [*WITHOUT_FORWARD, unshards, saves, norms, holds]
-
-
-def body(ctx, verb: Callable[..., None], path: Path) -> None:
+@pytest.mark.parametrize("verb", [saves, sends, statistics], ids=lambda verb: verb.__name__)
+@ranks(3)
+def test_verbs(ctx, verb, tmp_path):
     for number, (kind, pick) in enumerate(KINDS.items()):
-        for compiled in (False, True) if kind in ("the root", "in the root") and verb in WITHOUT_FORWARD else (False,):
-            ctx.note(f"{verb.__name__} on {kind}{', compiled' * compiled}")
-            plain, model, outermost = build(ctx, compiled)
-            plain(batch()).square().sum().backward()
-            for buffers in (plain, model):  # as before that forward
-                buffers.encoder[1].reset_running_stats()
-            verb(path / f"{number}{compiled}", ctx, pick(plain), pick(model), outermost)
-
-
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_verbs(pool, tmp_path, verb, world_size):
-    pool.run(body, verb, tmp_path, world_size=world_size)
+        ctx.note(f"{verb.__name__} on {kind}")
+        plain, model, outermost = build(ctx, compiled=verb is sends and kind == "in the root")
+        plain(batch()).square().sum().backward()
+        for buffers in (plain, model):  # as before that forward
+            buffers.encoder[1].reset_running_stats()
+        verb(tmp_path / str(number), ctx, pick(plain), pick(model), outermost)
 
 
 # -- verbs on units ----------------------------------------------------------------------------------------------------
@@ -250,14 +167,12 @@ def test_verbs_on_units_name_the_unit(world):
         lambda m: flatshard.comm.register_comm_hook(m, None, flatshard.comm.bf16_compress_hook),
         lambda m: flatshard.register_forward_method(m, "extra_repr"),
     ):
-        with pytest.raises(
-            ValueError, match=r"this Linear is part of unit 'blocks\.1', and not a unit itself: pass that"
-        ):
+        message = r"this Linear is part of unit 'blocks\.1', and not a unit itself: pass that"
+        with pytest.raises(ValueError, match=message):
             verb(model.blocks[1].linear)
         verb(model.blocks[1])  # as it says
-    with pytest.raises(
-        ValueError, match=r"this Linear has a part of unit .<root>., whose flat parameter also has 'encoder\.1\.weight'"
-    ):
+    message = r"this Linear has a part of unit .<root>., whose flat parameter also has 'encoder\.1\.weight'"
+    with pytest.raises(ValueError, match=message):
         flatshard.flat_parameters(model.front)
     flatshard.flat_parameters(model)  # a module that has all of the unit
 
@@ -276,7 +191,9 @@ class Mixture(nn.Module):
         return x
 
 
-def skipping(ctx) -> None:
+@ranks(2)
+def test_skip_in_a_unit(ctx):
+    """The unit's own forward takes part in its collectives."""
     torch.manual_seed(0)
     plain, x = Mixture(), torch.randn(2, 3)
     model = fully_shard(Mixture(), process_group=ctx.group)
@@ -284,14 +201,8 @@ def skipping(ctx) -> None:
     model.load_state_dict(plain.state_dict())
     model(x[ctx.rank : ctx.rank + 1], ctx.rank).square().sum().backward()
     (sum(plain(x[i : i + 1], i).square().sum() for i in range(2)) / 2).backward()
-    for name, grad in whole_gradients(model).items():
-        torch.testing.assert_close(grad, gradients(plain)[name])
+    check_same_gradients(model, plain, rtol=1e-5)
     with pytest.raises(ValueError, match=r"skip: this Linear is part of unit the root module, .* pass that unit"):
         flatshard.skip(model.experts[0], x)
     with torch.no_grad():
         assert torch.equal(flatshard.skip(model, x), x)  # as it says
-
-
-def test_skip_in_a_unit(pool):
-    """The unit's own forward takes part in its collectives."""
-    pool.run(skipping, world_size=2)

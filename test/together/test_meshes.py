@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import Gather
+from on_ranks import ranks
+from pairs import some
+from parity import step_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -103,7 +108,13 @@ def meshes(ctx: Any, strategy: ShardingStrategy) -> Any:
     )
 
 
-def run_training(ctx: Any, strategy: ShardingStrategy, as_dtensor: bool, held: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "as_dtensor", "held"),
+    some(itertools.product((FULL, GRAD_OP, HYBRID), (False, True), (False, True)), 5),
+    ids=str,
+)
+@ranks(4)
+def test_experts_in_the_unit_of_the_rest(ctx, strategy: ShardingStrategy, as_dtensor: bool, held: bool):
     mesh = meshes(ctx, strategy)
     plain, model = build(mesh, as_dtensor)
     shard(ctx, mesh, model, strategy)
@@ -111,7 +122,7 @@ def run_training(ctx: Any, strategy: ShardingStrategy, as_dtensor: bool, held: b
     assert [len(unit.handle.flats) for unit in units_below(model)] == [1, 2, 2]
     assert len({unit.context for unit in units_below(model)}) == 1
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
-    for step in range(3):
+    for step in range(2):
         for micro in range(2 if held else 1):
             x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro)).double()
             expected = plain(x.flatten(0, 1)).square().mean()
@@ -128,20 +139,12 @@ def run_training(ctx: Any, strategy: ShardingStrategy, as_dtensor: bool, held: b
         torch.testing.assert_close(
             flatshard.optim.get_total_norm(model).double(), torch.tensor(0.1).double(), rtol=1e-4, atol=0
         )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_like(mesh, model, plain, "data")
 
 
-@pytest.mark.parametrize("as_dtensor", [False, True], ids=["", "DTensor"])
-@pytest.mark.parametrize("held", [False, True], ids=["", "accumulated"])
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, HYBRID], ids=lambda s: s.value)
-def test_experts_in_the_unit_of_the_rest(pool, strategy: ShardingStrategy, held: bool, as_dtensor: bool):
-    pool.run(run_training, strategy, as_dtensor, held, world_size=4)
-
-
-def run_features(ctx: Any, path: str) -> None:
+@ranks(4)
+def test_features_over_two_meshes(ctx, tmp_path: Path):
     """What else a unit can do, with DTensors: checkpoints, copies, hooks, optimizers of whole parameters, ``describe``."""
     mesh = meshes(ctx, FULL)
     plain, model = build(mesh, True)
@@ -175,11 +178,11 @@ def run_features(ctx: Any, path: str) -> None:
         torch.testing.assert_close(saved[name], param.detach(), rtol=1e-9, atol=1e-12)
     whole = flatshard.checkpoint.optim_state_dict(model, optimizers[1], full=True)
     assert whole["state"]["blocks.1.experts"]["exp_avg"].shape == (EXPERTS, WIDTH, WIDTH)
-    flatshard.save_checkpoint(path, {"model": model, "optimizer": optimizers[1]})
+    flatshard.save_checkpoint(tmp_path / "saved", {"model": model, "optimizer": optimizers[1]})
     _, other = build(mesh, True)
     shard(ctx, mesh, other, GRAD_OP)
     loaded = torch.optim.Adam(other.parameters(), lr=1e-2)
-    flatshard.load_checkpoint(path, {"model": other, "optimizer": loaded})
+    flatshard.load_checkpoint(tmp_path / "saved", {"model": other, "optimizer": loaded})
     assert_like(mesh, other, plain, "data")
     for model, optimizer in ((plain, optimizers[0]), (other, loaded)):
         optimizer.zero_grad()
@@ -188,11 +191,8 @@ def run_features(ctx: Any, path: str) -> None:
     assert_like(mesh, other, plain, "data")
 
 
-def test_features_over_two_meshes(pool, tmp_path):
-    pool.run(run_features, str(tmp_path / "checkpoint"), world_size=4)
-
-
-def run_refusals(ctx: Any, path: str) -> None:
+@ranks(4)
+def test_what_is_refused(ctx, tmp_path: Path):
     mesh = meshes(ctx, FULL)
     _, model = build(mesh, False)
     for options, message in (
@@ -212,16 +212,13 @@ def run_refusals(ctx: Any, path: str) -> None:
         flatshard.configure(model.blocks[0], reshard_after_forward=2)
     lost = r"blocks\.0\.experts'.*ranks \[0, 2\] and \[1, 3\] have different values of this name"
     with pytest.raises(RuntimeError, match=lost):
-        flatshard.save_checkpoint(path, {"model": model})
+        flatshard.save_checkpoint(tmp_path / "saved", {"model": model})
     with pytest.raises(ValueError, match=lost):
         flatshard.checkpoint.full_state_dict(model)
 
 
-def test_what_is_refused(pool, tmp_path):
-    pool.run(run_refusals, str(tmp_path / "checkpoint"), world_size=4)
-
-
-def run_other_numbers(ctx: Any) -> None:
+@ranks(4)
+def test_each_expert_on_one_rank(ctx):
     """The gradients are divided as the user says, those over a single rank too; weights are given from the first rank."""
     mesh = ctx.device_mesh((1, 4), ("dp", "ep"))
     plain, model = build(mesh, False)
@@ -241,11 +238,8 @@ def run_other_numbers(ctx: Any) -> None:
     assert_like(mesh, model, plain, "grad")
 
 
-def test_each_expert_on_one_rank(pool):
-    pool.run(run_other_numbers, world_size=4)
-
-
-def run_flat_parameters(ctx: Any) -> None:
+@ranks(4)
+def test_flat_parameters(ctx):
     """``flat_parameters``: one per mesh in each unit; their norm is that of all, and a copy has its own."""
     mesh = meshes(ctx, FULL)
     plain, model = build(mesh, False)
@@ -264,11 +258,8 @@ def run_flat_parameters(ctx: Any) -> None:
         assert_like(mesh, each, plain, "data")
 
 
-def test_flat_parameters(pool):
-    pool.run(run_flat_parameters, world_size=4)
-
-
-def compare_runtimes(ctx) -> None:
+@ranks(4)
+def test_runtimes_that_are_added_up_together(ctx):
     """Experts of a unit of their own, and others over the same ranks by ``shard_mesh_fn``, are added up over other ranks."""
     group = ctx.device_mesh((2, 2), ("dp", "ep"))["dp"].get_group()
     everyone, runtime = Runtime.of(ctx.group, torch.device("cpu")), Runtime.of(group, torch.device("cpu"))
@@ -276,7 +267,3 @@ def compare_runtimes(ctx) -> None:
     assert among == ExpertRanks.within(runtime, everyone)
     assert among != runtime
     assert runtime == runtime.beside(everyone)
-
-
-def test_runtimes_that_are_added_up_together(pool):
-    pool.run(compare_runtimes, world_size=4)

@@ -7,7 +7,7 @@ that all of them must be in. The oracle is the same code on plain models with th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import models
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from clean import check_clean
 from models import Block
-from parity import adamw, full_params
+from on_ranks import ranks
+from pairs import some
+from parity import adamw, check_same_params
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, softplus
 from torch.utils.checkpoint import checkpoint
@@ -28,12 +30,7 @@ from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
-STRATEGIES = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.SHARD_OPTIM,
-)
+STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 WIDTH, TOKENS, PER_RANK = 6, 7, 2
 
 Models = dict[str, nn.Module]
@@ -107,12 +104,12 @@ def check(
     ctx: Any,
     make: Callable[[], Models],
     train: Callable[[World, int], None],
-    shard: Callable[[Models, Any, ShardingStrategy], None] = shard_each,
-    steps: int = 3,
+    shard: Callable[[Models, Any, ShardingStrategy], None],
+    strategies: Sequence[ShardingStrategy],
 ) -> None:
     """``train(world, step)`` does to sharded models what it does to plain ones."""
     torch.set_default_dtype(torch.float64)
-    for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
+    for strategy in strategies:
         ctx.note(f"{train.__name__}, {strategy.name}")
         worlds = []
         for is_sharded in (True, False):
@@ -121,24 +118,20 @@ def check(
             if is_sharded:
                 shard(models, ctx.group, strategy)
             worlds.append(World(ctx, models, is_sharded))
-        for step in range(steps):
+        for step in range(3):
             for world in worlds:
                 train(world, step)
         mine, plain = worlds
         for name, model in mine.models.items():
             assert all(isinstance(p, ShardedParameter) for p in model.parameters())
-            whole = full_params(model)
-            for n, param in plain.models[name].named_parameters():
-                torch.testing.assert_close(whole[n], param.detach(), rtol=1e-9, atol=1e-12, msg=f"{name}.{n}")
+            check_same_params(model, plain.models[name])
         for model in mine.models.values():
             flatshard.recover(model)
         for model in mine.models.values():
             check_clean(model)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GANs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- GANs --------------------------------------------------------------------------------------------------------------
 
 
 def gan_models() -> Models:
@@ -205,20 +198,7 @@ def cycle_models() -> Models:
     return {"generator": Net(), "other": Net()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("train", [gan, careless_gan, gan_with_penalty, one_backward])
-def test_gan(pool, train, world_size):
-    pool.run(check, gan_models, train, world_size=world_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_cycle(pool, world_size):
-    pool.run(check, cycle_models, cycle, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Interleaving
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Interleaving ------------------------------------------------------------------------------------------------------
 
 
 def three() -> Models:
@@ -255,12 +235,6 @@ def half_used(w: World, step: int) -> None:
     w.step("a", "b", "c")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("train", [interleaved, half_used])
-def test_interleaved(pool, train, world_size):
-    pool.run(check, three, train, world_size=world_size)
-
-
 def inside_others(w: World, step: int) -> None:
     """A model that runs inside the forward, and inside the backward, of another one that does not hold it."""
     x = w.vectors(step)
@@ -282,10 +256,6 @@ def inside_others(w: World, step: int) -> None:
     w.step("a", "b")
     w.c(x).square().mean().backward()
     w.step("c")
-
-
-def test_inside_one_another(pool):
-    pool.run(check, three, inside_others)
 
 
 def orders(ctx) -> list[str]:
@@ -312,9 +282,7 @@ def test_prefetching(pool):
     assert first == [*forward, "-- b", *forward, "-- backward of a", *backward, "-- backward of b", *backward]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Distillation
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Distillation ------------------------------------------------------------------------------------------------------
 
 
 def teacher_and_student() -> Models:
@@ -354,15 +322,7 @@ def swap(w: World, step: int) -> None:
         assert not torch.allclose(halved, same)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("train", [distil, swap])
-def test_distillation(pool, train, world_size):
-    pool.run(check, teacher_and_student, train, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Language models that learn from preferences
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Language models that learn from preferences -----------------------------------------------------------------------
 
 
 def policy_and_reference() -> Models:
@@ -378,11 +338,6 @@ def prefer(w: World, step: int) -> None:
     margin = w.policy.log_probs(chosen) - w.policy.log_probs(rejected) - base
     (-logsigmoid(margin)).mean().backward()
     w.step("policy")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_preferences(pool, world_size):
-    pool.run(check, policy_and_reference, prefer, world_size=world_size)
 
 
 def actor_and_critic() -> Models:
@@ -413,11 +368,6 @@ def reinforce(w: World, step: int) -> None:
         w.step("value", "policy")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_reinforcement(pool, world_size):
-    pool.run(check, actor_and_critic, reinforce, world_size=world_size)
-
-
 def two_heads() -> Models:
     trunk = Trunk()
     return {"policy": Language(trunk), "value": Language(trunk, 1)}
@@ -441,14 +391,7 @@ def share_a_trunk(w: World, step: int) -> None:
     w.step("policy")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_shared_trunk(pool, world_size):
-    pool.run(check, two_heads, share_a_trunk, shard_trunk_first, world_size=world_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models that are not sharded alike, and models that fail
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Models that are not sharded alike, and models that fail -----------------------------------------------------------
 
 
 def shard_differently(models: Models, group: Any, strategy: ShardingStrategy) -> None:
@@ -465,11 +408,6 @@ def chained(w: World, step: int) -> None:
     x = w.vectors(step)
     w.a(w.c(w.b(w.a(x)))).square().mean().backward()
     w.step("a", "b", "c")
-
-
-@pytest.mark.parametrize("train", [interleaved, chained])
-def test_sharded_differently(pool, train):
-    pool.run(check, three, train, shard_differently, world_size=4)
 
 
 def failing(w: World, step: int) -> None:
@@ -496,12 +434,31 @@ def failing(w: World, step: int) -> None:
     w.step("a", "b", "c")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_exceptions(pool, world_size):
-    pool.run(check, three, failing, world_size=world_size)
+SCRIPTS: list[tuple[Callable[[], Models], Callable[[World, int], None], Any]] = [
+    *((gan_models, train, shard_each) for train in (gan, careless_gan, gan_with_penalty, one_backward)),
+    *((three, train, shard_each) for train in (interleaved, half_used, inside_others, failing)),
+    *((teacher_and_student, train, shard_each) for train in (distil, swap)),
+    (cycle_models, cycle, shard_each),
+    (policy_and_reference, prefer, shard_each),
+    (actor_and_critic, reinforce, shard_each),
+    (two_heads, share_a_trunk, shard_trunk_first),
+]
 
 
-def forgotten(ctx) -> None:
+@pytest.mark.parametrize(("make", "train", "shard"), SCRIPTS, ids=lambda each: each.__name__)
+def test_script(pool, make, train, shard):
+    turn = [script[1] for script in SCRIPTS].index(train)
+    pool.run(check, make, train, shard, some(STRATEGIES, 2, turn))
+    pool.run(check, make, train, shard, STRATEGIES[:1], world_size=3)
+
+
+@pytest.mark.parametrize("train", [interleaved, chained])
+def test_sharded_differently(pool, train):
+    pool.run(check, three, train, shard_differently, some(STRATEGIES, 1, train is chained), world_size=4)
+
+
+@ranks(2)
+def test_dropped(ctx):
     """A model that is dropped, between its forward and its backward, leaves nothing to the others."""
     torch.set_default_dtype(torch.float64)
     x = torch.ones(2, WIDTH)
@@ -514,7 +471,3 @@ def forgotten(ctx) -> None:
     assert all(u.handle.is_sharded for u in units_below(model))
     flatshard.recover(model)
     check_clean(model)
-
-
-def test_dropped(pool):
-    pool.run(forgotten)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import Gather, Mlp
+from on_ranks import ranks
+from parity import full_params, step_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,11 +30,6 @@ class Block(Mlp):
         super().__init__(WIDTH, 2 * WIDTH + 1)
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    with flatshard.summon_full_params(model, writeback=False):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def assert_equal(got: dict[str, Tensor], expected: nn.Module) -> None:
     for name, param in expected.named_parameters():
         torch.testing.assert_close(got[name], param.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
@@ -50,7 +47,10 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def run_pipeline(ctx, name: str, holds: bool) -> None:
+@pytest.mark.parametrize("holds", [False, True], ids=["", "one reduction"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@ranks(4)
+def test_pipelines(ctx, name: str, holds: bool):
     """Two ranks deep, two wide. ``holds``: one reduction at the end, else one a microbatch."""
     schedule_class, per_rank = SCHEDULES[name]
     mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
@@ -87,7 +87,7 @@ def run_pipeline(ctx, name: str, holds: bool) -> None:
         torch.optim.Adam(p, lr=1e-2) for p in (plain.parameters(), [p for m in parts for p in m.parameters()])
     ]
     holder = nn.ModuleList(parts)
-    for step in range(3):
+    for step in range(2):
         x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)).double()
         loss(plain(x.flatten(0, 1)), y.flatten(0, 1)).backward()
         args = (x[dp],) if pp == 0 else ()
@@ -102,17 +102,9 @@ def run_pipeline(ctx, name: str, holds: bool) -> None:
         units = [u for u in units_below(holder) if u.handle.flats]
         reductions = len([e for e in events if e.startswith("reduce-scatter")])
         assert reductions == len(units) * (1 if holds else MICROBATCHES)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for part, index in zip(parts, indices, strict=True):
-        assert_equal(whole(part), plain[index * depth : (index + 1) * depth])
-
-
-@pytest.mark.parametrize("holds", [False, True], ids=["", "one reduction"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_pipelines(pool, name: str, holds: bool):
-    pool.run(run_pipeline, name, holds, world_size=4)
+        assert_equal(full_params(part), plain[index * depth : (index + 1) * depth])
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -137,7 +129,8 @@ class Experts(nn.Module):
         return self.back(torch.tanh(y))
 
 
-def run_experts(ctx) -> None:
+@ranks(4)
+def test_experts_on_other_groups(ctx):
     """Experts are sharded over the ranks that hold the same one, the rest over all; each with its own divisor."""
     mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
     ep = mesh["ep"].get_local_rank()
@@ -158,20 +151,14 @@ def run_experts(ctx) -> None:
         x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
         plain(x.flatten(0, 1)).square().mean().backward()
         model(x[ctx.rank]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    got = whole(model)
+        step_all(optimizers)
+    got = full_params(model)
     assert_equal(
         {k: v for k, v in got.items() if "experts" not in k}
         | {f"experts.{ep}.{k.removeprefix('experts.0.')}": v for k, v in got.items() if "experts" in k}
         | {n: p.detach() for n, p in plain.named_parameters() if f"experts.{1 - ep}" in n},
         plain,
     )
-
-
-def test_experts_on_other_groups(pool):
-    pool.run(run_experts, world_size=4)
 
 
 class Stacked(nn.Module):
@@ -200,7 +187,8 @@ class WithStacked(nn.Module):
         return torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()])
 
 
-def run_stacked_experts(ctx) -> None:
+@ranks(4)
+def test_experts_in_a_dtensor(ctx):
     """Experts are a DTensor over two ranks of the four that the rest is sharded over."""
     mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
     torch.manual_seed(0)
@@ -208,9 +196,8 @@ def run_stacked_experts(ctx) -> None:
     model = copy.deepcopy(plain)
     model.group = mesh.get_group("ep")
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
-    with pytest.raises(
-        ValueError, match=r"'experts.weight' is a DTensor over ranks .* first call fully_shard\(experts"
-    ):
+    message = r"'experts.weight' is a DTensor over ranks .* first call fully_shard\(experts"
+    with pytest.raises(ValueError, match=message):
         fully_shard(model, process_group=ctx.group)
     fully_shard(model.experts, device_mesh=mesh["dp"])
     flatshard.configure(model.experts, divide_factor=4)
@@ -222,22 +209,17 @@ def run_stacked_experts(ctx) -> None:
         x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
         plain(x.flatten(0, 1)).square().mean().backward()
         model(x[ctx.rank]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     with flatshard.summon_full_params(model):
         got = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
         assert_equal({name: p.detach().clone() for name, p in got.items()}, plain)
 
 
-def test_experts_in_a_dtensor(pool):
-    pool.run(run_stacked_experts, world_size=4)
-
-
 # -- DistributedDataParallel -------------------------------------------------------------------------------------------
 
 
-def run_beside_ddp(ctx) -> None:
+@ranks(3)
+def test_beside_distributed_data_parallel(ctx):
     """A part that DDP replicates, ignored by fully_shard, in the same model."""
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3)).double()
@@ -251,14 +233,8 @@ def run_beside_ddp(ctx) -> None:
         model(x[ctx.rank]).square().mean().backward()
         norms = [torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), flatshard.clip_grad_norm_(model, 0.5)]
         torch.testing.assert_close(norms[1], norms[0])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal({name.replace("1.module.", "1."): p for name, p in whole(model).items()}, plain)
-
-
-def test_beside_distributed_data_parallel(pool):
-    pool.run(run_beside_ddp, world_size=3)
+        step_all(optimizers)
+    assert_equal({name.replace("1.module.", "1."): p for name, p in full_params(model).items()}, plain)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -279,7 +255,8 @@ class LoRA(nn.Module):
         return self.base(x.bfloat16()).double() + self.b(self.a(x))
 
 
-def run_adapters(ctx) -> None:
+@ranks(2, 4)  # by these dividing is exact, in the gradients that pass the bfloat16 base too
+def test_adapters_on_a_frozen_base(ctx):
     torch.manual_seed(0)
     plain = nn.Sequential(LoRA(), nn.Tanh(), LoRA())
     model = copy.deepcopy(plain)
@@ -297,13 +274,6 @@ def run_adapters(ctx) -> None:
             (plain(part).square().mean() / ctx.world_size).backward()
         model(x[ctx.rank]).square().mean().backward()
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for name, param in plain.named_parameters():
-        torch.testing.assert_close(whole(model)[name], param.detach(), rtol=1e-9, atol=1e-12)
-
-
-def test_adapters_on_a_frozen_base(pool):
-    for world_size in (2, 4):  # by these dividing is exact, in the gradients that pass the bfloat16 base too
-        pool.run(run_adapters, world_size=world_size)
+        torch.testing.assert_close(full_params(model)[name], param.detach(), rtol=1e-9, atol=1e-12)
