@@ -36,7 +36,7 @@ from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.not_sharded import added_later
 from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units, flat_of
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, owner_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import Until
 from flatshard._errors import name_list
@@ -62,16 +62,24 @@ class Optimizers(Extension):
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _see_state_dicts()
-        if not _noting and any(c.strategy.placements.until is Until.CHANGE or c.strategy.joins_axes for c in configs):
+        if not _noting and any(map(_keeps, configs)):
             _noting.append(register_optimizer_step_post_hook(_note_step))
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
-    show, or if the optimizer passed over parts without elements.
+    show, or if the optimizer passed over parts without elements. This is for units that are kept gathered until a change.
     """
     stepped = [p for p in params_of(optimizer) if isinstance(p, ShardedParameter) and p.grad is not None]
-    increment_version([p for p in stepped if p._flatshard_info.numel])
+    increment_version([p for p in stepped if p._flatshard_info.numel and _is_kept(owner_of(p))])
+
+
+def _is_kept(unit: Unit | None) -> bool:
+    return unit is not None and _keeps(unit.config)
+
+
+def _keeps(config: UnitConfig) -> bool:
+    return config.strategy.placements.until is Until.CHANGE or config.strategy.joins_axes
 
 
 def _see_state_dicts() -> None:
