@@ -81,9 +81,20 @@ def _copy(where: Path) -> None:
         py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
-def _arguments(tests: tuple[str, ...]) -> list[str]:
-    named = [f"test/{file}.py" + (f"::test_{name}" if name else "") for file, _, name in (t.rstrip("*").partition(":") for t in tests)]
-    return [*named, "-q", "--lanes", "1", "-p", "no:cacheprovider", *([] if any("*" in t for t in tests) else ["--once"])]
+class _Cases:
+    """A plugin of pytest: one case of each test, but all of those in ``every``."""
+
+    def __init__(self, tests: tuple[str, ...]) -> None:
+        self.named = [f"test/{file}.py" + (f"::test_{name}" if name else "") for file, _, name in map(_split, tests)]
+        self.every = tuple(name.partition("[")[0] for name, t in zip(self.named, tests, strict=True) if t[-1] in "*]")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        items[:] = [i for i in items if i.nodeid.startswith(self.every) or first[i.nodeid.partition("[")[0]] is i]
+
+
+def _split(test: str) -> tuple[str, str, str]:
+    return test.rstrip("*").partition(":")
 
 
 def _run(where: Path, tests: tuple[str, ...], *more: str) -> tuple[int | None, str]:
@@ -103,7 +114,8 @@ def _run(where: Path, tests: tuple[str, ...], *more: str) -> tuple[int | None, s
         try:
             import pytest
 
-            code = int(pytest.main([*_arguments(tests), *more]))
+            cases = _Cases(tests)
+            code = int(pytest.main([*cases.named, "-q", "--lanes", "1", "-p", "no:cacheprovider", *more], [cases]))
         finally:
             sys.stdout.flush()
             os._exit(code)
