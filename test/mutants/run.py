@@ -10,6 +10,7 @@ of the repository, and a later run continues from there; ``--again`` runs also t
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import hashlib
 import importlib
@@ -197,6 +198,8 @@ def main() -> int:
     known = _read(given.results)
     again = {m for m in every if given.again or (given.survivors and known.get(m.key, ["killed"])[0] != "killed")}
     todo = [mutant for mutant in every if mutant in again or mutant.key not in known]
+    turns: collections.Counter[str] = collections.Counter()
+    todo.sort(key=lambda mutant: (turns.update([mutant.file]), turns[mutant.file])[1])  # files take turns
     print(f"{len(every)} mutants, {len(todo)} to run; results: {given.results}", flush=True)
     workers = []
     for number in range(given.jobs):
