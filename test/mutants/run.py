@@ -2,9 +2,9 @@
 
     python test/mutants/run.py [--only FILE] [--jobs N] [--again] [--results FILE]
 
-Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside
-of the repository, and a later run continues from there; ``--again`` runs also those that have one. A test that runs longer than
-``TIMEOUT`` has found a hang. In the end the tests that have failed run without mutants: one that fails there says nothing.
+Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside of
+the repository, and a later run continues from there. In the end the tests that have failed run without a mutant: one that
+fails there, too, has shown nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("table.txt")
-TIMEOUT = 240.0
+TIMEOUT = 400.0
+"""Seconds after which the tests of a mutant hang. The limits of the tests themselves end most of them before."""
 PRELOAD = "torch torch.distributed torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp pytest expecttest"
 COPIED = ("flatshard", "test", "benchmarks", "pyproject.toml")
 
@@ -51,88 +53,84 @@ class Mutant(NamedTuple):
             raise ValueError(f"{self.file} has {found} times, not once: {self.old!r}")
         return source.replace(self.old, self.new)
 
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old.strip()!r} -> {self.new.strip()!r}"
 
-def table(text: str | None = None) -> list[Mutant]:
+
+def read_table(text: str) -> list[Mutant]:
     """The mutants of ``table.txt``, which says how it is read."""
-    mutants, file, usual = [], "", ()
-    for line in (TABLE.read_text() if text is None else text).splitlines():
+    mutants: list[Mutant] = []
+    file, usual = "", list[str]()
+    for line in text.splitlines():
         if line.startswith("== "):
             file, _, tests = line[3:].partition(": ")
-            file, usual = f"flatshard/{file}", tuple(tests.split())
+            usual = tests.split()
         elif line.strip() and not line.startswith("# "):
             change, _, tests = line.partition("  @@ ")
             old, arrow, new = (each.replace("\\n", "\n") for each in change.partition("  ==>  "))
             if not arrow:
                 raise ValueError(f"table.txt: no arrow in {line!r}")
-            mutants.append(Mutant(file, old, new, (*tests.split(), *(t for t in usual if t not in tests.split()))))
+            mutants.append(Mutant(f"flatshard/{file}", old, new, tuple(dict.fromkeys([*tests.split(), *usual]))))
     return mutants
 
 
 # -- one copy of the repository ----------------------------------------------------------------------------------------
 
 
-def _copy(where: Path) -> None:
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, where / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, where / name)
-    for file in (where / "flatshard").rglob("*.py"):  # by contents: a mutant may have the size and time of the original
-        py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+class Cases:
+    """A plugin of pytest: one case of each test, but all of those that the table names with a ``*`` or by their case."""
 
-
-class _Cases:
-    """A plugin of pytest: one case of each test, but all of those in ``every``."""
-
-    def __init__(self, tests: tuple[str, ...]) -> None:
-        self.named = [f"test/{file}.py" + (f"::test_{name}" if name else "") for file, _, name in map(_split, tests)]
-        self.every = tuple(name.partition("[")[0] for name, t in zip(self.named, tests, strict=True) if t[-1] in "*]")
+    def __init__(self, tests: Sequence[str]) -> None:
+        split = [t.rstrip("*").partition(":") for t in tests]
+        self.named = [f"test/{file}.py" + (f"::test_{name}" if name else "") for file, _, name in split]
+        self.every = tuple(n.partition("[")[0] for n, t in zip(self.named, tests, strict=True) if t[-1] in "*]")
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         items[:] = [i for i in items if i.nodeid.startswith(self.every) or first[i.nodeid.partition("[")[0]] is i]
 
 
-def _split(test: str) -> tuple[str, str, str]:
-    return test.rstrip("*").partition(":")
+def _copy(where: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, where / name)
+    for file in (where / "flatshard").rglob("*.py"):  # by contents: a mutant may have the size and time of the original
+        py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
-def _run(where: Path, tests: tuple[str, ...], *more: str) -> tuple[int | None, str]:
-    """pytest's exit code (None: it took too long), and its output."""
+def _run(where: Path, arguments: Sequence[str], plugins: list[Any], parent: int) -> tuple[int | None, str]:
+    """pytest's exit code (None: it took too long), and its output. ``parent``: without it this process is to end."""
     log = where / "log"
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()  # so that nothing of it is left running
-        os.chdir(where)
-        sys.path[:] = [str(where), *(p for p in sys.path[1:] if Path(p) != ROOT)]
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for fd in (1, 2):
-            os.dup2(out, fd)
-        get_context: Any = multiprocessing.get_context  # ranks fork here, where torch is imported
-        multiprocessing.get_context = lambda kind=None: get_context("fork" if kind == "forkserver" else kind)  # type: ignore
+    if not (pid := os.fork()):
         code = 3
         try:
+            os.setsid()  # a group of processes, so that nothing of it is left running
+            os.chdir(where)
+            sys.path[:] = [str(where), *(p for p in sys.path if Path(p).resolve() not in (ROOT, TABLE.parent))]
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(out, 1), os.dup2(out, 2)
+            get_context: Any = multiprocessing.get_context  # ranks are forks of what has imported torch already
+            multiprocessing.get_context = lambda kind=None: get_context("fork" if kind == "forkserver" else kind)
             import pytest
 
-            cases = _Cases(tests)
-            code = int(pytest.main([*cases.named, "-q", "--lanes", "1", "-p", "no:cacheprovider", *more], [cases]))
+            code = int(pytest.main([*arguments, "-q", "--lanes", "1", "-p", "no:cacheprovider"], plugins))
         finally:
             sys.stdout.flush()
             os._exit(code)
     until, status = time.monotonic() + TIMEOUT, None
     try:
-        while status is None and time.monotonic() < until:
+        while status is None and time.monotonic() < until and os.getppid() == parent:
             found, raw = os.waitpid(pid, os.WNOHANG)
-            if found:
-                status = os.waitstatus_to_exitcode(raw)
-            else:
-                time.sleep(0.1)
+            status = os.waitstatus_to_exitcode(raw) if found else time.sleep(0.1)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         if status is None:
             os.waitpid(pid, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
     return status, log.read_text(errors="replace")
 
 
@@ -146,29 +144,28 @@ def _judge(code: int | None, output: str) -> tuple[str, str]:
     return {0: "survived", 5: "no such test"}.get(code, "killed"), failed[1] if failed else f"exit code {code}"
 
 
-def _work(mutants: list[Mutant], results: Path, verbose: bool) -> None:
+def _work(mutants: list[Mutant], results: Path, parent: int) -> None:
     for name in PRELOAD.split():
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory(prefix="flatshard-mutants-") as made:
-        where = Path(made)
+        where, killers = Path(made), set[str]()
         _copy(where)
         for mutant in mutants:
-            path, start = where / mutant.file, time.monotonic()
+            path, start, cases = where / mutant.file, time.monotonic(), Cases(mutant.tests)
             source = path.read_text()
             path.write_text(mutant.apply(source))
-            try:
-                code, output = _run(where, mutant.tests, "-x")
-            finally:
-                path.write_text(source)
+            code, output = _run(where, [*cases.named, "-x"], [cases], parent)
+            path.write_text(source)
             what, test = _judge(code, output)
             took = round(time.monotonic() - start, 1)
             with open(results, "a") as file:
                 file.write(json.dumps([mutant.key, what, took, test]) + "\n")
-            print(f"{what:9} {took:6.1f} s  {mutant.file}: {mutant.old.strip()!r} -> {mutant.new.strip()!r}  {test}", flush=True)
-            if verbose:
-                print(output, flush=True)
+            print(f"{what:9} {took:6.1f} s  {mutant}  {test}", flush=True)
+            killers |= {test} if what == "killed" and "::" in test else set()
+        if killers and (found := _run(where, sorted(killers), [], parent))[0]:
+            print(f"These tests fail without a mutant, too (or took {TIMEOUT:g} s):\n{found[1]}")
 
 
 def _read(results: Path) -> dict[str, list[Any]]:
@@ -176,41 +173,28 @@ def _read(results: Path) -> dict[str, list[Any]]:
     return {entry[0]: entry[1:] for entry in map(json.loads, lines)}
 
 
-def _check_unchanged(tests: set[str]) -> None:
-    """Name the tests that fail without any mutant."""
-    with tempfile.TemporaryDirectory(prefix="flatshard-mutants-") as made:
-        _copy(Path(made))
-        names = tuple(sorted({re.sub(r"^test/|\.py|test_(?=\w+$)", "", t.partition("[")[0]).replace("::", ":") for t in tests}))
-        names = tuple(t if t.count("/") else t for t in names)
-        code, output = _run(Path(made), names)
-        print(output.splitlines()[-1] if code == 0 else output)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="FILE", help="mutants of files with this in their path")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="also those that have a result")
-    parser.add_argument("--survivors", action="store_true", help="those that were not killed, with pytest's output")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "flatshard-mutants.jsonl")
     given = parser.parse_args()
-    every = [mutant for mutant in table() if given.only in mutant.file]
-    known = _read(given.results)
-    again = {m for m in every if given.again or (given.survivors and known.get(m.key, ["killed"])[0] != "killed")}
-    todo = [mutant for mutant in every if mutant in again or mutant.key not in known]
-    turns: collections.Counter[str] = collections.Counter()
+    every = [mutant for mutant in read_table(TABLE.read_text()) if given.only in mutant.file]
+    known = {} if given.again else _read(given.results)
+    todo, turns = [mutant for mutant in every if mutant.key not in known], collections.Counter[str]()
     todo.sort(key=lambda mutant: (turns.update([mutant.file]), turns[mutant.file])[1])  # files take turns
     print(f"{len(every)} mutants, {len(todo)} to run; results: {given.results}", flush=True)
-    workers = []
-    for number in range(given.jobs):
-        workers.append(multiprocessing.Process(target=_work, args=(todo[number :: given.jobs], given.results, given.survivors)))
-        workers[-1].start()
-    for worker in workers:
-        worker.join()
+    start, pid = multiprocessing.get_context("fork").Process, os.getpid()
+    jobs = [start(target=_work, args=(todo[i :: given.jobs], given.results, pid)) for i in range(min(given.jobs, len(todo)))]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
     known = _read(given.results)
-    left = [m for m in every if known.get(m.key, ["not run"])[0] != "killed"]
+    left = [mutant for mutant in every if known.get(mutant.key, ["not run"])[0] != "killed"]
     for mutant in left:
-        print(f"{known.get(mutant.key, ['not run'])[0].upper()}: {mutant.file}: {mutant.old!r} -> {mutant.new!r}")
+        print(f"{known.get(mutant.key, ['not run'])[0]}: {mutant}")
     print(f"{len(every) - len(left)} of {len(every)} killed")
     return bool(left)
 
