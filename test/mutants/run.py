@@ -2,9 +2,9 @@
 
     python test/mutants/run.py [--only FILE] [--jobs N] [--again] [--results FILE]
 
-Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside of
-the repository, and a later run continues from there. In the end the tests that have failed run without a mutant: one that
-fails there, too, has shown nothing.
+Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside
+of the repository, and a later run continues from there. In the end the tests that have failed run without a mutant: one
+that fails there, too, has shown nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_table(text: str) -> list[Mutant]:
             old, arrow, new = (each.replace("\\n", "\n") for each in change.partition("  ==>  "))
             if not arrow:
                 raise ValueError(f"table.txt: no arrow in {line!r}")
-            mutants.append(Mutant(f"flatshard/{file}", old, new, tuple(dict.fromkeys([*tests.split(), *usual]))))
+            mutants.append(Mutant(f"flatshard/{file}", old, new, tuple(tests.split() or usual)))
     return mutants
 
 
@@ -186,7 +186,9 @@ def main() -> int:
     todo.sort(key=lambda mutant: (turns.update([mutant.file]), turns[mutant.file])[1])  # files take turns
     print(f"{len(every)} mutants, {len(todo)} to run; results: {given.results}", flush=True)
     start, pid = multiprocessing.get_context("fork").Process, os.getpid()
-    jobs = [start(target=_work, args=(todo[i :: given.jobs], given.results, pid)) for i in range(min(given.jobs, len(todo)))]
+    jobs = [
+        start(target=_work, args=(todo[i :: given.jobs], given.results, pid)) for i in range(min(given.jobs, len(todo)))
+    ]
     for job in jobs:
         job.start()
     for job in jobs:
