@@ -299,8 +299,10 @@ def copied_inside(ctx) -> None:
     torch.manual_seed(0)
     reference = Net(5)
     model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group)
-    with flatshard.no_sync(model), flatshard.no_sync(model.blocks[0]):
-        copied = copy.deepcopy(model)
+    with flatshard.no_sync(model):
+        with flatshard.no_sync(model.blocks[0]):
+            copied = copy.deepcopy(model)
+        assert not any(u.handle.gradients.reduces for u in units_below(model))  # the outer one goes on
     flatshard.configure(model, gradient_sync=False)
     held = copy.deepcopy(model)
     assert not any(u.handle.gradients.reduces for u in units_below(held))

@@ -148,7 +148,6 @@ def _work(mutants: list[Mutant], results: Path, parent: int) -> None:
     for name in PRELOAD.split():
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory(prefix="flatshard-mutants-") as made:
         where, killers = Path(made), set[str]()
         _copy(where)
