@@ -3,7 +3,7 @@
     python test/mutants/run.py [--only FILE] [--jobs N] [--again] [--results FILE]
 
 Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside
-of the repository, and a later run continues from there. In the end the tests that have failed run without a mutant: one
+of the repository; a later run has those left that no test has killed. In the end the tests that have failed run without a mutant: one
 that fails there, too, has shown nothing.
 """
 
@@ -46,7 +46,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(self[:3]).encode()).hexdigest()[:16]
 
     def apply(self, source: str) -> str:
         if (found := source.count(self.old)) != 1:
@@ -138,9 +138,9 @@ def _judge(code: int | None, output: str) -> tuple[str, str]:
     """What has come of a mutant, and the test that failed."""
     if code is None:
         return "killed", "timeout"
-    if gone := re.search(r"ERROR: (?:not found|file or directory not found): (\S+)", output):
+    if gone := re.search(r"ERROR: (?:not found|file or directory not found): (.+)", output):
         return "no such test", gone[1]
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return {0: "survived", 5: "no such test"}.get(code, "killed"), failed[1] if failed else f"exit code {code}"
 
 
@@ -181,8 +181,9 @@ def main() -> int:
     given = parser.parse_args()
     every = [mutant for mutant in read_table(TABLE.read_text()) if given.only in mutant.file]
     known = {} if given.again else _read(given.results)
-    todo, turns = [mutant for mutant in every if mutant.key not in known], collections.Counter[str]()
-    todo.sort(key=lambda mutant: (turns.update([mutant.file]), turns[mutant.file])[1])  # files take turns
+    todo = [mutant for mutant in every if known.get(mutant.key, [""])[0] != "killed"]
+    turns = collections.Counter[str]()  # files take turns, and what has not run yet comes first
+    todo.sort(key=lambda m: (m.key in known, (turns.update([m.file]), turns[m.file])[1]))
     print(f"{len(every)} mutants, {len(todo)} to run; results: {given.results}", flush=True)
     start, pid = multiprocessing.get_context("fork").Process, os.getpid()
     jobs = [
