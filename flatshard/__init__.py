@@ -9,6 +9,7 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 """
 
 from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, planning, policies, tensors
+from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
@@ -17,7 +18,6 @@ from flatshard._composable.features.keep import keep_unsharded
 from flatshard._composable.features.skip import skip
 from flatshard._composable.features.summon import recover, reshard, summon_full_params, unshard
 from flatshard._composable.fully_shard import fully_shard
-from flatshard._composable.policy import CustomPolicy
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.tensors.sharded_parameter import full_shape

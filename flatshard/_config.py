@@ -22,6 +22,7 @@ class Placed(enum.Enum):
 
     SHARDED = "sharded"  # each has another part
     REPLICATED = "replicated"  # each has all of it
+    PARTIAL = "partial"  # each has a summand of it
 
 
 class Until(enum.IntEnum):

@@ -6,7 +6,7 @@ from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.extensions import use
 from flatshard._composable.features.data_writes import DataWrites
 from flatshard._composable.features.ddp import IgnoredByDDP
-from flatshard._composable.features.encoded_gathers import EncodedGathers
+from flatshard._composable.features.encoded_gathers import EncodedFlatParam, EncodedGathers
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
@@ -17,14 +17,16 @@ from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
-from flatshard._runtime import Runtime
+from flatshard._handle.flat_param import FlatParam
+from flatshard._runtime import Peers
 from flatshard.checkpoint._state_dict_hooks import StateDicts
 from flatshard.optim._hooks import Optimizers
 
 
 def plug_in() -> None:
     """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
-    Runtime.make_monitor = GroupMonitor
+    Peers.make_monitor = GroupMonitor
+    FlatParam.encoded = EncodedFlatParam
     use(
         Compile(),
         Optimizers(),

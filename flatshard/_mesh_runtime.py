@@ -21,40 +21,36 @@ from flatshard._runtime import Runtime, holding
 class MeshRuntime(Runtime):
     """A runtime of all ranks of a mesh. [Note: One axis after the other]"""
 
-    inner: Runtime
-    outer: Runtime
-
-    @classmethod
-    def over(cls, every: Runtime, inner: Runtime, outer: Runtime) -> MeshRuntime:
+    def __init__(self, every: Runtime, inner: Runtime, outer: Runtime) -> None:
         """``every``: of all ranks, in the order of the note."""
-        result = every.unwatched()  # each axis has a monitor of its own
-        result.__class__ = cls
-        assert isinstance(result, cls)
-        result.inner, result.outer = inner.beside(every), outer.beside(every)
-        assert result.rank == inner.rank * outer.world_size + outer.rank
-        return result
+        super().__init__(every.peers, inner.collectives, every.streams)
+        self.monitor = None  # each axis has one of its own
+        self.inner, self.outer = inner.beside(every), outer.beside(every)
+        assert self.rank == inner.rank * outer.world_size + outer.rank
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """This runtime with the collectives that ``factory`` makes for each axis."""
-        if factory is None:
-            return self
-        result = self.replacing(self.inner.using(factory).collectives)
-        assert isinstance(result, MeshRuntime)
-        result.inner, result.outer = self.inner.using(factory), self.outer.using(factory)
-        return result
+        """The same ranks with the collectives that ``factory`` makes for each axis."""
+        return self if factory is None else MeshRuntime(self, self.inner.using(factory), self.outer.using(factory))
+
+    @property
+    def exact(self) -> Runtime:
+        """See ``Runtime``."""
+        return self if self.collectives.exact else MeshRuntime(self, self.inner.exact, self.outer.exact)
 
     def part(self, output: torch.Tensor) -> torch.Tensor:
         """Of what is gathered over all ranks: what this rank has once the outer axis is gathered."""
         return output.view(self.inner.world_size, -1)[self.inner.rank]
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
-        start = functools.partial(self._gather, label, again)
-        return self._issue("all-gather", GATHER, label, start, output, shard, again=again)
-
-    def _gather(self, label: Label, again: bool, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        part = self.part(output)
         if self.outer.world_size == 1:
             return self.gather_inner(output, shard, label, again)
+        if self.inner.world_size == 1:
+            return self.outer.all_gather(output, shard, label, again)
+        start = functools.partial(self._gather, output, shard, label, again)
+        return self._issue("all-gather", GATHER, label, start, again=again)
+
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool) -> Pending:
+        part = self.part(output)
         first = self.outer.all_gather(part, shard, label, again)
         return self.then(first, lambda: self.gather_inner(output, part, label, again))
 
@@ -65,13 +61,12 @@ class MeshRuntime(Runtime):
         return self.inner.all_gather(output, part, label, again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
-        start = functools.partial(self._reduce, label)
-        return self._issue("reduce-scatter", REDUCE, label, start, output, input)
-
-    def _reduce(self, label: Label, output: torch.Tensor, input: torch.Tensor) -> Pending:
         if 1 in (self.inner.world_size, self.outer.world_size):
             axis = self.outer if self.inner.world_size == 1 else self.inner
             return axis.reduce_scatter(output, input, label)
+        return self._issue("reduce-scatter", REDUCE, label, functools.partial(self._reduce, output, input, label))
+
+    def _reduce(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         half = output.new_empty(self.outer.world_size * output.numel())
         first = self.inner.reduce_scatter(half, input, label)
         return holding(self.then(first, lambda: self.outer.reduce_scatter(output, half, label)), half)

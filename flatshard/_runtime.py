@@ -35,22 +35,17 @@ join the current stream when a pass or a backward ends.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import (
-    Addressed,
-    BuiltinCollectives,
-    FakeCollectives,
-    builtin_collectives,
-)
+from flatshard._comm.backends import Addressed, BuiltinCollectives, FakeCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
@@ -120,7 +115,11 @@ class Awaited:
         if self._pending is None:
             return
         issued = self._issued
-        before, here.waiting, here.label = (here.waiting, here.label), issued, issued.label
+        before, here.waiting, here.label = (
+            (here.waiting, here.label),
+            issued,
+            issued.label,
+        )  # its `wait` may be the user's
         try:
             self._pending.wait()
             self._pending = None
@@ -174,13 +173,13 @@ def wait_on_host(pending: Pending) -> None:
         pending.wait()
 
 
-def _has(owner: Any, path: str) -> bool:
-    """Whether ``owner`` has the attribute, which may be one of an attribute."""
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+_NEEDED = "current_stream", "stream", "Stream", "Stream.wait_stream", "Stream.wait_event", "Stream.record_event"
+"""What a device module must have."""
+
+
+def _has(module: Any, name: str) -> bool:
+    owner, _, method = name.rpartition(".")
+    return hasattr(getattr(module, owner, None) if owner else module, method)
 
 
 class Streams:
@@ -206,15 +205,7 @@ class Streams:
         if device.type == "cpu":
             return None
         module = torch.get_device_module(device)
-        needed = (
-            "current_stream",
-            "stream",
-            "Stream",
-            "Stream.wait_stream",
-            "Stream.wait_event",
-            "Stream.record_event",
-        )
-        missing = [name for name in needed if not _has(module, name)]
+        missing = [name for name in _NEEDED if not _has(module, name)]
         if missing:
             raise NotImplementedError(
                 f"fully_shard: parameters are on {str(device)!r}, and torch.{device.type} has no streams to run collectives "
@@ -284,12 +275,12 @@ class Streams:
 class Users:
     """The streams that compute with memory of the gather stream. [Note: Memory follows the streams]"""
 
-    __slots__ = ("_gathers", "_known", "_streams")
+    __slots__ = ("_all_gathers", "_known", "_streams")
 
     def __init__(self, streams: Streams, gathers: Sequence[Pending]) -> None:
         """``gathers``: what writes it. The current stream waits for them."""
         self._streams = streams
-        self._gathers = tuple(gathers)
+        self._all_gathers = tuple(gathers)
         self._known = [streams.current]
 
     def add_current(self) -> None:
@@ -299,7 +290,7 @@ class Users:
             if streams.is_captured(current):  # the gathers may be from before the capture
                 streams.let_wait(current, self._known[0])
             else:
-                for gather in self._gathers:
+                for gather in self._all_gathers:
                     gather.wait()
             self._known.append(current)
 
@@ -311,90 +302,99 @@ class Users:
                 streams.let_wait(streams.gather, stream)
 
 
-class Runtime(RankGroup):
-    """The collectives of one process group on one device, with their streams.
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """One process group on one device: what does not change, and what all runtimes that are made from it share."""
 
-    One per group and device (see ``of``), and copies of it with other collectives or streams, which have its number.
-    """
-
-    _instances: ClassVar[
-        weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[torch.device, Runtime]]
-    ] = weakref.WeakKeyDictionary()
-
-    # Lives as long as the group: the numbering must be the same on all ranks, whenever each collects garbage.
-    _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
+    builtin: BuiltinCollectives  # the backend's, among the ranks of the group
+    device: torch.device  # of the tensors
+    streams: Streams | None  # the device's side streams; None: waiting for a collective blocks
+    host: torch.device | None = None  # where CPU offload keeps the shards; None: ``device`` is the host
+    progress: Progress | None = None  # None for a world of one rank and for the fake group, where there is nobody else
+    monitor: Monitor | None = None
+    # Increases in the order in which groups are first used. This order is the same on all ranks.
+    number: int = field(default_factory=RankGroup.numbers.__next__)
+    made: dict[CollectivesFactory, Collectives] = field(default_factory=dict)  # see ``Runtime.using``
 
     make_monitor: ClassVar[Callable[[BuiltinCollectives, torch.device, Progress], Monitor] | None] = None
     """Makes the monitor of a group of several processes. None: there is no monitor."""
 
-    def __init__(
-        self, builtin: BuiltinCollectives, device: torch.device, streams: Streams | None, host: torch.device | None
-    ) -> None:
-        """
-        Args:
-            builtin: the backend's collectives among the ranks of the group.
-            device: the device of the tensors.
-            streams: the device's side streams. None: waiting for a collective blocks.
-            host: where CPU offload keeps the shards. None: ``device`` is the host.
-        """
-        super().__init__(device, builtin.rank, builtin.size)
-        self.host = host
-        self._builtin = builtin
-        self.collectives: Collectives = self._builtin
-        self._made: dict[CollectivesFactory, Collectives] = {}  # see `using`
-        self.streams = streams
-        self._source: Runtime | None = None  # that this is a copy of, kept alive: `of` finds it
-        self.progress: Progress | None = None  # None for a world of one rank and for the fake group: there are no peers
-        self.monitor: Monitor | None = None
+    _known: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[torch.device, Peers]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    # Lives as long as the group: the numbering must be the same on all ranks, whenever each collects garbage.
+    _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
+        """The peers in ``group`` on ``device``, of whom there is one description."""
+        known = cls._known.setdefault(group, weakref.WeakValueDictionary())
+        found = known.get(device)
+        if found is None:
+            on_cpu, builtin = device.type == "cpu", builtin_collectives(group, device)
+            progress = monitor = None
+            if on_cpu and builtin.size > 1:
+                keep_freed_memory()
+            if builtin.size > 1 and not isinstance(builtin, FakeCollectives):
+                progress = cls._progress.setdefault(group, Progress())
+                monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, progress)
+            host = None if on_cpu else torch.device("cpu")
+            found = known[device] = cls(builtin, device, Streams.of(device), host, progress, monitor)
+        return found
+
+
+class Runtime(RankGroup):
+    """The collectives of some :class:`Peers`, and the streams that they run on.
+
+    With other collectives than the backend's, or the streams of another runtime, it is another object, equal to the first.
+    """
+
+    _plain: ClassVar[weakref.WeakValueDictionary[int, Runtime]] = weakref.WeakValueDictionary()
+
+    def __init__(self, peers: Peers, collectives: Collectives | None = None, streams: Streams | None = None) -> None:
+        """``collectives``: None: the backend's. ``streams``: None: those of ``peers``."""
+        self.peers, self._builtin = peers, peers.builtin
+        super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
+        self.host, self.progress, self.monitor = peers.host, peers.progress, peers.monitor
+        self.collectives: Collectives = collectives or self._builtin
+        self.streams = streams or peers.streams
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
-        """The runtime of ``group`` on ``device``. All units share it, and so share its streams."""
-        instances = cls._instances.setdefault(group, weakref.WeakValueDictionary())
-        found = instances.get(device)
+        """The runtime of ``group`` on ``device`` with the backend's collectives. All units share it, and so its streams."""
+        peers = Peers.of(group, device)
+        found = cls._plain.get(peers.number)
         if found is None:
-            host = None if device.type == "cpu" else torch.device("cpu")
-            builtin = builtin_collectives(group, device)
-            found = instances[device] = cls(builtin, device, Streams.of(device), host)
-            if device.type == "cpu" and builtin.size > 1:
-                keep_freed_memory()
-            if builtin.size > 1 and not isinstance(builtin, FakeCollectives):
-                found.progress = cls._progress.setdefault(group, Progress())
-                found.monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, found.progress)
+            found = cls._plain[peers.number] = Runtime(peers)
         return found
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """This runtime with the collectives that ``factory`` makes; it is called once. None: this runtime."""
+        """The same ranks with the collectives that ``factory`` makes; it is called once. None: this runtime.
+
+        Raises:
+            TypeError: it has made something else.
+        """
         if factory is None:
             return self
-        if factory not in self._made:
-            self._made[factory] = factory(self.group, self.device)
-        return self.replacing(self._made[factory])
-
-    def replacing(self, collectives: Collectives) -> Runtime:
-        """This runtime with other ``collectives``."""
-        result = copy.copy(self)
-        result.collectives, result._source = collectives, self
-        return result
-
-    def unwatched(self) -> Runtime:
-        """This runtime without a monitor."""
-        result = copy.copy(self)
-        result.monitor, result._source = None, self
-        return result
+        known = self.peers.made
+        if (made := known.get(factory)) is None:
+            made = known[factory] = factory(self.group, self.device)
+        if not isinstance(made, Collectives):
+            raise TypeError(
+                f"collectives={factory!r} made a {type(made).__name__}, which lacks one of all_gather, reduce_scatter, "
+                "all_reduce and exact: see flatshard.comm.Collectives"
+            )
+        return Runtime(self.peers, made, self.streams)
 
     def beside(self, other: Runtime) -> Runtime:
-        """This runtime with the streams of ``other``: their collectives run in one order."""
-        if self.streams is other.streams:
-            return self
-        result = copy.copy(self)
-        result.streams, result._source = other.streams, self
-        return result
+        """The same with the streams of ``other``: their collectives run in one order."""
+        return self if self.streams is other.streams else Runtime(self.peers, self.collectives, other.streams)
 
     @property
     def exact(self) -> Runtime:
         """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
-        return self if self._source is None or self.collectives.exact else self._source.exact
+        return self if self.collectives.exact else Runtime(self.peers, None, self.streams)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -469,7 +469,9 @@ class Runtime(RankGroup):
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
-        return self._issue("exchange", EXCHANGE, label, functools.partial(self._builtin.exchange, sent, received))
+        return self._issue(
+            "exchange", EXCHANGE, label, functools.partial(self._builtin.exchange, sent, received, label)
+        )
 
     def _issue(
         self,
@@ -480,14 +482,16 @@ class Runtime(RankGroup):
         *tensors: torch.Tensor,
         again: bool = False,
     ) -> Pending:
-        """Issue a collective by ``start(*tensors)``."""
+        """Issue a collective by ``start``: a method of ``collectives`` for ``tensors``, or without any a function."""
         progress, monitor = self.progress, self.monitor
+        if not tensors or self.collectives is not self._builtin:
+            call = functools.partial(start, *tensors)
+        else:
+            call = functools.partial(start, *tensors, label)
         if self._builtin.may_change and self._builtin.has_changed():
             self._refuse_changed(verb, label)
         if progress is None:
-            here.label = label
-            pending = start(*tensors)
-            return pending if self.streams is None else self.issued(pending)
+            return call() if self.streams is None else self.issued(call())
         if progress.unended:
             self._refuse(verb, label, progress.unended[0][0])
         if progress.abandoned:
@@ -495,7 +499,6 @@ class Runtime(RankGroup):
         issued = progress.issue(verb, kind, label, again)
         before, here.label = here.label, label
         try:
-            call = functools.partial(start, *tensors)
             pending = call() if monitor is None else monitor.start(issued, self.collectives, call)
             return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:
@@ -536,9 +539,8 @@ class Runtime(RankGroup):
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
         """See :class:`RankGroup`."""
         try:
-            self._issue(
-                "all-reduce", NUMBERS, Label(question), functools.partial(self._builtin.combine, op=op), tensor
-            ).wait()
+            start = functools.partial(self._builtin.combine, tensor, op)
+            self._issue("all-reduce", NUMBERS, Label(question), start).wait()
         except Exception as e:
             self.fail(f"all-reduce for {question}", "", e)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from flatshard._composable.policy import CustomPolicy, ModuleWrapPolicy
+from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
     "CustomPolicy",

@@ -11,7 +11,7 @@ from flatshard._composable.state import Unit
 from flatshard._config import Until
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 
 
 def storage_nbytes(tensor: torch.Tensor | None) -> int:
@@ -35,7 +35,7 @@ def check_clean(model: nn.Module) -> None:
         kept = unit.config.strategy.placements.until is Until.CHANGE  # with whatever values
         assert handle.is_sharded or kept, unit
         assert handle.lifetime.grads is GradState.NONE, unit
-        assert handle.slots.shows is SHARDED, unit
+        assert handle.registrations.shows is SHARDED, unit
         for flat in handle.flats:
             if kept:
                 pass
@@ -45,7 +45,7 @@ def check_clean(model: nn.Module) -> None:
                 assert flat.unsharded.nbytes == 0, unit
             assert storage_nbytes(flat.gradients.input) == 0, unit
             assert flat.gradients._filled is flat.gradients.reduction is None, unit
-            assert all(c.grad is None for c in flat.unsharded.computes), unit
+            assert all(c.grad is None for c in flat.unsharded.params), unit
         assert (unit.completion.state, unit.completion.pending) == (UNTOUCHED, 0), unit
         assert tuple(unit.claims) == unit.config.claims, unit
         assert not context.forwards

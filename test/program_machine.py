@@ -702,7 +702,7 @@ class Machine:
                     if not self.attempt(lambda: out.append(run(call, module, xs[rank], first)), twin):
                         if model.has("batchnorm"):  # it may have run before the unit that refused
                             for mine, theirs in zip(twin.plain.buffers(), twin.model.buffers(), strict=True):
-                                mine.copy_(theirs)
+                                mine.data.copy_(theirs)  # unseen by autograd, as below
                         return None
                 self.interrupted = False
             except (Bang, Interrupt):
@@ -868,8 +868,10 @@ class Machine:
                     twin.held[name] = twin.held[name] + new if name in twin.held else new
             if not self._holds_back(twin):
                 twin.reduce_held(list(twin.synced))
+        groups = {unit.context for loss in losses for unit in loss.twin.units}
         for twin in self._alive if brought else ():
-            twin.reduce_held([unit for unit, synced in twin.synced.items() if synced])
+            mine = [unit for unit, synced in twin.synced.items() if synced]
+            twin.reduce_held([unit for unit in mine if unit < 0 or twin.units[unit].context in groups])
 
     def _holds_back(self, twin: Twin) -> bool:
         """Whether ``no_sync`` keeps gradients out of ``.grad``."""

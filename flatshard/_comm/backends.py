@@ -24,11 +24,10 @@ overflow where their average does not.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,13 +62,6 @@ class BuiltinCollectives(Collectives):
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.may_change = _may_change(group)
-        self._label: Label | None = None  # that messages carry; None: that of the unit whose collective is started
-
-    def under(self, label: Label) -> Self:
-        """The same, whose messages carry ``label``."""
-        result = copy.copy(self)
-        result._label = label
-        return result
 
     def has_changed(self) -> bool:
         """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
@@ -89,13 +81,17 @@ class BuiltinCollectives(Collectives):
         group = self._group()
         return None if group is None else group.get_group_store()
 
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
+        """See :class:`Collectives`. ``label``: what it is for; reductions get it, too. [Note: Whose messages these are]"""
+        raise NotImplementedError
+
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive its part for this rank as the ``k``-th
         of ``output``. In [Note: Order of collectives] it counts as a reduction.
         """
         raise NotImplementedError
 
-    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+    def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         """Send each tensor of ``sent`` to its rank, and fill each tensor of ``received`` from its rank, all concurrently.
 
         Messages between two ranks match in the order in which each of them lists its tensors. Tensors are 1-D, contiguous.
@@ -165,13 +161,13 @@ class GlooCollectives(BuiltinCollectives):
 
     out_of_place = widens = True
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
-        return self._exchange(rows, [rows[self.rank]] * self.size, GATHER)
+        return self._exchange(rows, [rows[self.rank]] * self.size, label, GATHER)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
         output, input = as_real(output), as_real(input)
         rows = input.view(self.size, -1).unbind()
@@ -179,34 +175,39 @@ class GlooCollectives(BuiltinCollectives):
         others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
         received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
 
-        return self._exchange(received, rows, REDUCE, lambda: _average(output, received))
+        return self._exchange(received, rows, label, REDUCE, lambda: _average(output, received))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
         received[self.rank].copy_(sent[self.rank])
-        return self._exchange(received, sent, REDUCE)
+        return self._exchange(received, sent, None, REDUCE)
 
     def _exchange(
         self,
         received: Sequence[torch.Tensor],
         sent: Sequence[torch.Tensor],
+        label: Label | None,
         kind: int,
         then: Callable[[], object] | None = None,
     ) -> Pending:
         """Receive ``received[k]`` from each other rank ``k``, send ``sent[k]`` to it, and call ``then`` at the end."""
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
-        return self._messages(
-            [(sent[k], k) for k in reversed(sources)], [(received[k], k) for k in sources], kind, then
-        )
+        to, from_ = [(sent[k], k) for k in reversed(sources)], [(received[k], k) for k in sources]
+        return self._messages(to, from_, label, kind, then)
 
-    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+    def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        return self._messages(as_bytes[0], as_bytes[1], EXCHANGE)
+        return self._messages(as_bytes[0], as_bytes[1], label, EXCHANGE)
 
     def _messages(
-        self, sent: Addressed, received: Addressed, kind: int, then: Callable[[], object] | None = None
+        self,
+        sent: Addressed,
+        received: Addressed,
+        label: Label | None,
+        kind: int,
+        then: Callable[[], object] | None = None,
     ) -> Pending:
-        group, tag = self.group, (self._label or here.label).tag + kind
+        group, tag = self.group, (label or here.label).tag + kind
         works = [group.recv([tensor], rank, tag) for tensor, rank in received]
         works += [group.send([tensor], rank, tag) for tensor, rank in sent]
 
@@ -217,8 +218,8 @@ class GlooCollectives(BuiltinCollectives):
 
         return Works(works, then, describe)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        tensor, tag = as_real(tensor), (self._label or here.label).tag
+    def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
+        tensor, tag = as_real(tensor), (label or here.label).tag
         tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
 
         def average() -> None:
@@ -253,7 +254,7 @@ class FakeCollectives(BuiltinCollectives):
         super().__init__(group)
         self.widens = widens
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1
         if output.data_ptr() + before * shard.nbytes != shard.data_ptr():
             output.as_strided((self.size, numel), (numel, 1), 0).copy_(shard)
@@ -264,19 +265,19 @@ class FakeCollectives(BuiltinCollectives):
             output.as_strided((after, numel), (numel, 1), (before + 1) * numel).copy_(shard)
         return self.group.broadcast(output, 0)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         numel = output.numel()
         output.copy_(input[self.rank * numel : (self.rank + 1) * numel])
         return self.group.broadcast(output, 0)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         return self.group.broadcast(tensor, 0)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         output.view(self.size, -1).copy_(input.view(self.size, -1)[self.rank])
         return self.group.broadcast(output, 0)
 
-    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+    def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         """See :class:`BuiltinCollectives`. There are no other ranks to receive from, so ``received`` becomes zeros."""
         for tensor, _ in received:
             tensor.zero_()
@@ -345,11 +346,11 @@ class DefaultCollectives(BuiltinCollectives):
     def reduce_group(self) -> dist.ProcessGroup:
         return alive(self._reduce_group)
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         self._all_gather(output, shard, group=self.group)
         return Done()
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         output, input = as_real(output), as_real(input)
         if input.dtype is not output.dtype:
             received = torch.empty_like(input)
@@ -359,7 +360,7 @@ class DefaultCollectives(BuiltinCollectives):
             self._averaging(output, functools.partial(self._reduce_scatter, output, input))
         return Done()
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor = as_real(tensor)
         self._averaging(tensor, functools.partial(dist.all_reduce, tensor))
         return Done()
@@ -375,7 +376,7 @@ class DefaultCollectives(BuiltinCollectives):
         dist.all_to_all_single(output, input, group=self.reduce_group)
         return Done()
 
-    def exchange(self, sent: Addressed, received: Addressed) -> Pending:
+    def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         group, ranks = self.group, dist.get_process_group_ranks(self.group)
         both = ((dist.irecv, received), (dist.isend, sent))
         messages = [dist.P2POp(op, t.view(torch.uint8), ranks[r], group) for op, tensors in both for t, r in tensors]
@@ -418,30 +419,3 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in str(dist.get_backend_config(group))
-
-
-_Joined = weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
-_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = (
-    weakref.WeakKeyDictionary()
-)  # by the inner and outer one
-
-
-def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh, inner rank by inner rank: they call it together, nobody else need.
-
-    ``inner``, ``outer``: those of this rank. The result is cached, and kept alive by the default group.
-    """
-    made = _joined.setdefault(inner, weakref.WeakKeyDictionary())
-    if outer not in made:
-        size, rank = dist.get_world_size(outer), dist.get_rank(outer)
-        rows = torch.tensor(dist.get_process_group_ranks(inner), device=device).repeat(size, 1)
-        if isinstance(builtin_collectives(outer, device), FakeCollectives):  # which sends nothing
-            first = torch.tensor(dist.get_process_group_ranks(outer), device=device)
-            rows += (first - first[rank]).unsqueeze(1)
-        elif size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), rows[rank].clone(), group=outer)
-        ranks, backend = rows.t().flatten().tolist(), str(dist.get_backend_config(inner))
-        new = dist.new_group(ranks, backend=backend, use_local_synchronization=True, sort_ranks=False)
-        assert isinstance(new, dist.ProcessGroup)
-        made[outer] = weakref.ref(new)
-    return alive(made[outer])

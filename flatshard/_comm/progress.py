@@ -3,6 +3,11 @@
 The order check (``monitor/order_check.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
 compares what they wait for. Both use this bookkeeping. It also assigns the tags of gloo messages:
 
+[Note: Whose messages these are]
+The runtime tells the backend's collectives for whom each call is. Collectives that a user writes get no such argument, and
+may call the backend's, of this group or of others, also when they are waited for. So the runtime notes the label around
+both (``here.label``), and the backend's collectives read it where they are given none.
+
 [Note: Data of different units never mix]
 Over gloo every message of an all-gather or a reduce-scatter carries its unit's tag, which is the same on all ranks. Only a
 receive with that tag gets the message. An all-reduce is gloo's own, and is matched by order. So a second, tiny all-reduce
@@ -163,7 +168,7 @@ class Here:
     __slots__ = ("label", "waiting")
 
     def __init__(self) -> None:
-        self.label = NOBODY  # the unit whose collective is being started or waited for: gives messages their tag
+        self.label = NOBODY  # what is being started or waited for: [Note: Whose messages these are]
         self.waiting: Issued | None = None  # also read by the watch's thread
 
 

@@ -14,12 +14,16 @@ class RankGroup:
     are added up together.
     """
 
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
+    numbers: ClassVar[Iterator[int]] = itertools.count()
 
-    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
-        """``device``: of the numbers. ``rank``: of this process in the group of ``world_size`` ranks."""
-        # Increases in the order in which groups are first used. This order is the same on all ranks.
-        self.number = next(self._numbers)
+    def __init__(self, device: torch.device, rank: int, world_size: int, number: int | None = None) -> None:
+        """
+        Args:
+            device: of the numbers.
+            rank: of this process in the group of ``world_size`` ranks.
+            number: None: a new one. They increase in the order in which groups are first used, the same on all ranks.
+        """
+        self.number = next(self.numbers) if number is None else number
         self.device = device
         self.rank, self.world_size = rank, world_size
 

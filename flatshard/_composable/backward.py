@@ -23,9 +23,9 @@ from torch.autograd import Variable
 from flatshard._composable.completion import AWAITING, IDLE, UNTOUCHED, current_graph_task
 from flatshard._composable.find import units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import Step, Unit
+from flatshard._composable.state import ForwardRecord, Unit
 from flatshard._config import BackwardPrefetch
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 
 # Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -115,14 +115,14 @@ class Backward:
         elif completion.state is IDLE:
             self._idle[unit] = None
 
-    def come_to(self, step: Step) -> None:
+    def pre_backward(self, step: ForwardRecord) -> None:
         """Called when backward reaches a forward of a unit. Completes idle units before it. [Note: What completes a unit]"""
         task, unit = current_graph_task(), step.unit
         step.opened_in = task
         if unit.completion.finished_in != task:
             self.begin(unit)
-        unit.open_steps = max(0, unit.open_steps) + 1
-        unit.last_step = step
+        unit.open_forwards = max(0, unit.open_forwards) + 1
+        unit.last_forward = step
         if not self._idle:
             return
         over = [u for u in self._idle if u is not unit and u not in step.outer and u.completion.task == task]
@@ -132,14 +132,14 @@ class Backward:
             self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks), early=True)
 
     @staticmethod
-    def leave(unit: Unit) -> bool:
+    def post_backward(unit: Unit) -> bool:
         """Called when backward leaves a forward of ``unit``, through its inputs. Returns whether it has left all of them, or
         all before the next pass. hooks.py, [Note: Freeing in backward]
         """
         if unit.completion.state is UNTOUCHED:
             return True
-        unit.open_steps = max(0, unit.open_steps - 1)
-        return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_steps == 0
+        unit.open_forwards = max(0, unit.open_forwards - 1)
+        return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_forwards == 0
 
     def waits_to_come_again(self, unit: Unit) -> bool:
         """Called when all gradients of ``unit`` have come, and its values are still needed: whether backward will gather it
@@ -216,12 +216,12 @@ class Backward:
         self._context.note_end(self.keeps_unsharded)
         for unit in self._reached:
             unit.completion.end()
-            unit.last_step, unit.open_steps = None, -1
+            unit.last_forward, unit.open_forwards = None, -1
             if unit.leaks and not self._retains_graph:
                 unit.drop_leaks(self.task)
             if self.keeps_unsharded:
                 unit.show()
-            elif unit.claims or unit.handle.slots.shows is not SHARDED or not unit.handle.is_sharded:
+            elif unit.claims or unit.handle.registrations.shows is not SHARDED or not unit.handle.is_sharded:
                 unit.free_if_unused()  # otherwise it was freed when it was complete
 
     @property
@@ -257,7 +257,7 @@ def is_finished(unit: Unit) -> bool:
 
 def has_left_first(unit: Unit) -> bool:
     """Whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    return unit.open_steps == 0 and (unit.last_step is None or unit.last_step.is_first)
+    return unit.open_forwards == 0 and (unit.last_forward is None or unit.last_forward.is_first)
 
 
 def gather(unit: Unit) -> None:
@@ -275,7 +275,7 @@ def gather_ahead(unit: Unit) -> None:
         gather(unit)
 
 
-def gather_last_inside(step: Step) -> None:
+def gather_last_inside(step: ForwardRecord) -> None:
     """Called when a unit that backward reached by ``step`` is about to be recomputed."""
     last = step
     while last.previous is not None and last.unit in last.previous.outer:
@@ -289,16 +289,16 @@ def gather_last_inside(step: Step) -> None:
 def prefetches_before(unit: Unit) -> bool:
     """Whether the next unit is gathered before this unit's backward computes."""
     when = unit.config.backward_prefetch
-    return when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_prefetch is not None)
+    return when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_targets is not None)
 
 
 def prefetch_after(unit: Unit) -> None:
     """Called when this unit's backward has computed."""
-    if unit.last_step is not None:
-        prefetch(unit.last_step)
+    if unit.last_forward is not None:
+        prefetch(unit.last_forward)
 
 
-def prefetch(step: Step) -> None:
+def prefetch(step: ForwardRecord) -> None:
     """Gather the unit that comes after this step in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(step):
@@ -308,9 +308,9 @@ def prefetch(step: Step) -> None:
             unit.context.prefetch(unit, step.unit.config.prefetch_limit_bytes)
 
 
-def _next(step: Step) -> Iterable[Unit]:
-    if step.unit.backward_prefetch is not None:
-        return step.unit.backward_prefetch
+def _next(step: ForwardRecord) -> Iterable[Unit]:
+    if step.unit.backward_targets is not None:
+        return step.unit.backward_targets
     before = step.previous
     while before is not None and before.unit is step.unit:  # an earlier forward of the same unit needs no gather
         before = before.previous

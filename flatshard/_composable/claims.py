@@ -13,7 +13,7 @@ that were prefetched. Nothing keeps these from being freed, and the next forward
 
 from __future__ import annotations
 
-from flatshard._handle.slots import Shown
+from flatshard._handle.registrations import Shown
 
 
 class Claim:

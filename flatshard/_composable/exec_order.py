@@ -1,7 +1,7 @@
 """Records the order in which units run forward, to know which one to gather next.
 
 The order is a hint, not a rule: if it changes, one all-gather comes too early or too late, and the next pass has the new
-order. Backward's order needs no such record: see ``Step.previous``.
+order. Backward's order needs no such record: see ``ForwardRecord.previous``.
 """
 
 from __future__ import annotations

@@ -15,27 +15,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._comm.backends import joined
-from flatshard._comm.collectives import Collectives, CollectivesFactory
+from flatshard._comm.collectives import CollectivesFactory
+from flatshard._comm.groups import joined
 from flatshard._composable.construct import validate
+from flatshard._composable.construct.flat_plan import Loads, plan_flats
 from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
+from flatshard._composable.construct.partition import PlannedUnit, plan_units
+from flatshard._composable.construct.policy import Policy, choose_units
 from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.find import units_below
-from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.partition import PlannedUnit, plan_units
-from flatshard._composable.policy import Policy, choose_units
 from flatshard._composable.state import Context, ModuleGroup, Unit, owner_of, set_unit
 from flatshard._composable.unit_config import MeshChoice, UnitConfig
-from flatshard._config import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
-from flatshard._errors import InternalError, name_list
+from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._errors import InternalError
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement, Runtimes
@@ -193,36 +188,18 @@ def fully_shard(
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
-                made_by_user = runtimes[groups][0].using(factory).collectives
-                if not isinstance(made_by_user, Collectives):
-                    raise TypeError(
-                        f"collectives={factory!r} made a {type(made_by_user).__name__}, which lacks one of all_gather, "
-                        "reduce_scatter, all_reduce and exact: see flatshard.comm.Collectives"
-                    )
+                runtimes[groups][0].using(factory)  # raises for what is none, before anything is changed
     for extension in extensions():
         extension.prepare(root, choice.configs, context.runtime)
     values.agree(runtimes)
     with _changing(root):
         made = build(choice, context, runtimes, values.prepare)
         install(root, choice, made, extensions())
-    if held := [o.fqn for unit in planned for o in unit.owned if o.was is not None and o.was() is not None]:
-        warnings.warn(
-            "fully_shard registered new parameters in the place of tensor subclasses (such as DTensors), but something "
-            f"still holds the old {name_list(held)}. If it is an optimizer, it will not train them: build it after "
-            "fully_shard",
-            stacklevel=2,
-        )
+    validate.warn_of_old_parameters(planned)
     below = [unit for unit in units_below(root) if unit.module not in made]
     for unit_below in below:  # units of earlier calls have FQNs that start further in
         unit_below.rename(names)
-    if experts := validate.taken_for_copies(below, context.runtime.group):
-        warnings.warn(
-            f"{name_list(experts)} were sharded by an earlier call, over some of the ranks of this one. Norms and "
-            "checkpoints take what the other ranks have under these names for copies. If they are other parameters, such as "
-            "other experts, shard them in this call: fully_shard(..., shard_mesh_fn=lambda fqn, param: mesh['dp'] if "
-            "'experts' in fqn else None), or make them DTensors first",
-            stacklevel=2,
-        )
+    validate.warn_of_experts(below, context.runtime.group)
     return module
 
 
@@ -284,7 +261,7 @@ def _runtimes(
         context = Context.of(Runtime.of(joined(inner.group, outer.group, device), device))
         context.follow(inner)
         context.follow(outer)
-        return context, {None: (MeshRuntime.over(context.runtime, inner, outer), None)}
+        return context, {None: (MeshRuntime(context.runtime, inner, outer), None)}
     context = Context.of(Runtime.of(groups[0], device))
     found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
     for chosen in dict.fromkeys(each for unit in planned for each in unit.groups):
@@ -360,7 +337,7 @@ def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None
         owner = owner_of(param)
         if owner is None:
             raise InternalError(f"the sharded parameter registered as {name!r} in unit {unit.fqn!r} has no owner")
-        owner.handle.add_slot(module, name, param)
+        owner.handle.add_registration(module, name, param)
         if owner not in needs:
             needs.append(owner)
     unit.needs = tuple(needs)

@@ -2,7 +2,7 @@
 
 One training step of a unit under FULL_SHARD::
 
-    pre-forward    gather; prefetch the next unit; register the compute parameters
+    pre-forward    gather; prefetch the next unit; register the unsharded parameters
     (forward)
     post-forward   hook the outputs; register the sharded parameters; free
     pre-backward   gather; prefetch the previous unit
@@ -10,7 +10,7 @@ One training step of a unit under FULL_SHARD::
     complete       free; copy the gradients into the reduction input; start the reduction
 
 [Note: What is registered when]
-The compute parameters are registered inside forward, and in backward until the unit is complete (a checkpoint inside
+The unsharded parameters are registered inside forward, and in backward until the unit is complete (a checkpoint inside
 the unit recomputes from them). In between a unit may stay unsharded (SHARD_GRAD_OP, the outermost unit), but
 ``module.parameters()`` are the user's own. So ``model.zero_grad()``, ``p.requires_grad_()`` and the like do the same there as
 at any other time. When a backward fails, the user's parameters are registered at once (``Backward._on_death``).
@@ -54,16 +54,9 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
-from flatshard._composable.state import (
-    Forward,
-    ModuleGroup,
-    Step,
-    Unit,
-    called_modules,
-    unit_of,
-)
+from flatshard._composable.state import Forward, ForwardRecord, ModuleGroup, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
-from flatshard._handle.slots import SHARDED, UNSHARDED
+from flatshard._handle.registrations import SHARDED, UNSHARDED
 from flatshard._handle.unit_gradients import Given
 
 _LATER = "flatshard: forwards that ended later with the same output"
@@ -134,7 +127,7 @@ class UnitHooks:
         make = functools.partial(self.unit.completion.hook, weakref.ref(self))
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.is_trainable:
-                for index, compute in enumerate(flat.unsharded.computes):
+                for index, compute in enumerate(flat.unsharded.params):
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
@@ -179,13 +172,13 @@ class UnitHooks:
             for needed, claim in forward.claims:
                 if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
-        if in_backward and unit.last_step is not None:
-            gather_last_inside(unit.last_step)
+        if in_backward and unit.last_forward is not None:
+            gather_last_inside(unit.last_forward)
         if not in_backward:
             following = context.order.advance(module)
             ahead: Iterable[Unit] = ()
-            if unit.forward_prefetch is not None:
-                ahead = unit.forward_prefetch
+            if unit.forward_targets is not None:
+                ahead = unit.forward_targets
             elif unit.config.forward_prefetch and following is not None:
                 ahead = filter(None, (unit_of(following),))
             for each in ahead if forward.gathers else ():
@@ -210,8 +203,8 @@ class UnitHooks:
         elif alone:
             handle.check_parameters()
             if not handle.is_sharded and unit.is_outdated(context.pass_id):
-                assert handle.gathered is not None
-                unit.changes_in_passes |= handle.gathered.by == context.pass_id
+                assert handle.stamp is not None
+                unit.changes_in_passes |= handle.stamp.by == context.pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -221,7 +214,7 @@ class UnitHooks:
             )
         if handle.is_sharded:
             handle.unshard(context.pass_id, in_backward)
-        elif handle.gathered is not None and handle.gathered.by != context.pass_id:
+        elif handle.stamp is not None and handle.stamp.by != context.pass_id:
             handle.take_over(context.pass_id)
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
@@ -229,7 +222,7 @@ class UnitHooks:
             context.reductions.expect(unit)
         handle.wait()
         claim.show(UNSHARDED)
-        handle.slots.show(UNSHARDED)
+        handle.registrations.show(UNSHARDED)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Returns a new output, or None. If the forward raised, this is called with None as ``output``."""
@@ -254,7 +247,7 @@ class UnitHooks:
                         found += tensors_in(given)
                 for leaving in self._leaving:
                     found += leaving(found)
-                comes_back = self.come_back(found, forward) or self._may_hide_tensors(output)
+                comes_back = self.register_pre_backward(found, forward) or self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.step is not None and not forward.in_backward:
@@ -275,7 +268,7 @@ class UnitHooks:
                 needed.handle.write_back_if_changed()
                 state = needed.completion.state  # if its gradients are still awaited, this was a recomputation
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
-                    needed.handle.slots.show(SHARDED)
+                    needed.handle.registrations.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if stays or leaks or in_backward or (needed.claims and needed.claims.pin):
                 continue
@@ -287,7 +280,7 @@ class UnitHooks:
         if outermost and not in_backward:
             context.end_pass()
 
-    def come_back(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
+    def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Returns whether it may."""
         nodes = set()
         for tensor in outputs:
@@ -300,7 +293,7 @@ class UnitHooks:
                     nodes.add(node)
         if not nodes:
             return False
-        step = self.unit.context.make_step(forward)
+        step = self.unit.context.record_forward(forward)
         for node in nodes:
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
@@ -326,7 +319,7 @@ class UnitHooks:
     def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call ``leave`` when backward leaves the unit through its inputs. [Note: Freeing in backward]"""
+        """Call ``post_backward`` when backward leaves the unit through its inputs. [Note: Freeing in backward]"""
         values, spec = tree_flatten((args, kwargs))
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
@@ -337,7 +330,7 @@ class UnitHooks:
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs
 
-    def pre_backward(self, step: Step, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+    def pre_backward(self, step: ForwardRecord, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
         """Called when backward reaches the unit, through one of its outputs.
 
         ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
@@ -354,7 +347,7 @@ class UnitHooks:
         if unit.completion.state is COMPLETE and is_finished(unit) and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
-        backward.come_to(step)
+        backward.pre_backward(step)
         for outer in step.outer:
             gather_ahead(outer)
         for claim in unit.claims:
@@ -367,7 +360,7 @@ class UnitHooks:
         gather(unit)
         for needed in unit.needs:
             needed.handle.wait()
-            needed.handle.slots.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
+            needed.handle.registrations.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
         if step.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
@@ -407,10 +400,10 @@ class UnitHooks:
         if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             prefetch_after(unit)
 
-    def leave(self) -> None:
+    def post_backward(self) -> None:
         """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
         unit, accumulators = self.unit, self.unit.handle.gradients.accumulators
-        if Backward.leave(unit) and (unit.completion.pending == 0 or not accumulators.are_all):
+        if Backward.post_backward(unit) and (unit.completion.pending == 0 or not accumulators.are_all):
             backward = unit.context.backward
             if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()
@@ -442,7 +435,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.ran_in = current_graph_task()
-        ctx.hooks.leave()
+        ctx.hooks.post_backward()
         return None, *grads
 
 

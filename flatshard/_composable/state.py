@@ -38,7 +38,7 @@ from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.pool import Pool
-from flatshard._handle.slots import SHARDED, Shown
+from flatshard._handle.registrations import SHARDED, Shown
 from flatshard._names import UNIT_KEY
 from flatshard._runtime import Runtime
 
@@ -47,16 +47,16 @@ T = TypeVar("T")
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 
 
-class Step:
+class ForwardRecord:
     """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
     __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
 
-    def __init__(self, unit: Unit, previous: Step | None, outer: Sequence[Unit]) -> None:
+    def __init__(self, unit: Unit, previous: ForwardRecord | None, outer: Sequence[Unit]) -> None:
         self.unit = unit
         self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
-        gathered = unit.handle.gathered
+        gathered = unit.handle.stamp
         assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
         self.version = gathered.version  # of the parameters in this forward
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
@@ -95,8 +95,8 @@ class Unit:
         self.needs: tuple[Unit, ...] = (self,)
         self.order = ForwardOrder()  # for passes in which this unit is outermost
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
-        self.forward_prefetch: Iterable[Unit] | None = None
-        self.backward_prefetch: Iterable[Unit] | None = None
+        self.forward_targets: Iterable[Unit] | None = None
+        self.backward_targets: Iterable[Unit] | None = None
         # Its shards have changed between an all-gather and a use in one pass. [Note: Gathered before it changes]
         self.changes_in_passes = False
         self._reset()
@@ -106,7 +106,7 @@ class Unit:
         self.completion = Completion(self.handle.placement.label)
         made_units[id(self)] = self
         for flat in self.handle.flats:
-            _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.computes))
+            _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
         self.handle.make_room = functools.partial(self.context.make_room, self)
         for placement in self.handle.placements:
             placement.label.handle = weakref.ref(self.handle)
@@ -115,14 +115,16 @@ class Unit:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
-        self.live_steps: weakref.WeakSet[Step] | None = None  # with a live graph; None without static buffers
+        self.live_forwards: weakref.WeakSet[ForwardRecord] | None = (
+            None  # with a live graph; None without static buffers
+        )
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
-        self.leaks: weakref.WeakSet[Step] | None = None
+        self.leaks: weakref.WeakSet[ForwardRecord] | None = None
         # Backward: what `Backward` knows about the running one.
-        self.last_step: Step | None = None  # that it has reached
+        self.last_forward: ForwardRecord | None = None  # that it has reached
         # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
-        self.open_steps = -1
+        self.open_forwards = -1
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
 
     def feature(self, kind: type[T]) -> T | None:
@@ -135,9 +137,9 @@ class Unit:
             if claim.shows is not None:
                 unclaimed = claim.shows
                 break
-        self.handle.slots.show(unclaimed)
+        self.handle.registrations.show(unclaimed)
 
-    def note_leak(self, step: Step) -> None:
+    def note_leak(self, step: ForwardRecord) -> None:
         """The outputs of ``step`` are the unsharded parameters, or views of them."""
         self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
         self.leaks.add(step)
@@ -152,7 +154,7 @@ class Unit:
         self.show()
         self.free_unless_kept()
 
-    def free_unless_kept(self, until: Step | None = None) -> None:
+    def free_unless_kept(self, until: ForwardRecord | None = None) -> None:
         """Free the unsharded parameters, unless a claim or a live graph needs them.
 
         ``until``: the step whose backward will gather them again.
@@ -197,8 +199,8 @@ class Unit:
     @property
     def is_unsharded_by_user(self) -> bool:
         """Whether the user called ``unshard``, and no forward has used the parameters since."""
-        gathered = self.handle.gathered
-        return gathered is not None and gathered.by == BY_USER
+        stamp = self.handle.stamp
+        return stamp is not None and stamp.by == BY_USER
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {self.kind}, {self.handle!r})"
@@ -214,8 +216,8 @@ class Unit:
         result.__dict__.update(self.__dict__)
         result._reset()
         result.order = ForwardOrder()
-        result.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
-        result.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
+        result.forward_targets = copy.deepcopy(self.forward_targets, memo)
+        result.backward_targets = copy.deepcopy(self.backward_targets, memo)
         result.module = module
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
@@ -242,7 +244,7 @@ class Forward:
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
-        self.step: Step | None = None  # set at its end, if backward may reach it
+        self.step: ForwardRecord | None = None  # set at its end, if backward may reach it
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
             claim = Claim()
@@ -290,7 +292,7 @@ class Context:
         self.backwards = 0  # counts backwards that have reached a unit
         self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
-        self._latest: Step | None = None  # the last step of the current pass
+        self._latest: ForwardRecord | None = None  # the last step of the current pass
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
@@ -299,9 +301,9 @@ class Context:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Context:
-        found = cls._instances.get(id(runtime))  # the context keeps its runtime alive, so the id stays taken
+        found = cls._instances.get(runtime.number)
         if found is None:
-            found = cls._instances[id(runtime)] = cls(runtime)
+            found = cls._instances[runtime.number] = cls(runtime)
         return found
 
     @classmethod
@@ -360,15 +362,15 @@ class Context:
             return None
         return None if last.module is not module or (raised and self._is_elsewhere()) else self.forwards.pop()
 
-    def make_step(self, forward: Forward) -> Step:
+    def record_forward(self, forward: Forward) -> ForwardRecord:
         """Create the step of a forward that has just ended, for backward to reach."""
         unit, in_backward = forward.unit, forward.in_backward
-        step = Step(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
+        step = ForwardRecord(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
         forward.step = step
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
-                needed.live_steps = weakref.WeakSet() if needed.live_steps is None else needed.live_steps
-                needed.live_steps.add(step)
+                needed.live_forwards = weakref.WeakSet() if needed.live_forwards is None else needed.live_forwards
+                needed.live_forwards.add(step)
         if not in_backward:
             self._latest = step
         return step
@@ -435,7 +437,7 @@ class Context:
     def make_room(self, unit: Unit) -> None:
         """Free the memory that ``unit`` needs and another unit is using. [Note: Static buffers]"""
         self.free_unused()
-        if not unit.live_steps:
+        if not unit.live_forwards:
             unit.handle.unblock()
 
     def keep_for_next(self, unit: Unit) -> None:
@@ -555,3 +557,12 @@ def own_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
 def set_unit(module: nn.Module, unit: Unit) -> None:
     for each in {module, *called_modules(module)}:
         each.__dict__[UNIT_KEY] = unit
+        if type(each).__reduce__ is not object.__reduce__ and not hasattr(type(each), "__deepcopy__"):
+            each.__dict__["__deepcopy__"] = functools.partial(_copy_with_attributes, each)
+
+
+def _copy_with_attributes(module: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy. For modules whose class would make a new one of some attributes, without hooks: ``torch.compile``'s."""
+    memo[id(module)] = result = object.__new__(type(module))
+    result.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return result

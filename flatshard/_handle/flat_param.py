@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +18,14 @@ from flatshard._handle.tensors.grad_dtype import hand_on
 
 class FlatParam(FlatShard):
     """One flat parameter."""
+
+    encoded: ClassVar[type[FlatParam] | None] = None
+    """The class of those that are gathered in ``FlatOptions.encoded_dtype``. A feature sets it; None: there are none."""
+
+    @classmethod
+    def class_for(cls, options: FlatOptions) -> type[FlatParam]:
+        """The class of a flat parameter that has these options."""
+        return cls if options.encoded_dtype is None or cls.encoded is None else cls.encoded
 
     def __init__(
         self,
@@ -34,7 +43,7 @@ class FlatParam(FlatShard):
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
         """See ``FlatShard``."""
         result = super().copy_with(params, placement)
-        result.gradients.use_runtime(self.gradients.runtime)
+        result.gradients.reduce_by(self.gradients.choose_runtime)
         if (shard_param := self.gradients.shard_param) is not None:
             hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))
         return result

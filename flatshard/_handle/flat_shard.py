@@ -70,15 +70,15 @@ class FlatShard:
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # what `_adopt` makes of them
         for index, param in enumerate(params):
             self._adopt(index, param)
-        # The `requires_grad` of each parameter when the compute parameters were last synchronised with it.
+        # The `requires_grad` of each parameter when the unsharded parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
-        self._gathered: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
+        self._approximate: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
 
     def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> Self:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
         result = type(self)(self.layout, self.options, params, self.kind, placement, self.shard)
-        result.unsharded.use_slots_of(self.unsharded)
+        result.unsharded.use_buffers_of(self.unsharded)
         return result
 
     def fill_by(self, filling: Filling | None) -> None:
@@ -140,14 +140,14 @@ class FlatShard:
             never_cut=never_cut,
         )  # fmt: skip
         adopted = ShardedParameter.adopt(param, shard_info, self)
-        self._describe(adopted, self.unsharded.computes[index], shard_info)
+        self._describe(adopted, self.unsharded.params[index], shard_info)
         if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
             mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
             adopted.grad = self.shaped(index, mine)
 
     @staticmethod
     def _describe(param: ShardedParameter, compute: nn.Parameter, info: ShardInfo) -> None:
-        # A compute parameter usually shares its `__dict__` with the user's parameter. That of a tensor subclass may not.
+        # A unsharded parameter usually shares its `__dict__` with the user's parameter. That of a tensor subclass may not.
         for owner in (param, compute):
             owner.__dict__["_flatshard_info"] = info
 
@@ -155,7 +155,7 @@ class FlatShard:
         """Give the parameters the FQNs that ``fqns`` has by their ids."""
         infos = zip(self.params, self.layout.params, strict=True)
         self.layout = self.layout.renamed([fqns.get(id(param), info.fqn) for param, info in infos])
-        for param, compute, info in zip(self.params, self.unsharded.computes, self.layout.params, strict=True):
+        for param, compute, info in zip(self.params, self.unsharded.params, self.layout.params, strict=True):
             self._describe(param, compute, replace(param._flatshard_info, fqn=info.fqn))
         self.unsharded.rename(self.layout)
 
@@ -176,7 +176,7 @@ class FlatShard:
         return next((i for i, own in enumerate(self.params) if own is param), None)
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """The compute parameter of ``param``: the tensor that autograd sees.
+        """The unsharded parameter of ``param``: the tensor that autograd sees.
 
         Raises:
             RuntimeError: ``param`` is the parameter over the whole shard, see ``FlatGradients.use_shard_param``.
@@ -187,12 +187,12 @@ class FlatShard:
                 "register_hook on a flat parameter (flat_parameters) would never run, because autograd computes no gradient "
                 "for it. Use register_post_accumulate_grad_hook, or register the hook on the single parameters"
             )
-        return self.unsharded.computes[index]
+        return self.unsharded.params[index]
 
     # -- what the user may have changed ------------------------------------------------------------------------------
 
     def sync_requires_grad(self, thawed_only: bool) -> bool:
-        """Copy ``requires_grad`` from the user's parameters to the compute parameters; ``thawed_only``: only True.
+        """Copy ``requires_grad`` from the user's parameters to the unsharded parameters; ``thawed_only``: only True.
 
         Returns whether any has changed.
         """
@@ -205,7 +205,7 @@ class FlatShard:
             self._synced_at = changes.count
         if now == self.requires_grad:
             return False
-        for compute, requires_grad in zip(self.unsharded.computes, now, strict=True):
+        for compute, requires_grad in zip(self.unsharded.params, now, strict=True):
             compute.requires_grad_(requires_grad)
         self.requires_grad = now
         return True
@@ -319,12 +319,12 @@ class FlatShard:
 
     def keep_gathered(self) -> Pending:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""
-        self._gathered = self.unsharded.own.clone()
+        self._approximate = self.unsharded.own.clone()
         return self.placement.runtime.issued(Done())
 
     def free(self) -> None:
         """Free the unsharded buffer."""
-        self._gathered = None
+        self._approximate = None
         self.unsharded.free()
 
     def write_back(self, own: torch.Tensor | None = None) -> None:
@@ -337,7 +337,7 @@ class FlatShard:
             if self.unsharded.is_alias:
                 return
             own = self.unsharded.own
-        made = self._gathered  # the values before any change
+        made = self._approximate  # the values before any change
         if made is None or made.dtype is not own.dtype:
             if own.dtype is self.kind.dtype:
                 self.shard.copy_(own)
@@ -346,5 +346,5 @@ class FlatShard:
         own = own.to(made.device)
         same = ((own == made) | (own.isnan() & made.isnan())).to(self.shard.device)
         self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
-        if made is self._gathered:
+        if made is self._approximate:
             made.copy_(own)  # later changes are found relative to this

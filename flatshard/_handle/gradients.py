@@ -3,8 +3,8 @@
 [Note: The gradient has two homes]
 - The *reduction input* (``ReductionInput``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It takes
   memory only from the time when a backward's gradients are complete to the end of their reduction. Until then the gradients
-  stay where autograd puts them, in the compute parameters' ``.grad``. The unit's parameters are freed before the input is
-  allocated, so the two never take memory at once. The gradients are copied into their slots one by one, and each is freed
+  stay where autograd puts them, in the unsharded parameters' ``.grad``. The unit's parameters are freed before the input is
+  allocated, so the two never take memory at once. The gradients are copied into their places one by one, and each is freed
   at once; those of a small flat parameter are copied in one operation. If nothing is sharded (``NO_SHARD``) there is nothing
   to free, and the input becomes the gradients: each gradient is copied when it arrives, unless the flat parameter is small.
 - The *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new in each backward. The ``.grad`` of each
@@ -13,7 +13,7 @@
 On a single rank there is nothing to reduce. Unless gradients have to be moved (CPU offload, ``flat_parameters``), there is no
 input: each gradient becomes ``.grad`` when it arrives, without a copy.
 
-With mixed precision a gradient arrives in the compute dtype, and is reduced in the reduce dtype (the copy into the slot
+With mixed precision a gradient arrives in the compute dtype, and is reduced in the reduce dtype (the copy into the buffer
 casts it if needed). The gradient shard is cast to the parameters' own dtype, unless ``keep_low_precision_grads`` is set.
 
 Under ``no_sync`` the input is kept from one backward to the next, which adds to it: in the reduce dtype, not in the compute
@@ -30,7 +30,7 @@ gradient. So the choice depends on whether the unit was told to hold gradients, 
 [Note: Negative zero marks an unused parameter]
 A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would change it
 otherwise). A parameter that another rank used must get that rank's gradient here, too. Ranks learn which it is without
-further communication: an unused slot is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The
+further communication: an unused place is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The
 average of -0.0 alone is -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest). So after the reduction a slice is all
 -0.0 if and only if no rank used the parameter. Only a rank that did not use a parameter checks this. A rank that holds no
 element of it cannot check: unused.py, [Note: Counting who did not use a parameter]. If a reduction does not keep signed
@@ -42,12 +42,13 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from flatshard._handle.flat_shard import FlatShard
+from flatshard._handle.placement import Placement
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
@@ -75,16 +76,17 @@ class FlatGradients:
 
     def __init__(self, flat: FlatShard) -> None:
         self.flat = flat
-        self.runtime = flat.placement.runtime
+        self.reduce_by(None)
         self.reduction: Reduction | None = None  # from `complete` to `finish`
         self.unused = Unused(flat.layout)
         self.partial: Partial | None = None  # what earlier reductions have held
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self._begin()
 
-    def use_runtime(self, runtime: Runtime) -> None:
-        """Have ``runtime``, of the same ranks, reduce the gradients from now on."""
-        self.runtime = runtime
+    def reduce_by(self, choose_runtime: Callable[[Placement], Runtime] | None) -> None:
+        """Have another runtime of the same ranks reduce the gradients from now on. None: that of the placement."""
+        placement, self.choose_runtime = self.flat.placement, choose_runtime
+        self.runtime = placement.runtime if choose_runtime is None else choose_runtime(placement)
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
@@ -120,7 +122,7 @@ class FlatGradients:
         self.dtypes = [choice or self.reduce_dtype for choice in choices]  # of each ``.grad``
         self.dtype = promoted(self.dtypes)  # of all of them together
         if flat.is_trainable:
-            of_each = zip(flat.unsharded.computes, itertools.cycle(choices), itertools.cycle(arriving))
+            of_each = zip(flat.unsharded.params, itertools.cycle(choices), itertools.cycle(arriving))
             for compute, choice, dtype in of_each:
                 arrives = None if choice is None else compute.dtype if dtype is computed else dtype
                 if compute.grad_dtype is not arrives:
@@ -143,14 +145,14 @@ class FlatGradients:
 
     def follow_parameters(self) -> None:
         """Adopt a new dtype or device of the parameters, also for gradients that are held."""
-        slots, filled = [] if self._input is None else self._input.slots, self._filled or ()
+        views, filled = [] if self._input is None else self._input.views, self._filled or ()
         if self.shard_param is not None:
             self.shard_param.data = self.flat.shard
         for param in self._owners:
             if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
                 choose(param, param.grad_dtype)
         self._begin()
-        for index, grad in enumerate(slots):
+        for index, grad in enumerate(views):
             if filled[index]:
                 self._put(index, grad.to(self.flat.kind.compute_device))
 
@@ -176,7 +178,7 @@ class FlatGradients:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether gradients are in the compute parameters' ``.grad``, until all have come."""
+        """Whether gradients are in the unsharded parameters' ``.grad``, until all have come."""
         return self._waits_for_all and self._filled is None
 
     @property
@@ -185,12 +187,12 @@ class FlatGradients:
         return self._is_waiting or True not in self.flat.requires_grad
 
     def receive(self, index: int) -> None:
-        """Take the gradient from compute parameter ``index``. It may be None: a custom autograd function may return None.
+        """Take the gradient from unsharded parameter ``index``. It may be None: a custom autograd function may return None.
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        compute = self.flat.unsharded.computes[index]
+        compute = self.flat.unsharded.params[index]
         if compute.grad is None or self._is_waiting:
             return
         grad, compute.grad = compute.grad, None
@@ -231,9 +233,9 @@ class FlatGradients:
         if self._input is None:
             self._hand_over(self.flat.params[index], grad, self._choices[index])
         elif filled[index]:
-            self._input.slots[index].add_(grad)
+            self._input.views[index].add_(grad)
         else:
-            torch.add(grad, 0.0, out=self._input.slots[index])  # [Note: Negative zero marks an unused parameter]
+            torch.add(grad, 0.0, out=self._input.views[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
     def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
@@ -256,7 +258,7 @@ class FlatGradients:
 
     def _copy_to_input(self, dtype: torch.dtype) -> None:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
-        flat, computes, input = self.flat, self.flat.unsharded.computes, self._input
+        flat, computes, input = self.flat, self.flat.unsharded.params, self._input
         assert input is not None
         if not flat.all_require_grad:  # drop gradients of those frozen since their forward, as autograd would
             for param, compute in zip(flat.params, computes, strict=True):
@@ -266,16 +268,16 @@ class FlatGradients:
         grads = list(map(_grad, computes))
         set_gradients_as_they_are(computes, _NONE)
         here = list(map(operator.is_not, grads, _NONE))
-        slots, places = input.slots, list(range(len(grads)))
+        views, places = input.views, list(range(len(grads)))
         if False in here:
-            grads, slots, places = (list(itertools.compress(each, here)) for each in (grads, slots, places))
+            grads, views, places = (list(itertools.compress(each, here)) for each in (grads, views, places))
         if torch.is_grad_enabled() or self._takes_any or not all([grad.layout is torch.strided for grad in grads]):
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if any(flat.wrappings):
             grads = list(map(self._local, places, grads))
         if self._is_small and grads:
-            torch._foreach_copy_(slots, grads)
+            torch._foreach_copy_(views, grads)
             input.flat.add_(0.0)  # [Note: Negative zero marks an unused parameter]
             self._filled = here
             return
@@ -286,7 +288,7 @@ class FlatGradients:
     def hold(self) -> None:
         """End a backward without a reduction: the next backward adds to its gradients."""
         if self._is_waiting:
-            grads = map(_grad, self.flat.unsharded.computes)
+            grads = map(_grad, self.flat.unsharded.params)
             if not all(map(operator.is_, grads, _NONE)):
                 self._copy_to_input(self.reduce_dtype)
 
@@ -324,9 +326,9 @@ class FlatGradients:
             if self.shard_param is None:  # otherwise ranks need not agree on the parameters that none of them used
                 no_gradient = [i for i, f in enumerate(filled) if not f and flat.params[i].requires_grad]
             unused = complex(-0.0, -0.0) if flat.kind.dtype.is_complex else -0.0
-            for slot, was_filled in zip(self._input.slots, filled, strict=True):
+            for view, was_filled in zip(self._input.views, filled, strict=True):
                 if not was_filled:
-                    slot.fill_(unused)
+                    view.fill_(unused)
         self.unused.begin(no_gradient)
         dtypes = self.reduce_dtype, self.dtype
         self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self.partial)
@@ -349,7 +351,7 @@ class FlatGradients:
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
         if self._is_waiting:
-            set_gradients_as_they_are(self.flat.unsharded.computes, _NONE)
+            set_gradients_as_they_are(self.flat.unsharded.params, _NONE)
         self.partial = None
         self._drop()
 

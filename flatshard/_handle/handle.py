@@ -1,7 +1,7 @@
 """``FlatParamHandle``: one unit's flat parameters, and the operations on them (unshard, reshard, reduce, ...).
 
-The handle combines flat parameters, slots and lifetime. It usually has a single flat parameter. Parameters of another dtype,
-and frozen ones beside trainable ones, get one of their own: so they take no gradient memory, and no bytes of a reduction.
+The handle combines flat parameters, registrations and lifetime. It usually has a single flat parameter. Parameters of another
+dtype, and frozen ones beside trainable ones, get one of their own: so they take no gradient memory, nor bytes of a reduction.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
-from flatshard._handle.encoded import kind_of
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.lifetime import BY_USER, Gathered, GradState, Lifetime, ParamState
+from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
-from flatshard._handle.slots import SHARDED, Slots
+from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
@@ -67,13 +66,13 @@ class FlatParamHandle:
         self.placement = placement = placements[0]
         self.runtime = placement.runtime
         self.lifetime = Lifetime(placement.label)
-        self.slots = Slots()
+        self.registrations = Registrations()
         self.flats: list[FlatParam] = []
         self.gradients = UnitGradients(self.flats, placement, self.lifetime)
         self._checked_at = -1  # `changes.count` at the last `check_parameters`
-        self._gathers: list[Pending] = []
+        self._all_gathers: list[Pending] = []
         self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
-        self.gathered: Gathered | None = None  # None while the parameters are sharded
+        self.stamp: UnshardedStamp | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
         self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
@@ -87,24 +86,24 @@ class FlatParamHandle:
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = kind_of(options)(planned.layout, options, params, kind, placements[planned.groups])
+            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, placements[planned.groups])
             result.flats.append(flat)
-            for owned, compute in zip(planned.params, flat.unsharded.computes, strict=True):
-                for module, name in owned.slots:
-                    result.slots.add(module, name, owned.param, compute)
+            for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
+                for module, name in owned.registrations:
+                    result.registrations.add(module, name, owned.param, compute)
         result._index()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
         self.check_parameters()
-        if self.slots.shows is not SHARDED:
+        if self.registrations.shows is not SHARDED:
             raise RuntimeError(
                 f"cannot copy unit {self.fqn!r} while its parameters are unsharded: copy outside forward, backward and "
                 "summon_full_params, after flatshard.reshard(module)"
             )
         owned: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module, name, sharded, _ in self.slots.entries:
+        for module, name, sharded, _ in self.registrations.entries:
             owned.setdefault(id(sharded), []).append((module, name))
         averaging = replace(self.placement.averaging)
         placements = {old: old.copied(averaging) for old in self.placements}
@@ -118,9 +117,9 @@ class FlatParamHandle:
             memo[id(flat)] = new
             new.follow_copy(flat, memo)
             result.flats.append(new)
-            for old, param, compute in zip(flat.params, params, new.unsharded.computes, strict=True):
+            for old, param, compute in zip(flat.params, params, new.unsharded.params, strict=True):
                 for module, name in owned[id(old)]:
-                    result.slots.add_copied(module, name, param, compute, memo)
+                    result.registrations.add_copied(module, name, param, compute, memo)
         result._index()
         return result
 
@@ -128,12 +127,12 @@ class FlatParamHandle:
         """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
-        self._gathered = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
+        self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
         flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
         self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
         self.never_gathers = (
-            not self._gathered
+            not self._sharded
         )  # the shards are what modules compute with: unshard and reshard do nothing
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.placement.pool is not None and not self.never_gathers
@@ -157,12 +156,12 @@ class FlatParamHandle:
         for placement in self.placements:
             placement.label.unit = fqn
         for flat in self.flats:
-            flat.rename(self.slots.fqns(names))
+            flat.rename(self.registrations.fqns(names))
 
-    def add_slot(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+    def add_registration(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Add another registration (module and name) of a parameter that this handle owns."""
         flat, index = self._locate(param)
-        self.slots.add(module, name, param, flat.unsharded.computes[index])
+        self.registrations.add(module, name, param, flat.unsharded.params[index])
         self._checked_at = -1
 
     def _locate(self, param: nn.Parameter) -> tuple[FlatParam, int]:
@@ -178,38 +177,38 @@ class FlatParamHandle:
     @property
     def is_blocked(self) -> bool:
         """Whether another unit is using the static buffer that this one gathers into."""
-        return any([b.unsharded.is_taken for b in self._gathered])
+        return any([b.unsharded.is_taken for b in self._sharded])
 
     def unblock(self) -> None:
         """Gather into other memory from now on. No autograd graph of the unit may be alive.
 
         Also flat parameters whose memory is free: another one of the unit may bind to it before they are gathered.
         """
-        for flat in self._gathered:
+        for flat in self._sharded:
             flat.unsharded.unbind()
 
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the unsharded parameters."""
-        return sum(b.unsharded.flat.nbytes for b in self._gathered)
+        return sum(b.unsharded.flat.nbytes for b in self._sharded)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
         """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
-        ``by``: see ``Gathered``. ``again``: for a backward, which needs the values of its forward. ``exactly``: gather the
-        shards bit for bit, even if the user's collectives approximate.
+        ``by``: see ``UnshardedStamp``. ``again``: for a backward, which needs the values of its forward. ``exactly``: gather
+        the shards bit for bit, even if the user's collectives approximate.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
-        if self._gathers:  # left by an interrupted unshard
-            self._settle_gathers()
+        if self._all_gathers:  # left by an interrupted unshard
+            self._settle_all_gathers()
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
         exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
-        if self._gathered:
+        if self._sharded:
             if self.has_static_buffers and self.is_blocked:
                 self.make_room()
             if self.has_static_buffers and self.is_blocked:
@@ -218,27 +217,27 @@ class FlatParamHandle:
                     "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
                     "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
                 )
-            instead = None if self.source is None else self.source.gathers(self._gathered, again)
+            instead = None if self.source is None else self.source.gathers(self._sharded, again)
             if _trace.sinks and instead is None:
-                _trace.event("cast" if self.placement.is_whole else "all-gather", self.fqn)
+                _trace.event(self.placement.gather_verb, self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
-                self._start_gathers(exactly, again, instead)
+                self._start_all_gathers(exactly, again, instead)
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_gathers(exactly, again, instead)
-        self.gathered = Gathered(self.version(), by, exactly)
+                    self._start_all_gathers(exactly, again, instead)
+        self.stamp = UnshardedStamp(self.version(), by, exactly)
         self.lifetime.move_params("unshard")
 
-    def _start_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
+    def _start_all_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
             others = None if instead is None else iter(instead)
-            for flat in self._gathered:
+            for flat in self._sharded:
                 started = flat.gather(exactly, again) if others is None else next(others)
                 # At once: a later one may raise.
-                self._gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
+                self._all_gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
-            self._settle_gathers()
-            for flat in self._gathered:
+            self._settle_all_gathers()
+            for flat in self._sharded:
                 flat.free()
             if isinstance(e, Exception):
                 self.runtime.fail("all-gather", self.fqn, e)
@@ -254,14 +253,14 @@ class FlatParamHandle:
             if self._users is not None:
                 self._users.add_current()
             return
-        gathers, streams = self._gathers, self.runtime.streams
+        gathers, streams = self._all_gathers, self.runtime.streams
         users = None if streams is None or not gathers else Users(streams, gathers)
         try:
             while gathers:  # an interrupt leaves the unfinished ones in the list, and the next `wait` continues
                 gathers[0].wait()
                 del gathers[0]
         except Exception as e:
-            self._settle_gathers(isinstance(e, OutOfStepError))
+            self._settle_all_gathers(isinstance(e, OutOfStepError))
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         self.lifetime.move_params("wait")
@@ -290,16 +289,16 @@ class FlatParamHandle:
         if self.source is not None:
             self.source.drop()
 
-    def _settle_gathers(self, out_of_step: bool = False) -> None:
+    def _settle_all_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
-        if not settle(self._gathers) or out_of_step:  # some may never end, so their memory must not be freed
-            for flat in self._gathered:
+        if not settle(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
+            for flat in self._sharded:
                 flat.leave_memory()
 
     def _free(self, until: object = None) -> None:
-        if self._gathers:
-            self._settle_gathers()
-        if self._gathered:
+        if self._all_gathers:
+            self._settle_all_gathers()
+        if self._sharded:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
             if (streams := self.runtime.streams) is not None:
@@ -307,29 +306,29 @@ class FlatParamHandle:
                 self._users = None
             if until is not None and self.source is not None:
                 with self.runtime.on(None if streams is None else streams.gather):
-                    self.source.keep(self._gathered, until)
-            for flat in self._gathered:
+                    self.source.keep(self._sharded, until)
+            for flat in self._sharded:
                 flat.free()
         self.lifetime.move_params("reshard")
-        self.gathered = None
+        self.stamp = None
 
     def is_current(self, pass_id: int | None = None) -> bool:
         """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
         user's, because C++ code may have changed the shards since an earlier pass without changing their version.
         """
-        gathered = self.gathered
-        if gathered is None or gathered.version != self.version():
+        stamp = self.stamp
+        if stamp is None or stamp.version != self.version():
             return False
-        return pass_id is None or gathered.by in (BY_USER, pass_id)
+        return pass_id is None or stamp.by in (BY_USER, pass_id)
 
     def take_over(self, by: int) -> None:
-        """The unsharded parameters are for ``by`` from now on: see ``Gathered``."""
-        if self.gathered is not None:
-            self.gathered = self.gathered._replace(by=by)
+        """The unsharded parameters are for ``by`` from now on: see ``UnshardedStamp``."""
+        if self.stamp is not None:
+            self.stamp = self.stamp._replace(by=by)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""
-        for flat in self._gathered:
+        for flat in self._sharded:
             for part in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
                 if flat.unsharded.holds(part):
                     return True
@@ -339,12 +338,12 @@ class FlatParamHandle:
         """Adopt parameters that the user replaced, froze or unfroze since the last call, or raise. These are changes by
         ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
         """
-        if self._checked_at == changes.count and not self.slots.unguarded:
+        if self._checked_at == changes.count and not self.registrations.unguarded:
             return
         for flat in self.flats:
             if flat.filling is not None:
                 flat.filling.cut()
-        for module, name, sharded, new in self.slots.replaced():
+        for module, name, sharded, new in self.registrations.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(
                     f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is no longer "
@@ -364,7 +363,7 @@ class FlatParamHandle:
             sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
             hand_on(new, sharded)
             sharded.requires_grad_(new.requires_grad)
-            self.slots.write(module, name, sharded)
+            self.registrations.write(module, name, sharded)
         for flat in self.flats:
             if moved := flat.moved():
                 if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:
@@ -393,8 +392,8 @@ class FlatParamHandle:
     def note_written_back(self) -> None:
         """Record that the shards were changed to what is unsharded. All ranks call it alike."""
         increment_version(self._params)
-        if self.gathered is not None:
-            self.gathered = self.gathered._replace(version=self.version())
+        if self.stamp is not None:
+            self.stamp = self.stamp._replace(version=self.version())
 
     def sync_thawed(self) -> None:
         """Before a backward: follow what the user unfroze, and the dtypes that the user chose for gradients.

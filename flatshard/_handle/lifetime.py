@@ -4,7 +4,7 @@ Parameters, in terms of memory:
 
 - SHARDED      only the local shard exists; the unsharded buffer has no storage.
 - UNSHARDING   the unsharded buffer has storage, and an all-gather is writing to it: it must not be read.
-- UNSHARDED    the unsharded buffer holds every parameter: which values, a :class:`Gathered` says.
+- UNSHARDED    the unsharded buffer holds every parameter: which values, a :class:`UnshardedStamp` says.
 
 Gradients between a unit's first gradient and the end of its reduction:
 
@@ -76,10 +76,10 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
 
 
 BY_USER = -1
-"""As ``Gathered.by``: the user called ``unshard``, and no forward has used the parameters since."""
+"""As ``UnshardedStamp.by``: the user called ``unshard``, and no forward has used the parameters since."""
 
 
-class Gathered(NamedTuple):
+class UnshardedStamp(NamedTuple):
     """Which values the unsharded parameters have. The handle makes a new one with each gather."""
 
     version: int  # of the shards that they were gathered from: `FlatParamHandle.version`

@@ -8,10 +8,27 @@ from dataclasses import dataclass, replace
 
 from flatshard._comm.progress import Label, digest
 from flatshard._comm.rank_group import RankGroup
+from flatshard._config import Placed
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pool
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
+
+VERBS = {
+    (Placed.SHARDED, Placed.REPLICATED): "all-gather",
+    (Placed.REPLICATED, Placed.REPLICATED): "cast",
+    (Placed.PARTIAL, Placed.SHARDED): "reduce-scatter",
+    (Placed.PARTIAL, Placed.REPLICATED): "all-reduce",
+}
+"""How the ranks of one axis come from one placement to another.
+
+[Note: From one placement to another]
+A unit's collectives follow from this table: a gather goes from how the parts are placed to replicated, a reduction from
+partial to how the parts are placed, over the inner axis and then over the outer one. No verb does any row for any axis.
+Each row is called for in one place only, and takes other things with it: a gather the buffer that it casts into and what was
+kept (``FlatShard.gather``); a reduce-scatter a communication hook; an all-reduce what earlier backwards have held
+(``Reduction.start``). Such a verb would take all of this, and branch to where it was called from.
+"""
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
 """The runtimes of the groups that parameters are sharded over, and of their replicas; those of the call under None."""
@@ -76,6 +93,21 @@ class Placement:
         """By which to multiply an average over these ranks. None: it is the average of the unit."""
         divisor = self.averaging.divide_factor or self.averaging.ranks
         return None if divisor == self.ranks else self.ranks / divisor
+
+    @property
+    def parts(self) -> Placed:
+        """How the parameters are placed over the ranks that they are sharded over, their inner axis."""
+        return Placed.REPLICATED if self.is_whole else Placed.SHARDED
+
+    @property
+    def gather_verb(self) -> str:
+        """What makes whole parameters of the parts. [Note: From one placement to another]"""
+        return VERBS[self.parts, Placed.REPLICATED]
+
+    @property
+    def reduce_verb(self) -> str:
+        """What makes gradients of the parts of the ranks' own: the first collective, if there are two."""
+        return VERBS[Placed.PARTIAL, self.parts]
 
     @property
     def is_whole(self) -> bool:

@@ -73,7 +73,7 @@ class PlannedParam:
 
     fqn: str
     param: nn.Parameter
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    registrations: list[tuple[nn.Module, str]] = field(default_factory=list)
     groups: Groups | None = None  # None: those of its unit
     was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that ``param`` has replaced
 

@@ -1,22 +1,22 @@
 """The memory that collectives read and write: a storage of its own for each flat parameter, or a buffer that units share.
 
-Usually a unit's storage is resized between zero and full, and the device's allocator chooses its address: a :class:`Slot`.
+Usually a unit's storage is resized between zero and full, and the device's allocator places it (:class:`FlatBuffer`).
 
 [Note: Static buffers]
 CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With
-``static_buffers=True``, or with collectives that have an ``allocate``, slots come from a :class:`Pool`. Each is created
+``static_buffers=True``, or with collectives that have an ``allocate``, buffers come from a :class:`Pool`. Each is created
 once, and kept.
 
-- *Gathered parameters.* A flat parameter is bound to one slot at its first unshard and keeps it, because autograd has saved
-  views of that storage by the time of backward. It gets the free slot that has been free for longest, if another free one
-  remains. So a unit and the unit that is prefetched next never share a slot. A model of equal blocks takes two slots for
+- *Gathered parameters.* A flat parameter is bound to one buffer at its first unshard and keeps it, because autograd has saved
+  views of that storage by the time of backward. It gets the free buffer that has been free for longest, if another free one
+  remains. So a unit and the unit that is prefetched next never share a buffer. A model of equal blocks takes two buffers for
   the blocks, and one for the outermost unit, which stays unsharded. This much is in use at a time anyway. If another unit
-  is using the slot, because units now run in a different order, the unit is bound again, unless a graph of it is alive.
-- *Reduction inputs* take any free slot each time, because autograd has no views of them.
+  is using the buffer, because units now run in a different order, the unit is bound again, unless a graph of it is alive.
+- *Reduction inputs* take any free buffer each time, because autograd has no views of them.
 
-Streams: a slot for gathered parameters is written on the gather stream, which waits for whatever was freed before. A slot for
-inputs belongs to the stream that it was created on, like memory of the device's allocator: backward writes an input on that
-stream, and reuses it after that stream has waited for the reduction.
+Streams: a buffer for gathered parameters is written on the gather stream, which waits for whatever was freed before. A buffer
+for inputs belongs to the stream that it was created on, like memory of the device's allocator: backward writes an input on
+that stream, and reuses it after that stream has waited for the reduction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 _clock = itertools.count()
 
 
-class Slot:
+class FlatBuffer:
     """One buffer, used by one flat parameter at a time. ``free`` frees its memory."""
 
     __slots__ = ("_storage", "flat", "user")
@@ -51,8 +51,8 @@ class Slot:
         self.user = user
         self._storage.resize_(self.flat.nbytes)
 
-    def follow(self, before: Slot) -> None:
-        """Take the place of ``before``, another slot over the same memory."""
+    def follow(self, before: FlatBuffer) -> None:
+        """Take the place of ``before``, another buffer over the same memory."""
         self.user = before.user
 
     def free(self) -> None:
@@ -61,7 +61,7 @@ class Slot:
         self.user = None
 
 
-class StaticSlot(Slot):
+class StaticBuffer(FlatBuffer):
     """A buffer that keeps its memory while it is free."""
 
     __slots__ = ("freed", "stream")
@@ -69,25 +69,25 @@ class StaticSlot(Slot):
     def __init__(self, flat: torch.Tensor, stream: Any) -> None:
         super().__init__(flat)
         self.stream = stream  # that `flat` was allocated on; None on CPU
-        self.freed = 0  # the slot that has been free for longest has the lowest number
+        self.freed = 0  # the buffer that has been free for longest has the lowest number
 
     def take(self, user: object) -> None:
-        """Mark the slot as used by ``user``."""
+        """Mark the buffer as used by ``user``."""
         assert self.user is None or self.user is user
         self.user = user
 
     def free(self) -> None:
-        """Mark the slot as free. If collectives on side streams use it: after ``Runtime.before_free``."""
+        """Mark the buffer as free. If collectives on side streams use it: after ``Runtime.before_free``."""
         self.user, self.freed = None, next(_clock)
 
 
 class Pool:
-    """The slots of the units that share a process group, a device and collectives. [Note: Static buffers]"""
+    """The buffers of the units that share a process group, a device and collectives. [Note: Static buffers]"""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._gathered: list[StaticSlot] = []
-        self._inputs: list[StaticSlot] = []
+        self._for_parameters: list[StaticBuffer] = []
+        self._inputs: list[StaticBuffer] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a 1-D tensor of ``numel`` elements, with the collectives' ``allocate`` if they have one.
@@ -110,31 +110,40 @@ class Pool:
             )
         return made
 
-    def slot_for_parameters(self, numel: int, dtype: torch.dtype) -> StaticSlot:
-        """A free slot for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
-        fit = [s for s in self._gathered if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
+    def buffer_for_parameters(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
+        """A free buffer for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
+        fit = [s for s in self._for_parameters if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
         free = [s for s in fit if s.user is None]
-        return min(free, key=lambda slot: slot.freed) if len(free) > 1 else self._add(self._gathered, numel, dtype)
+        return (
+            min(free, key=lambda buffer: buffer.freed)
+            if len(free) > 1
+            else self._add(self._for_parameters, numel, dtype)
+        )
 
-    def slot_for_input(self, numel: int, dtype: torch.dtype) -> StaticSlot:
-        """A free slot for the input of one reduction."""
+    def buffer_for_input(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
+        """A free buffer for the input of one reduction."""
         stream = self._runtime.current_stream
-        for slot in self._inputs:
-            if slot.flat.dtype is dtype and slot.flat.numel() >= numel and slot.stream == stream and slot.user is None:
-                return slot
+        for buffer in self._inputs:
+            if (
+                buffer.flat.dtype is dtype
+                and buffer.flat.numel() >= numel
+                and buffer.stream == stream
+                and buffer.user is None
+            ):
+                return buffer
         return self._add(self._inputs, numel, dtype)
 
-    def _add(self, slots: list[StaticSlot], numel: int, dtype: torch.dtype) -> StaticSlot:
+    def _add(self, buffers: list[StaticBuffer], numel: int, dtype: torch.dtype) -> StaticBuffer:
         with torch.inference_mode(False):  # the next user may be no inference
-            slots.append(StaticSlot(self.allocate(numel, dtype), self._runtime.current_stream))
-        return slots[-1]
+            buffers.append(StaticBuffer(self.allocate(numel, dtype), self._runtime.current_stream))
+        return buffers[-1]
 
-    def leave(self, slot: Slot) -> None:
-        """Remove a slot from the pool: collectives may use its memory as long as their group exists."""
-        for slots in (self._gathered, self._inputs):
-            slots[:] = [each for each in slots if each is not slot]
+    def leave(self, buffer: FlatBuffer) -> None:
+        """Remove a buffer from the pool: collectives may use its memory as long as their group exists."""
+        for buffers in (self._for_parameters, self._inputs):
+            buffers[:] = [each for each in buffers if each is not buffer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.flat.nbytes for slot in [*self._gathered, *self._inputs])
+        """Bytes of all buffers."""
+        return sum(buffer.flat.nbytes for buffer in [*self._for_parameters, *self._inputs])

@@ -20,7 +20,7 @@ import torch
 from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import Slot
+from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
@@ -31,77 +31,74 @@ _Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
 
 def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Each parameter's slot in ``flat``, in the parameter's shape and stride, and the padding between them."""
-    slots = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
-    return slots, [flat[start:stop] for start, stop in layout.gaps()]
+    """Each parameter's view of ``flat``, in the parameter's shape and stride, and the padding between them."""
+    views = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+    return views, [flat[start:stop] for start, stop in layout.gaps()]
 
 
 class ReductionInput:
-    """The input. Its memory is a slot of the pool, or slots of its own: one for each dtype.
+    """The input. Its memory is a buffer of the pool, or buffers of its own: one for each dtype.
 
     If nothing is sharded, the memory is new each time: it is all-reduced in place and becomes the gradients.
     """
 
     def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
         """``dtype``: the usual one."""
-        self._layout = flat.layout
-        self._device = flat.kind.compute_device
-        self._pool = flat.placement.pool
-        self._is_result = flat.is_whole
-        self._slot: Slot | None = None  # in use
-        self._known: dict[Slot, _Views] = {}  # the slots used so far, with their views
-        self._nothing: _Views = torch.empty(0, device=self._device), [], []
-        self.flat, self.slots, self.gaps = self._nothing
+        self._of, self._layout, self._pool = flat, flat.layout, flat.placement.pool
+        self._buffer: FlatBuffer | None = None  # in use
+        self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
+        self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
+        self.flat, self.views, self.gaps = self._nothing
         if self._pool is None and flat.is_trainable and not flat.is_whole:
-            own = self._find_slot(dtype)
+            own = self._find_buffer(dtype)
             self._views(own)  # here, to save the time in the first step
             own.free()
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the memory, and zero the padding."""
-        if self._is_result:
+        if self._of.is_whole:
             self.flat = self._new(dtype)
-            self.slots, self.gaps = views_of(self.flat, self._layout)
+            self.views, self.gaps = views_of(self.flat, self._layout)
         else:
-            self._slot = slot = self._find_slot(dtype)
-            slot.take(self)
-            self.flat, self.slots, self.gaps = self._known.get(slot) or self._views(slot)
+            self._buffer = buffer = self._find_buffer(dtype)
+            buffer.take(self)
+            self.flat, self.views, self.gaps = self._known.get(buffer) or self._views(buffer)
         if self.gaps:
             torch._foreach_zero_(self.gaps)
 
-    def _find_slot(self, dtype: torch.dtype) -> Slot:
+    def _find_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         if self._pool is not None:
-            return self._pool.slot_for_input(self._layout.padded_numel, dtype)
-        for slot in self._known:
-            if slot.flat.dtype is dtype:
-                return slot
-        return Slot(self._new(dtype))
+            return self._pool.buffer_for_input(self._layout.padded_numel, dtype)
+        for buffer in self._known:
+            if buffer.flat.dtype is dtype:
+                return buffer
+        return FlatBuffer(self._new(dtype))
 
     def _new(self, dtype: torch.dtype) -> torch.Tensor:
         numel = self._layout.padded_numel
         if self._pool is not None:
             return self._pool.allocate(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        return torch.empty(numel, dtype=dtype, device=self._of.kind.compute_device)
 
-    def _views(self, slot: Slot) -> _Views:
-        flat = slot.flat[: self._layout.padded_numel]
-        self._known[slot] = views = flat, *views_of(flat, self._layout)
+    def _views(self, buffer: FlatBuffer) -> _Views:
+        flat = buffer.flat[: self._layout.padded_numel]
+        self._known[buffer] = views = flat, *views_of(flat, self._layout)
         return views
 
     def free(self) -> None:
         """Free the memory. Idempotent."""
-        self.flat, self.slots, self.gaps = self._nothing
-        if self._slot is not None:
-            self._slot.free()
-            self._slot = None
+        self.flat, self.views, self.gaps = self._nothing
+        if self._buffer is not None:
+            self._buffer.free()
+            self._buffer = None
 
     def leave(self) -> None:
         """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
-        self.flat, self.slots, self.gaps = self._nothing
+        self.flat, self.views, self.gaps = self._nothing
         self._known.clear()
-        if self._slot is not None and self._pool is not None:
-            self._pool.leave(self._slot)
-        self._slot = None
+        if self._buffer is not None and self._pool is not None:
+            self._pool.leave(self._buffer)
+        self._buffer = None
 
 
 class Reduction:
@@ -162,9 +159,7 @@ class Reduction:
             self._fail(e)
 
     def _fail(self, error: Exception) -> NoReturn:
-        self._runtime.fail(
-            "all-reduce" if self.flat.is_whole else "reduce-scatter", self.flat.placement.label.unit, error
-        )
+        self._runtime.fail(self.flat.placement.reduce_verb, self.flat.placement.label.unit, error)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""

@@ -124,8 +124,8 @@ class UnitGradients:
             self.find_accumulators()
 
     def find_accumulators(self) -> None:
-        """Called when compute parameters were made, frozen or unfrozen."""
-        leaves = [c for b in self._flats for c in b.unsharded.computes if c.requires_grad]
+        """Called when unsharded parameters were made, frozen or unfrozen."""
+        leaves = [c for b in self._flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
         now, streams = self._placement.runtime.current_stream, frozenset[Any]()
@@ -176,7 +176,7 @@ class UnitGradients:
     def _reduce(self) -> None:
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event("all-reduce" if self._placement.is_whole else "reduce-scatter", self._placement.label.unit)
+            _trace.event(self._placement.reduce_verb, self._placement.label.unit)
         try:
             if self.home is not None:
                 self._wait_for_others()

@@ -2,7 +2,7 @@
 
 - ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. It is one tensor whose *storage* is resized between zero
   and full. The all-gather writes into it, and the parameters are views of it: no copy-in, no copy-out.
-- ``computes``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
+- ``params``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
   these. For a DTensor or another tensor subclass, the tensors inside the leaf alias ``flat``.
 
 [Note: .data does not share a version counter]
@@ -24,7 +24,7 @@ from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import Kind
-from flatshard._handle.pool import Slot
+from flatshard._handle.pool import FlatBuffer
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -55,21 +55,21 @@ class UnshardedBuffer:
             kind: its dtypes and devices.
             placement: over which ranks it is sharded.
             shard: this rank's part.
-            originals: the user's parameters; the compute parameters share their attributes.
+            originals: the user's parameters; the unsharded parameters share their attributes.
             wrappings: how each of them wraps the plain tensors that are in the buffer; None for a plain parameter.
         """
-        self._layout = layout
-        self._rank = placement.rank
-        self._is_whole = placement.is_whole
+        self._layout, self._placement = layout, placement
         self._wrappings = wrappings
         self._pool = placement.pool  # provides the memory; None: the buffer has memory of its own
-        self._make_slot: Callable[[torch.Tensor], Slot] = Slot  # for memory of its own; a feature may replace it
-        self._version = 0  # of the compute parameters' values at the last ``changed``
+        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = (
+            FlatBuffer  # for memory of its own; a feature may replace it
+        )
+        self._version = 0  # of the unsharded parameters' values at the last ``changed``
         device = kind.compute_device
-        self.computes = tuple([self._make_compute(index, param, device) for index, param in enumerate(originals)])
+        self.params = tuple([self._make_param(index, param, device) for index, param in enumerate(originals)])
         self.place(kind, shard)
 
-    def _make_compute(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
         wrapping = self._wrappings[index]
         empty = torch.empty(0, dtype=param.dtype, device=device)
         if wrapping is not None and not isinstance(wrapping, TensorSubclass):  # `place` builds these, over real memory
@@ -85,36 +85,36 @@ class UnshardedBuffer:
     def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         numel = self._layout.padded_numel
-        self.is_alias = self._is_whole and kind.is_one  # the buffer is the shard
-        self._slot: Slot | None = None  # in a pool: from the first ``allocate`` on
+        self.is_alias = self._placement.is_whole and kind.is_one  # the buffer is the shard
+        self._buffer: FlatBuffer | None = None  # in a pool: from the first ``allocate`` on
         if self.is_alias:
             self._point_at(shard)
             return
-        own = Slot(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        own = FlatBuffer(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
         self._point_at(own.flat)
         own.free()
         if self._pool is None:
-            self._slot = self._make_slot(own.flat)
+            self._buffer = self._make_buffer(own.flat)
 
-    def use_slots(self, make: Callable[[torch.Tensor], Slot]) -> None:
+    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
         """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
-        self._make_slot = make
-        if self._pool is None and (before := self._slot) is not None:
-            self._slot = now = make(self.flat)
+        self._make_buffer = make
+        if self._pool is None and (before := self._buffer) is not None:
+            self._buffer = now = make(self.flat)
             if before.user is None:
                 now.free()
             else:
                 now.follow(before)
 
-    def use_slots_of(self, other: UnshardedBuffer) -> None:
+    def use_buffers_of(self, other: UnshardedBuffer) -> None:
         """As ``other`` does."""
-        self.use_slots(other._make_slot)
+        self.use_buffers(other._make_buffer)
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
-        self.flat, layout, rank = flat, self._layout, self._rank
+        self.flat, layout, rank = flat, self._layout, self._placement.rank
         dtype, device = flat.dtype, flat.device
-        for index, (info, compute) in enumerate(zip(layout.params, self.computes, strict=True)):
+        for index, (info, compute) in enumerate(zip(layout.params, self.params, strict=True)):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if self._wrappings[index] is not None:
                 plain = torch.empty(0, dtype=dtype, device=device)
@@ -129,7 +129,7 @@ class UnshardedBuffer:
         self._storage = self.flat.untyped_storage()
         self._plain = [
             c
-            for c, info, wrapping in zip(self.computes, layout.params, self._wrappings, strict=True)
+            for c, info, wrapping in zip(self.params, layout.params, self._wrappings, strict=True)
             if info.numel and wrapping is None
         ]
         self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
@@ -144,33 +144,33 @@ class UnshardedBuffer:
 
     def allocate(self, shard: torch.Tensor | None) -> None:
         """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
-        if self._slot is None:
+        if self._buffer is None:
             assert self._pool is not None
-            self._slot = self._pool.slot_for_parameters(self.flat.numel(), self.flat.dtype)
-            self._point_at(self._slot.flat[: self.flat.numel()])
-        self._slot.take(self)
+            self._buffer = self._pool.buffer_for_parameters(self.flat.numel(), self.flat.dtype)
+            self._point_at(self._buffer.flat[: self.flat.numel()])
+        self._buffer.take(self)
         if shard is not None:
             self.own.copy_(shard)
 
     def free(self) -> None:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
-        if self._slot is not None and self._slot.user is self:
-            self._slot.free()
+        if self._buffer is not None and self._buffer.user is self:
+            self._buffer.free()
 
     def unbind(self) -> None:
-        """Bind to a slot that is free next time. No graph may have views of the current one."""
-        self._slot = None
+        """Bind to a buffer that is free next time. No graph may have views of the current one."""
+        self._buffer = None
 
     def leave_memory(self, kind: Kind, shard: torch.Tensor) -> None:
         """Stop using the current memory without freeing it, and ``place``. See ``ReductionInput.leave``."""
-        if self._pool is not None and self._slot is not None and self._slot.user is self:
-            self._pool.leave(self._slot)
+        if self._pool is not None and self._buffer is not None and self._buffer.user is self:
+            self._pool.leave(self._buffer)
         self.place(kind, shard)
 
     @property
     def is_taken(self) -> bool:
-        """Whether another flat parameter is using the pool's slot of this one. [Note: Static buffers]"""
-        return self._slot is not None and self._slot.user not in (None, self)
+        """Whether another flat parameter is using the pool's buffer of this one. [Note: Static buffers]"""
+        return self._buffer is not None and self._buffer.user not in (None, self)
 
     def changed(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
@@ -178,7 +178,7 @@ class UnshardedBuffer:
         ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: see
         ``may_change``. Comparing values instead would read each unit once more in every forward.
         """
-        before, self._version = self._version, sum(map(_version, self.computes))
+        before, self._version = self._version, sum(map(_version, self.params))
         return self.take_back_moved() or before != self._version
 
     def may_change(self) -> None:
@@ -186,7 +186,7 @@ class UnshardedBuffer:
         self._version = -1
 
     def take_back_moved(self) -> bool:
-        """If the module set the ``.data`` of compute parameters, copy the new values to the buffer, and point back to it.
+        """If the module set the ``.data`` of unsharded parameters, copy the new values to the buffer, and point back to it.
 
         Returns whether there were such parameters. Tensor subclasses are not checked.
         """
@@ -195,7 +195,7 @@ class UnshardedBuffer:
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
         moved = False
-        for info, compute, wrapping in zip(self._layout.params, self.computes, self._wrappings, strict=True):
+        for info, compute, wrapping in zip(self._layout.params, self.params, self._wrappings, strict=True):
             view = self.flat.as_strided(info.shape, info.stride, info.start)
             if wrapping is None and compute.data_ptr() != view.data_ptr():
                 if compute.shape != view.shape:
@@ -210,7 +210,7 @@ class UnshardedBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (plain) is a view of the storage."""
-        if (self._slot is not None and self._slot.user is not self) or tensor.layout is not torch.strided:
+        if (self._buffer is not None and self._buffer.user is not self) or tensor.layout is not torch.strided:
             return False
         start = self.flat.data_ptr()
         if start and not start <= tensor.data_ptr() < start + self.flat.nbytes:  # on meta there are no addresses
@@ -220,4 +220,4 @@ class UnshardedBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffer has now, not counting the local shard."""
-        return self.flat.nbytes if self._slot is not None and self._slot.user is self else 0
+        return self.flat.nbytes if self._buffer is not None and self._buffer.user is self else 0

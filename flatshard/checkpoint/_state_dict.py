@@ -20,7 +20,7 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
@@ -339,7 +339,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     reached = [u.fqn or "<root>" for u in units if u.is_in_backward]
     if reached and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
         raise RuntimeError(f"{verb}: {name_list(reached)} are in a backward. Call it when loss.backward() has returned")
-    whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.slots.shows is not SHARDED]
+    whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED]
     if whole:
         raise RuntimeError(
             f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"

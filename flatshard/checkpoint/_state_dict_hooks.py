@@ -22,7 +22,7 @@ from torch import nn
 
 from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
@@ -90,7 +90,7 @@ class StateDictHooks:
             if not unit.claims.use:
                 if unit.is_unsharded_by_user:
                     unit.show()
-                if unit.handle.slots.shows is SHARDED:
+                if unit.handle.registrations.shows is SHARDED:
                     unit.handle.check_parameters()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -12,7 +12,9 @@ from torch import nn
 from flatshard._composable.find import units_below, units_of
 from flatshard._composable.state import Unit
 from flatshard._config import ShardingStrategy, Until
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import ParamInfo
+from flatshard._mesh_runtime import MeshRuntime
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class FlatDescription:
     padded_numel: int  # elements on all ranks, with padding
     shard_numel: int  # elements on this rank, with padding
     world_size: int  # ranks that these elements are sharded over
+    kept_numel: int  # of gathered elements, those that this rank keeps until the parts change
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
@@ -89,14 +92,10 @@ class Description:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of whole parameters that this rank holds besides: ``SHARD_OPTIM``."""
-        kept = (u for u in self.units if ShardingStrategy[u.strategy].placements.until is Until.CHANGE)
-        return sum(
-            f.padded_numel * f.compute_dtype.itemsize
-            for unit in kept
-            for f in unit.flats
-            if f.world_size > 1 or f.compute_dtype is not f.dtype
-        )
+        """Bytes that it has gathered and holds besides: whole parameters under ``SHARD_OPTIM``, and under
+        ``HYBRID_FULL_SHARD`` what it has of them within its group.
+        """
+        return sum(f.kept_numel * f.compute_dtype.itemsize for unit in self.units for f in unit.flats)
 
     def __str__(self) -> str:
         head = ("unit", "module", "strategy", "state", "dtype", "trainable", "params", "numel", "padding", "shard here")
@@ -130,7 +129,7 @@ class Description:
         lines.append(
             f"{units}, {flats}, {self.numel:,} elements over {counted(self.world_size, 'rank')} on {self.device.type}; "
             f"{self.shard_nbytes:,} bytes of parameters here between steps"
-            + (f", and {self.kept_nbytes:,} of whole ones" if self.kept_nbytes else "")
+            + (f", and {self.kept_nbytes:,} of gathered ones" if self.kept_nbytes else "")
         )
         if any("/" in row[4] for row in rows):
             lines.append("dtypes: master/compute/gradient/reduce")
@@ -195,6 +194,15 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
     return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)
 
 
+def _kept_numel(unit: Unit, flat: FlatParam) -> int:
+    runtime, numel = flat.placement.runtime, flat.layout.padded_numel
+    if flat.unsharded.is_alias:
+        return 0
+    if isinstance(runtime, MeshRuntime) and runtime.exact is runtime:
+        return numel // runtime.inner.world_size
+    return numel if unit.config.strategy.placements.until is Until.CHANGE else 0
+
+
 def _cut(info: ParamInfo) -> str:
     """Where the parameter may be cut, in words."""
     if info.block == 1:
@@ -219,6 +227,7 @@ def _describe(unit: Unit) -> UnitDescription:
             f.layout.padded_numel,
             f.layout.shard_numel,
             f.layout.world_size,
+            _kept_numel(unit, f),
             tuple(map(_cut, f.layout.params)),
         )
         for f in unit.handle.flats

@@ -55,7 +55,7 @@ def _check_all_inside(module: nn.Module, units: list[Unit]) -> None:
     """Raise if a unit also owns parameters from outside of ``module``: an optimizer would step them, too."""
     inside = set(module.modules())
     for unit in units:
-        registered = {id(p) for m, _, p, _ in unit.handle.slots.entries if m in inside}
+        registered = {id(p) for m, _, p, _ in unit.handle.registrations.entries if m in inside}
         owned = [(p, i.fqn) for f in unit.handle.flats for p, i in zip(f.params, f.layout.params, strict=True)]
         if others := [fqn for param, fqn in owned if id(param) not in registered]:
             raise ValueError(

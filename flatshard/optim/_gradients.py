@@ -18,7 +18,7 @@ from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import owner_of
 from flatshard._errors import name_list
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
@@ -169,7 +169,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
         )
     owners = units_of_parameters(module)
     for owner in owners:
-        if owner.handle.slots.shows is not SHARDED:
+        if owner.handle.registrations.shows is not SHARDED:
             raise _unsharded(owner.fqn, verb)
     check_reduced(owners, verb)
     grads: dict[int, torch.Tensor | None] = {}  # of sharded parameters, by the parameter's id
@@ -187,7 +187,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             continue
         if id(param) not in grads:
             unit = owner_of(param)
-            if unit is None or not isinstance(param, ShardedParameter):  # else a compute parameter
+            if unit is None or not isinstance(param, ShardedParameter):  # else a unsharded parameter
                 raise _unsharded(fqn, verb)
             for flat in unit.handle.flats:  # with `flat_parameters` the single parameters have no `.grad`
                 grads.update(zip(map(id, flat.params), flat.gradients.local(), strict=True))

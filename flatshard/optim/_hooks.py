@@ -40,7 +40,7 @@ from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import Until
 from flatshard._errors import name_list
-from flatshard._handle.slots import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
 from flatshard._runtime import Runtime
@@ -175,12 +175,12 @@ def _holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
     wanted = {id(p) for p in params}
     found: dict[int, tuple[str, bool]] = {}  # by id: the FQN, and whether a module has it now
     for unit in all_units():
-        shows = unit.handle.slots.shows
+        shows = unit.handle.registrations.shows
         copies = shows.values() if isinstance(shows, dict) else ()
         found.update((id(p), (copy_names.get(p, ""), True)) for p in copies if id(p) in wanted)
         whole = shows is UNSHARDED and not any(claim.uses and not claim.by_user for claim in unit.claims)
         for flat in unit.handle.flats:
-            for info, compute in zip(flat.layout.params, flat.unsharded.computes, strict=True):
+            for info, compute in zip(flat.layout.params, flat.unsharded.params, strict=True):
                 if id(compute) in wanted:
                     found[id(compute)] = info.fqn, whole
     found = {id(p): (name, False) for p, name in copy_names.items() if id(p) in wanted} | found

@@ -17,9 +17,9 @@ from torch import nn
 
 from flatshard._composable.construct import validate
 from flatshard._composable.construct.options import unit_config
+from flatshard._composable.construct.policy import Policy
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.fully_shard import Choice, choose
-from flatshard._composable.policy import Policy
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy

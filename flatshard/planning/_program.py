@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from flatshard._composable.construct.flat_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync
-from flatshard._composable.flat_plan import Loads, plan_flats
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._mesh_runtime import MeshRuntime
-from flatshard._runtime import Runtime, Streams
+from flatshard._runtime import Peers, Runtime, Streams
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
 from flatshard.planning._recording import Books, Recorder, RecordingCollectives
 from flatshard.planning._records import Ranks
@@ -121,8 +121,8 @@ class Program:
         def runtime(name: str, rank: int, size: int) -> Runtime:
             collectives = RecordingCollectives(self.books, name, rank, size, widens)
             if on_cpu:
-                return Runtime(collectives, META, None, None)
-            return Runtime(collectives, META, Streams(self.recorder, META), host=META)
+                return Runtime(Peers(collectives, META, None))
+            return Runtime(Peers(collectives, META, Streams(self.recorder, META), host=META))
 
         rank = self.numels.index(max(self.numels))
         shards = every = runtime("shards", rank, self.parts)
@@ -130,7 +130,7 @@ class Program:
         if choice.strategy.joins_axes:
             inner, outer = divmod(rank, ranks.replicas)
             axes = runtime("inner", inner, ranks.shards), runtime("outer", outer, ranks.replicas)
-            shards, replicas = MeshRuntime.over(every, *axes), None
+            shards, replicas = MeshRuntime(every, *axes), None
         for size in kept_shards.sizes(choice.configs):
             kept_shards.add_subgroup(shards, runtime("inner", rank % size, size))
         made = build(choice, Context.of(every), {None: (shards, replicas)}, prepare=lambda unit: None)
@@ -208,7 +208,7 @@ class _Observer(Extension):
 class _ObservedUnit(ForwardFeature):
     def __init__(self, unit: Unit, books: Books) -> None:
         self.unit, self.books = unit, books
-        for compute in (compute for flat in unit.handle.flats for compute in flat.unsharded.computes):
+        for compute in (compute for flat in unit.handle.flats for compute in flat.unsharded.params):
             if compute.requires_grad:
                 compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
 

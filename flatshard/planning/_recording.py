@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatshard import _mesh_runtime
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
-from flatshard._comm.progress import here
+from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, pool, reduction
 from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
@@ -196,25 +196,25 @@ class RecordingCollectives(BuiltinCollectives):
         """Stands for the process group. Nothing calls its methods."""
         return self
 
-    def _issue(self, kind: str, tensor: torch.Tensor, group: str) -> Pending:
+    def _issue(self, kind: str, tensor: torch.Tensor, group: str, label: Label | None) -> Pending:
         recorder = self._recorder
         if not recorder.is_recording:
             return Done()
-        unit, phase = here.label.unit, recorder.phase
-        recorder.collectives.append(Collective(kind, unit, phase, tensor.nbytes, self.size, group))
+        assert label is not None
+        recorder.collectives.append(Collective(kind, label.unit, recorder.phase, tensor.nbytes, self.size, group))
         self._books.look()
         return RecordedStream(recorder)
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self._issue("all-gather", output, self._name)
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
+        return self._issue("all-gather", output, self._name, label)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         if input.dtype is not output.dtype and self._recorder.current is not self._recorder.main:
             torch.empty_like(input)  # what ``DefaultCollectives`` receives into, and frees when the stream is done
-        return self._issue("reduce-scatter", input, self._name)
+        return self._issue("reduce-scatter", input, self._name, label)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._issue("all-reduce", tensor, "replicas")
+    def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
+        return self._issue("all-reduce", tensor, "replicas", label)
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """See :class:`BuiltinCollectives`."""

@@ -46,7 +46,7 @@ def check_let_go(model: nn.Module) -> None:
     for unit in units_below(model):
         assert unit.handle.is_sharded, unit
         assert unit.handle.lifetime.grads is GradState.NONE, unit
-        assert unit.handle._gathers == []
+        assert unit.handle._all_gathers == []
         for flat in unit.handle.flats:
             assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0
             assert storage_nbytes(flat.gradients.input) == 0

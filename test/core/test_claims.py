@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import MixedPrecision, fully_shard, summon_full_params
 from flatshard._composable.find import units_below
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -57,7 +57,7 @@ def check(model: nn.Module, plain: nn.Module, exact: bool) -> None:
             torch.testing.assert_close(found, expected)
     for unit in units_below(model):
         assert not unit.claims
-        assert unit.handle.slots.shows is SHARDED
+        assert unit.handle.registrations.shows is SHARDED
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"mixed_precision": BF16}, {"static_buffers": True}]
@@ -164,7 +164,7 @@ def full_precision(ctx: Any) -> None:
         assert torch.equal(model(X.clone()), X + 1)
     for unit in units_below(model):
         assert not unit.claims
-        assert unit.handle.slots.shows is SHARDED
+        assert unit.handle.registrations.shows is SHARDED
 
 
 def test_a_forward_with_gradients_inside_one_in_full_precision(pool):

@@ -279,7 +279,7 @@ def parameter_storages(model: nn.Module) -> dict[int, int]:
                 b.shard,
                 b.unsharded.flat,
                 *b.params,
-                *b.unsharded.computes,
+                *b.unsharded.params,
                 b.unsharded.wire,
                 b.unsharded.own,
                 *([] if b.gradients.input is None else [b.gradients.input]),
@@ -326,7 +326,7 @@ def test_no_tensor_of_full_size_is_left_after_a_step(world):
     shard = max(in_shard(u) for u in units_below(model))
     assert shard < weight, "a shard must not look like a whole parameter"
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), Tensor)} - {
-        id(t) for u in units_below(model) for b in u.handle.flats for t in (b.unsharded.flat, *b.unsharded.computes)
+        id(t) for u in units_below(model) for b in u.handle.flats for t in (b.unsharded.flat, *b.unsharded.params)
     }
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import unit_of
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 ERRORS: tuple[type[BaseException], ...] = (ValueError, torch.OutOfMemoryError, KeyboardInterrupt)
@@ -374,7 +374,7 @@ def memory_after(ctx) -> None:
     explode(run, PLACES["forward of a unit"], 1, ValueError)
     for unit in units(run.model):
         assert not unit.claims
-        assert unit.handle.slots.shows is SHARDED
+        assert unit.handle.registrations.shows is SHARDED
     assert not unit_of(run.model).context.forwards
     check_no_more_than(run.model, 0)
     # In backward: what is under way is left until the next forward, or until recover.

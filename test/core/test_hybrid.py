@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard._comm.groups import _timeout
 from flatshard._composable.find import units_below
 from flatshard._runtime import Runtime
 from flatshard._trace import record_events
@@ -88,6 +89,13 @@ def parity(ctx, strategy: ShardingStrategy) -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+            if strategy.joins_axes:
+                units = units_below(model)
+                kept = sum(part.nbytes for unit in units for part in unit.handle.source.kept)
+                assert kept == flatshard.describe(model).kept_nbytes
+                every = units[0].handle.runtime
+                each, inner, outer = (_timeout(r.group, r.device) for r in (every, every.inner, every.outer))
+                assert each == (outer if shape[1] == 1 else inner)
             held = sum(p.numel() for p in model.parameters())
             everything = sum(p.numel() for p in reference.parameters())
             keeps_all = math.prod(shape) == 1 if strategy.joins_axes else shape[1] == 1

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import CustomPolicy, MixedPrecision, ShardingStrategy, configure, describe, fully_shard
-from flatshard._comm.subgroups import _timeout, subgroup
+from flatshard._comm.groups import _timeout, subgroup
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 from flatshard.comm import QuantizedCollectives

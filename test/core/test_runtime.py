@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardingStrategy, fully_shard, unshard
 from flatshard._composable.find import units_below
 from flatshard._handle.lifetime import GradState
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 from flatshard._trace import record_events
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
@@ -86,8 +86,8 @@ def check_settled(model: nn.Module) -> None:
         assert unit.handle.is_sharded, unit
         assert unit.handle.lifetime.grads is GradState.NONE, unit
         assert (unit.claims, unit.is_in_backward, unit.completion.pending) == ([], False, 0), unit
-        assert unit.handle.slots.shows is SHARDED, unit
-        assert all(c.grad is None for f in unit.handle.flats for c in f.unsharded.computes), unit
+        assert unit.handle.registrations.shows is SHARDED, unit
+        assert all(c.grad is None for f in unit.handle.flats for c in f.unsharded.params), unit
         assert all(f.gradients._filled is f.gradients.reduction is None for f in unit.handle.flats), unit
         assert not unit.context.forwards
         assert unit.context.backward is None

@@ -109,7 +109,7 @@ def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, 
     check_parity(ctx, lambda: make(checkpointed), lambda step, n: torch.randn(n, WIDTH), steps=4, shard=shard_it)
     with record_events() as events:
         model[0](torch.randn(2, WIDTH).double()).sum().backward()
-    whole = options["strategy"].placements.until > Until.FORWARD
+    whole = options.get("strategy", ShardingStrategy.FULL_SHARD).placements.until > Until.FORWARD
     assert events.count("all-gather 1") == (1 if whole else 2)
     assert events.count("reduce-scatter 1") == 1
 
@@ -306,3 +306,27 @@ def compile_beside_own_collectives(ctx, before: bool) -> None:
 def test_collectives_of_the_user_are_not_compiled(ranks, before: bool):
     """With ``fullgraph=True`` this was an error, as dynamo compiled what the hooks call."""
     ranks.run(compile_beside_own_collectives, before, world_size=2)
+
+
+def train_copy(ctx, grouped: bool) -> None:
+    torch._dynamo.reset()
+    plain = [nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(2)), Block()) for _ in range(2)]
+    plain[1].load_state_dict(plain[0].state_dict())
+    model = plain[1]
+    for unit in [[model[0], model[2]]] if grouped else [model[0], model[1]]:
+        fully_shard(unit, process_group=ctx.group)
+    made = copy.deepcopy(fully_shard(model, process_group=ctx.group))
+    assert str(flatshard.describe(made)) == str(flatshard.describe(model))
+    x = torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH
+    for each in (plain[0], made):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(made(x), plain[0](x))
+    assert not torch.equal(made(x), model(x))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_deep_copy_of_compiled_units(ranks, grouped: bool):
+    """torch's copy of ``torch.compile(module)`` has none of its hooks."""
+    ranks.run(train_copy, grouped, world_size=2)

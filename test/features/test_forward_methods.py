@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard, register_forward_method
 from flatshard._composable.find import units_below
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
@@ -123,7 +123,7 @@ def make(dtype: torch.dtype = torch.float64) -> Model:
 def assert_sharded(model: nn.Module) -> None:
     for unit in units_below(model):
         assert tuple(unit.claims) == unit.config.claims, unit
-        assert unit.handle.slots.shows is SHARDED
+        assert unit.handle.registrations.shows is SHARDED
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
 
 

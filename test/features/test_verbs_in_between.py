@@ -256,7 +256,7 @@ def frozen_and_followed(ctx: Any) -> None:
             loss.backward()
         hook.remove()
         assert all(
-            c.grad is None for unit in units_below(model) for flat in unit.handle.flats for c in flat.unsharded.computes
+            c.grad is None for unit in units_below(model) for flat in unit.handle.flats for c in flat.unsharded.params
         )
         model.zero_grad()
         for m, x in zip((plain, model), batch(ctx, 2), strict=True):

@@ -46,10 +46,10 @@ MAX_FAILURES = 3
 MINIMISING = 120.0
 """Seconds that a failing program is made shorter for."""
 
-OPEN = {1110, 40389}
-"""Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. Ranks leave out other units, which are on
-several groups, each with an order of its own (reduction_queue.py, [Note: Every rank reduces in the same order]). It ends in
-an OutOfStepError."""
+OPEN = {43307}
+"""Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. A part of a unit is frozen between two
+forwards whose losses are added, and some ranks leave the first one out: they reduce before the others gather.
+It ends in an OutOfStepError."""
 
 ran: Counter[str] = Counter()
 """What the machine did, in this process."""

@@ -587,9 +587,9 @@ def counting_reductions(model: nn.Module):
     runtime = units_below(model)[0].context.runtime
     before, seen = runtime.collectives.reduce_scatter, []
 
-    def count(output: Tensor, input: Tensor) -> Any:
+    def count(output: Tensor, input: Tensor, *label: Any) -> Any:
         seen.append(input.numel())
-        return before(output, input)
+        return before(output, input, *label)
 
     runtime.collectives.reduce_scatter = count
     try:
@@ -610,7 +610,7 @@ def cost_of_frozen(ctx) -> None:
             size = storage_nbytes(grads.input)
             largest[index] = max(largest.get(index, 0), size)
 
-    for param in [c for b in handle.flats for c in b.unsharded.computes if c.requires_grad]:
+    for param in [c for b in handle.flats for c in b.unsharded.params if c.requires_grad]:
         param.register_hook(look)
     with counting_reductions(model) as reductions:
         for step in range(2):

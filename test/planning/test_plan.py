@@ -77,7 +77,7 @@ class Counted(TorchDispatchMode):
             for t in (g.input, None if g.reduction is None else g.reduction._output)
             if t is not None
         )
-        arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.computes if c.grad is not None)
+        arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.params if c.grad is not None)
         for at in gradients:
             reductions.pop(at, None)
         known = shards | gradients | unsharded | reductions | arriving

@@ -132,7 +132,7 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     optimizers = [v for v in names.values() if isinstance(v, torch.optim.Optimizer)]
     if not optimizers:
         optimizers = [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])]
-    out = names["x"] if "x" in names else model(torch.randn(8, 64))  # skip has run its own forward
+    out = names["y"] if name == "Skip" else model(torch.randn(8, 64))  # its own forward has run
     out.square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()

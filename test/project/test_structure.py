@@ -26,7 +26,8 @@ PACKAGES = [
     ["_runtime", "_mesh_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
-    ["_composable.features", "_comm.monitor", "_comm.quantized", "_comm.subgroups"],
+    ["_composable.features", "_comm.monitor"],
+    ["_quantized"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning"],
     ["_extensions"],
@@ -255,7 +256,7 @@ WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem
 
 
 def only_slots_registers_parameters():
-    for name, node in outside("_handle.slots"):
+    for name, node in outside("_handle.registrations"):
         for target in written(node):
             if isinstance(target, ast.Subscript):
                 assert not dotted(target.value).endswith("._parameters"), show(name, node)
@@ -302,7 +303,7 @@ DISTRIBUTED_MODULES = {
 
 
 def only_backends_communicates():
-    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.subgroups"):
+    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.groups"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
@@ -327,9 +328,9 @@ def only_handles_start_collectives_and_construction_broadcasts():
             "_mesh_runtime",
             "_runtime",
             "_comm.backends",
-            "_comm.quantized",
+            "_quantized",
             "_composable.features.comm_hooks",
-            "_comm.subgroups",
+            "_comm.groups",
         )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
     }
@@ -340,6 +341,7 @@ def only_handles_start_collectives_and_construction_broadcasts():
         ("_composable.features.filled_later", "all_reduce_now"),
         ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
         ("_composable.features.buffers", "broadcast_now"),
+        ("_composable.features.encoded_gathers", "all_gather"),  # scales, before a handle gathers
         ("_composable.features.kept_shards", "all_gather"),  # for a handle, in place of its own
         ("_composable.features.whole_parameters", "all_gather"),  # whole values, for those who read them
         ("checkpoint._gathering", "all_gather"),
@@ -504,7 +506,7 @@ def a_handle_knows_no_hooks_and_no_module_tree():
                 assert "hook" not in word, show(name, node)
             known = name == "_handle.tensors.guard" and ast.unparse(node).startswith("nn.Module.")  # who reads a dict
             assert known or word not in TREE_WORDS, show(name, node)
-            if name != "_handle.slots":
+            if name != "_handle.registrations":
                 assert word not in ("_parameters", "_buffers"), show(name, node)
 
 

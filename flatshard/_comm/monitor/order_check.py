@@ -42,7 +42,7 @@ class OrderCheck:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = torch.device("cpu") if has_gloo(group) else device  # of the messages: CPU if possible
-        self._collectives = [builtin_collectives(group, self._device).under(label) for label in _LABELS]
+        self._collectives = builtin_collectives(group, self._device)
         self._one_order = device.type != "cpu"
         self._recent: list[str] = []
         self._hashes = [b"", b""]
@@ -60,11 +60,11 @@ class OrderCheck:
         self._hashes[kind] = ahead
         text = "; ".join(self._recent).encode()[-_TEXT:]
         message = torch.tensor(list((ahead + text).ljust(_HASH + _TEXT, b"\0")), dtype=torch.uint8)
-        collectives = self._collectives[kind]
+        collectives = self._collectives
         rank, size = collectives.rank, collectives.size
         received = torch.empty(size, _HASH + _TEXT, dtype=torch.uint8, device=self._device)
         received[rank].copy_(message)
-        pending = collectives.all_gather(received.view(-1), received[rank])
+        pending = collectives.all_gather(received.view(-1), received[rank], _LABELS[kind])
         return Comparison(issued, pending, received, rank, collectives.store)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from flatshard._composable.partition import PlannedUnit
+from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import UninitializedParameter
 
+from flatshard._composable.construct.partition import PlannedUnit, walk
+from flatshard._composable.construct.policy import is_never_called
 from flatshard._composable.find import units_below
-from flatshard._composable.partition import PlannedUnit, walk
-from flatshard._composable.policy import is_never_called
 from flatshard._composable.state import ModuleGroup, Unit, owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
@@ -301,10 +302,21 @@ def check_order(root: nn.Module, units: list[PlannedUnit]) -> None:
                 )
 
 
-def taken_for_copies(units: Iterable[Unit], group: dist.ProcessGroup) -> list[str]:
-    """The FQNs of plain parameters of ``units`` that are sharded over some of the ranks of ``group`` only, not replicated."""
+def warn_of_old_parameters(units: Iterable[PlannedUnit]) -> None:
+    """Warn if something still holds tensor subclasses that were replaced."""
+    if held := [o.fqn for unit in units for o in unit.owned if o.was is not None and o.was() is not None]:
+        warnings.warn(
+            "fully_shard registered new parameters in the place of tensor subclasses (such as DTensors), but something "
+            f"still holds the old {name_list(held)}. If it is an optimizer, it will not train them: build it after "
+            "fully_shard",
+            stacklevel=3,
+        )
+
+
+def warn_of_experts(units: Iterable[Unit], group: dist.ProcessGroup) -> None:
+    """Warn of plain parameters of ``units`` that are sharded over some of the ranks of ``group`` only, not replicated."""
     ranks = set(dist.get_process_group_ranks(group))
-    return [
+    experts = [
         info.fqn
         for unit in units
         for flat in unit.handle.flats
@@ -312,6 +324,14 @@ def taken_for_copies(units: Iterable[Unit], group: dist.ProcessGroup) -> list[st
         for info, wrapping in zip(flat.layout.params, flat.wrappings, strict=True)
         if wrapping is None
     ]
+    if experts:
+        warnings.warn(
+            f"{name_list(experts)} were sharded by an earlier call, over some of the ranks of this one. Norms and "
+            "checkpoints take what the other ranks have under these names for copies. If they are other parameters, such as "
+            "other experts, shard them in this call: fully_shard(..., shard_mesh_fn=lambda fqn, param: mesh['dp'] if "
+            "'experts' in fqn else None), or make them DTensors first",
+            stacklevel=3,
+        )
 
 
 def check_parameters(units: list[PlannedUnit], device: torch.device | None, groups: Groups | None) -> torch.device:

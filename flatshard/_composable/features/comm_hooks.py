@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real, copy_options
-from flatshard._comm.progress import here
+from flatshard._comm.progress import Label
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
+from flatshard._handle.placement import Placement
 from flatshard._runtime import Runtime
 
 
@@ -34,10 +35,10 @@ class CommHookState:
         flatshard.comm.register_comm_hook(model, None, hook)
     """
 
-    __slots__ = ("_runtime",)
+    __slots__ = ("_label", "_runtime")
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, label: Label) -> None:
+        self._runtime, self._label = runtime, label
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -58,11 +59,11 @@ class CommHookState:
         """The unit's own reduction. ``output`` (S elements) gets this rank's part of the average of ``input`` (world_size * S
         elements, of the same dtype). It is valid after ``wait()`` of the returned object. ``input`` may be overwritten.
         """
-        return self._runtime.reduce_scatter(output, input, here.label)
+        return self._runtime.reduce_scatter(output, input, self._label)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """The same for a ``NO_SHARD`` unit: replaces ``tensor`` by its average over the ranks."""
-        return self._runtime.all_reduce(tensor, here.label)
+        return self._runtime.all_reduce(tensor, self._label)
 
 
 class _Hooked:
@@ -71,10 +72,8 @@ class _Hooked:
     ``widens`` is False, because a hook gets gradients in the dtype of its output.
     """
 
-    def __init__(self, runtime: Runtime, state: object, hook: Callable[..., Any]) -> None:
-        self.before = runtime
-        self._inner: Collectives = runtime.collectives
-        self._hook = functools.partial(hook, CommHookState(runtime) if state is None else state)
+    def __init__(self, inner: Collectives, hook: Callable[..., Any]) -> None:
+        self._inner, self._hook = inner, hook
         self.exact = self._inner.exact
         copy_options(self, self._inner)
 
@@ -90,6 +89,13 @@ class _Hooked:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         result = tensor.detach()
         return Works([_pending(self._hook(result))], functools.partial(_take, tensor, result))
+
+
+def _hooked(hook: Callable[..., Any], state: object, placement: Placement) -> Runtime:
+    """The runtime of ``placement``, by which the gradients are reduced through ``hook``."""
+    runtime = placement.runtime
+    state = CommHookState(runtime, placement.label) if state is None else state
+    return Runtime(runtime.peers, _Hooked(runtime.collectives, functools.partial(hook, state)), runtime.streams)
 
 
 def _pending(returned: Any) -> Pending:
@@ -133,8 +139,7 @@ class CommHookHandle:
         units, self._units = self._units, []
         for ref in units:
             for flat in () if (unit := ref()) is None else unit.handle.flats:
-                if isinstance(hooked := flat.gradients.runtime.collectives, _Hooked):
-                    flat.gradients.use_runtime(hooked.before)
+                flat.gradients.reduce_by(None)
 
 
 def register_comm_hook(
@@ -186,11 +191,7 @@ def register_comm_hook(
         CollectiveError: raised in backward, if the hook returns something else, or leaves another dtype or shape.
     """
     units = units_in(module, recurse, "register_comm_hook")
-    found = [
-        unit.fqn
-        for unit in units
-        if any(isinstance(flat.gradients.runtime.collectives, _Hooked) for flat in unit.handle.flats)
-    ]
+    found = [unit.fqn for unit in units if any(flat.gradients.choose_runtime is not None for flat in unit.handle.flats)]
     if found:
         raise ValueError(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
@@ -213,8 +214,7 @@ def register_comm_hook(
         _check_hook(hook, state, unit)
     for unit in reduced:
         for flat in unit.handle.flats:
-            runtime = flat.gradients.runtime
-            flat.gradients.use_runtime(runtime.replacing(_Hooked(runtime, state, hook)))
+            flat.gradients.reduce_by(functools.partial(_hooked, hook, state))
     return CommHookHandle(reduced)
 
 
@@ -225,7 +225,7 @@ def _is_reduced(unit: Unit) -> bool:
 
 def _is_only_replicated(unit: Unit) -> bool:
     """Whether the unit is hybrid with a shard group of one rank, so that it has no reduction within that group."""
-    return unit.config.strategy.is_hybrid and unit.context.runtime.world_size == 1
+    return unit.config.strategy.is_hybrid and unit.handle.placement.is_whole
 
 
 def _check_hook(hook: Any, state: object, unit: Unit) -> None:

@@ -142,9 +142,9 @@ def configure(
             unit.handle.placement.averaging.divide_factor = divide_factor
     for unit, change in changes:
         if "ahead_in_forward" in change:
-            unit.forward_prefetch = change.pop("ahead_in_forward")
+            unit.forward_targets = change.pop("ahead_in_forward")
         if "ahead_in_backward" in change:
-            unit.backward_prefetch = change.pop("ahead_in_backward")
+            unit.backward_targets = change.pop("ahead_in_backward")
         unit.config = replace(unit.config, **change)
 
 

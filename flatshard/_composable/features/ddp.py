@@ -67,12 +67,12 @@ def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
 
 def _divide(module: nn.Module) -> tuple[list[str], list[str]]:
     """The FQNs of sharded parameters in ``module``, under all of their names; and those of other trainable parameters."""
-    slots = {(holder, name) for unit in all_units() for holder, name, _, _ in unit.handle.slots.entries}
+    registrations = {(holder, name) for unit in all_units() for holder, name, _, _ in unit.handle.registrations.entries}
     sharded, left = [], []
     for prefix, at in module.named_modules(remove_duplicate=False):
         for name, param in at._parameters.items():
             fqn = f"{prefix}.{name}" if prefix else name
-            if (at, name) in slots:
+            if (at, name) in registrations:
                 sharded.append(fqn)
             elif param is not None and param.requires_grad:
                 left.append(fqn)

@@ -23,7 +23,7 @@ from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.hooks import UnitHooks, overridden
 from flatshard._composable.state import Unit
-from flatshard._handle.slots import SHARDED, UNSHARDED
+from flatshard._handle.registrations import SHARDED, UNSHARDED
 
 
 class Threads:
@@ -135,7 +135,7 @@ class _Unrecorded(Claim):
         outermost = self._threads.begin(module)
         for needed in self.unit.needs:
             needed.handle.wait()
-            if needed.handle.slots.shows is not UNSHARDED:  # `state_dict` has shown the sharded ones
+            if needed.handle.registrations.shows is not UNSHARDED:  # `state_dict` has shown the sharded ones
                 needed.show()
         changed: tuple[Any, Any] | None = None
         for before in self._before:
@@ -243,10 +243,10 @@ class Keep(Kept):
     def __init__(self, unit: Unit) -> None:
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
-        gathered, context = unit.handle.gathered, unit.context
+        gathered, context = unit.handle.stamp, unit.context
         if gathered is not None and not unit.claims:
             in_this_pass = gathered.by == context.pass_id and context.is_running
             if not (in_this_pass or unit.is_unsharded_by_user):  # left by an earlier forward, and perhaps outdated
-                unit.handle.slots.show(SHARDED)
+                unit.handle.registrations.show(SHARDED)
                 unit.handle.reshard()
         unit.claims.insert(0, self)

@@ -24,7 +24,7 @@ from torch import nn
 
 from flatshard import _trace
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
-from flatshard._comm.subgroups import subgroup
+from flatshard._comm.groups import subgroup
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
@@ -103,7 +103,7 @@ class KeptCasts(KeptShards):
         return flat.unsharded.own if is_cast and runtime is runtime.exact else None
 
     def verb(self, flat: FlatParam) -> str:
-        return "cast" if flat.is_whole else "all-gather"
+        return flat.placement.gather_verb
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
         return flat.gather(False, True, kept)

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
-from flatshard._handle.pool import Slot
+from flatshard._handle.pool import FlatBuffer
 
 
-class KeptSlot(Slot):
+class KeptBuffer(FlatBuffer):
     """A buffer that keeps its memory, once it has any."""
 
     __slots__ = ()
@@ -44,4 +44,4 @@ def check_may_keep(units: Iterable[Unit]) -> None:
 def set_kept(unit: Unit, keep: bool) -> None:
     """Keep the memory of ``unit`` from its next gather on. False: free it as ever, now if the unit is sharded."""
     for flat in unit.handle.flats:
-        flat.unsharded.use_slots(KeptSlot if keep else Slot)
+        flat.unsharded.use_buffers(KeptBuffer if keep else FlatBuffer)

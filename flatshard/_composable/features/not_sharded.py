@@ -43,7 +43,7 @@ Registration = tuple[Unit, str, nn.Module, str, nn.Parameter]
 
 
 class NotSharded(Extension):
-    """Adds the parameters that are not sharded at construction to each unit's ``Noted.slots``."""
+    """Adds the parameters that are not sharded at construction to each unit's ``Noted.registrations``."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> Noted:
         return Noted()
@@ -51,28 +51,28 @@ class NotSharded(Extension):
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         for unit, _, holder, name, _ in _plain(module):
             if unit in made and (noted := unit.feature(Noted)) is not None:
-                noted.slots.append((holder, name))
+                noted.registrations.append((holder, name))
 
 
 class Noted(ForwardFeature):
     """The registrations of parameters in one unit, and in no unit below, that it left alone."""
 
     def __init__(self) -> None:
-        self.slots: list[tuple[nn.Module, str]] = []
+        self.registrations: list[tuple[nn.Module, str]] = []
 
 
 def leave_to_others(module: nn.Module) -> None:
     """Note that somebody else (DDP) averages the gradients of the parameters in ``module`` that are not sharded now."""
     for unit, _, holder, name, _ in _plain(module):
         if (noted := unit.feature(Noted)) is not None:
-            noted.slots.append((holder, name))
+            noted.registrations.append((holder, name))
 
 
 def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
     """The parameters registered in units of ``module`` since then: the nearest unit, the FQN in ``module``, the parameter."""
     for unit, fqn, holder, name, param in _plain(module):
         noted = unit.feature(Noted)
-        if noted is not None and not any(holder is each and name == other for each, other in noted.slots):
+        if noted is not None and not any(holder is each and name == other for each, other in noted.registrations):
             yield unit, fqn, param
 
 
@@ -119,7 +119,7 @@ def _check_tie(to_module: weakref.ref[nn.Module], name: str, unit: Unit) -> bool
     param = None if module is None else module._parameters.get(name)
     info = None if param is None else shard_info(param)
     units = all_units()
-    if info is None or any(m is module and n == name for u in units for m, n, _, _ in u.handle.slots.entries):
+    if info is None or any(m is module and n == name for u in units for m, n, _, _ in u.handle.registrations.entries):
         return False
     inside = {m: fqn for fqn, m in unit.module.named_modules()}
     if module in inside:

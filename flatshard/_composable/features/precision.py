@@ -26,7 +26,7 @@ from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit
 from flatshard._errors import name_list
-from flatshard._handle.slots import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 

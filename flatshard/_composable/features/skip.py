@@ -94,7 +94,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
             ran.modules[module] = _since(module, unit.context.order.current)
     finally:
         if (forward := unit.context.exit_forward(module)) is not None:
-            hooks.end_forward(forward, hooks.come_back(marked, forward), False)
+            hooks.end_forward(forward, hooks.register_pre_backward(marked, forward), False)
         forward = None  # it holds this frame: a cycle, in which the tensors would live until the collector comes
     return tensors
 

@@ -15,7 +15,7 @@ from flatshard._composable.find import settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
 from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._handle.lifetime import BY_USER
-from flatshard._handle.slots import SHARDED, UNSHARDED, Slots
+from flatshard._handle.registrations import SHARDED, UNSHARDED, Registrations
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 summoned_units: list[list[Unit]] = []
@@ -233,7 +233,7 @@ class _Summoned(Claim):
 
     def _take_over_assigned(self) -> None:
         """Copy the values of parameters that the body assigned: ``module.weight = nn.Parameter(...)``."""
-        for sharded, shown, now in _assigned(self.unit.handle.slots):
+        for sharded, shown, now in _assigned(self.unit.handle.registrations):
             fqn = getattr(shard_info(sharded), "fqn", "")
             if now is None or shard_info(now) is not None:
                 what = "deleted" if now is None else f"tied to {getattr(shard_info(now), 'fqn', '')!r}"
@@ -274,7 +274,7 @@ class _Summoned(Claim):
     def _version_shown(self) -> int:
         """A number that grows with each in-place change of the shown parameters, by the same amount on all ranks."""
         copies = self.copies
-        computes = [c for b in self.unit.handle.flats for c in b.unsharded.computes]
+        computes = [c for b in self.unit.handle.flats for c in b.unsharded.params]
         return sum(p._version for p in (computes if copies is None else copies.values()))
 
     def _release(self) -> None:
@@ -313,12 +313,12 @@ def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:
         )
 
 
-def _assigned(slots: Slots) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
-    """(sharded, shown, registered parameter) for each slot in which the body registered something else than is shown."""
-    if slots.shows is SHARDED:
+def _assigned(registrations: Registrations) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
+    """(sharded, shown, registered parameter) of each registration that the body changed."""
+    if registrations.shows is SHARDED:
         return
-    for module, name, sharded, compute in slots.entries:
-        shown = slots.shows[id(sharded)] if isinstance(slots.shows, dict) else compute
+    for module, name, sharded, compute in registrations.entries:
+        shown = registrations.shows[id(sharded)] if isinstance(registrations.shows, dict) else compute
         if isinstance(module._parameters, dict):  # not TorchScript, which creates new parameters each time
             now = module._parameters.get(name)
             if now is not shown:

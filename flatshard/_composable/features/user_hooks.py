@@ -16,7 +16,7 @@ from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.slots import SHARDED
+from flatshard._handle.registrations import SHARDED
 from flatshard._handle.unit_gradients import Given
 
 
@@ -50,13 +50,13 @@ class UserHooksOfUnit(ForwardFeature):
                         hook(param)
         if self.callbacks:
             # A callback that calls `module.parameters()` must get the sharded parameters, which have the gradients.
-            slots, shown = unit.handle.slots, unit.handle.slots.shows
-            slots.show(SHARDED)
+            registrations, shown = unit.handle.registrations, unit.handle.registrations.shows
+            registrations.show(SHARDED)
             try:
                 for callback in list(self.callbacks.values()):
                     callback()
             finally:
-                slots.show(shown)
+                registrations.show(shown)
 
 
 def _refuse_unreachable(flat: FlatParam) -> None:

@@ -89,7 +89,7 @@ class WholeParameters:
             if flat.kind.compute_dtype is not flat.kind.dtype or self._handle.is_sharded:
                 whole = gather_full_precision(flat)
             else:
-                whole = [_copy(c, w, device) for c, w in zip(flat.unsharded.computes, flat.wrappings, strict=True)]
+                whole = [_copy(c, w, device) for c, w in zip(flat.unsharded.params, flat.wrappings, strict=True)]
             for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
                 copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
         return copies
@@ -108,7 +108,7 @@ class WholeParameters:
         for flat in self._handle.flats:
             flat.write_back()
             if with_grads:
-                _write_back_gradients(flat, [c.grad for c in flat.unsharded.computes])
+                _write_back_gradients(flat, [c.grad for c in flat.unsharded.params])
 
     def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
         """The same from ``copies``, see ``copy_full_precision``."""
@@ -123,7 +123,7 @@ class WholeParameters:
         for flat in self._handle.flats:
             if not flat.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
-            computes, whole = flat.unsharded.computes, _whole_gradients(flat)
+            computes, whole = flat.unsharded.params, _whole_gradients(flat)
             for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
                 target = compute if copies is None else copies[id(param)]
                 if grad is not None and wrapping is not None:
@@ -133,7 +133,7 @@ class WholeParameters:
     def drop_full_gradients(self) -> None:
         """Undo ``gather_gradients``."""
         for flat in self._handle.flats:
-            for compute in flat.unsharded.computes:
+            for compute in flat.unsharded.params:
                 compute.grad = None
 
 

@@ -4,8 +4,8 @@
 ``model.generate()``, if it is not registered as a forward, may call ``self.head(x)`` while the head is sharded. ``F.linear``
 then gets a 1-D weight: it raises an error about shapes, or computes with it if the sizes happen to fit. A check in every
 call of a module would cost 0.9 microseconds, and in every read of a parameter 0.1. But nn.Module reads ``_parameters`` only
-for names that are not in the module's own ``__dict__``. So `Slots` puts compute parameters into ``__dict__``, where a
-forward finds them faster than in a plain module. Then a read of this dict never comes from a forward whose parameters are
+for names that are not in the module's own ``__dict__``. So `Registrations` puts unsharded parameters into ``__dict__``, where
+a forward finds them faster than in a plain module. Then a read of this dict never comes from a forward whose parameters are
 unsharded. Parameters that are registered as None (``bias=False``) are always in ``__dict__``.
 """
 
@@ -41,7 +41,7 @@ Parameters = dict[str, nn.Parameter | None]
 class GuardedParameters(Parameters):
     """A module's ``_parameters``. [Note: Forwards outside of the unit's]
 
-    It always stores the sharded parameters. While compute parameters are in ``attributes``, reads return those.
+    It always stores the sharded parameters. While unsharded parameters are in ``attributes``, reads return those.
     """
 
     __slots__ = ("attributes", "own")
@@ -116,7 +116,7 @@ class GuardedParameters(Parameters):
                 raise RuntimeError(_explain(param, frame))
             frame = frame.f_back
 
-    # `Slots` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
+    # `Registrations` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
@@ -176,7 +176,7 @@ class GuardedParameters(Parameters):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
-        """Called for a copy of the module. `Slots` sets ``attributes`` afterwards, if the copy is sharded, too."""
+        """Called for a copy of the module. `Registrations` sets ``attributes`` afterwards, if the copy is sharded, too."""
         result = GuardedParameters({}, {})
         memo[id(self)] = result
         for name, param in super().items():
@@ -188,7 +188,7 @@ class GuardedParameters(Parameters):
 
 
 class WatchedParameters(Parameters):
-    """A module's ``_parameters`` where compute parameters are registered by ``setattr``. It recognises ``to_empty``."""
+    """A module's ``_parameters`` where unsharded parameters are registered by ``setattr``. It recognises ``to_empty``."""
 
     __slots__ = ()
 
@@ -260,7 +260,7 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
     while frame is not None and (method is None or method.startswith("_")):
         caller = _self_of(frame)
         from_torch = frame.f_code.co_filename == _GETATTR.co_filename
-        if isinstance(caller, nn.Module) and not from_torch and _gathers(caller, param):
+        if isinstance(caller, nn.Module) and not from_torch and _all_gathers(caller, param):
             found = _method_name(type(caller), frame.f_code)
             if found is not None and (method is None or not found.startswith("_")):
                 method, owner = found, type(caller).__name__
@@ -279,7 +279,7 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
     )
 
 
-def _gathers(module: nn.Module, param: ShardedParameter) -> bool:
+def _all_gathers(module: nn.Module, param: ShardedParameter) -> bool:
     """Whether ``module`` is a unit whose forwards gather ``param``."""
     unit: Any = vars(module).get(UNIT_KEY)
     flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]

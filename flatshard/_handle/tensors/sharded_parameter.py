@@ -88,7 +88,7 @@ class Home(Protocol):
     filling: Filling | None  # from `fully_shard` on meta until its parameters have values
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """The compute parameter of ``param``: the tensor that autograd sees."""
+        """The unsharded parameter of ``param``: the tensor that autograd sees."""
 
     def watch(self) -> None:
         """Somebody asks to be called when gradients have been set: a post-accumulate-grad hook, for one."""

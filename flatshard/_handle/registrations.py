@@ -1,7 +1,7 @@
 """Registers parameters in modules. Only this file writes a module's parameters.
 
-A *slot* is one registration of one parameter: a module and a name. A shared parameter has several slots. During its unit's
-forward and backward a slot shows the compute parameter, of full shape; at other times the user's (sharded) parameter.
+A *registration* is a module and a name under which it has a parameter. A shared parameter has several. During its unit's
+forward and backward it shows the unsharded parameter, of full shape; at other times the user's (sharded) parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Registered(enum.Enum):
     """Which parameters of a unit are registered in its modules."""
 
     SHARDED = enum.auto()  # the user's own
-    UNSHARDED = enum.auto()  # the compute parameters
+    UNSHARDED = enum.auto()  # the unsharded parameters
 
 
 SHARDED, UNSHARDED = Registered.SHARDED, Registered.UNSHARDED
@@ -35,8 +35,8 @@ Shown = Registered | dict[int, nn.Parameter]
 """What modules show: one of the two, or other parameters by ``id`` of the sharded ones."""
 
 
-class Slots:
-    """All slots of one handle's parameters, and which parameters they show now."""
+class Registrations:
+    """All registrations of one handle's parameters, and which parameters they show now."""
 
     __slots__ = (
         "_attributes",
@@ -52,25 +52,25 @@ class Slots:
 
     def __init__(self) -> None:
         self.entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # module, name, sharded, compute
-        # The same entries, split by how a compute parameter is shown: in the module's `__dict__` (one list per column), ...
+        # The same entries, split by how a unsharded parameter is shown: in the module's `__dict__` (one list per column), ...
         self._dicts: list[Parameters] = []  # that the sharded parameters are in
         self._attributes: list[dict[str, Any]] = []  # the modules' `__dict__`: [Note: Forwards outside of the unit's]
         self._names: list[str] = []
         self._sharded: list[nn.Parameter] = []
         self._compute: list[nn.Parameter] = []
         self.unguarded: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # ... or by setattr
-        self._shown_at = -1  # `changes.count` when the compute parameters were registered
+        self._shown_at = -1  # `changes.count` when the unsharded parameters were registered
         self.shows: Shown = SHARDED
 
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
-        """Add the slot ``module.name``, and show the right parameter in it."""
+        """Add the registration ``module.name``, and show the right parameter in it."""
         self._record(module, module._parameters, name, sharded, compute)
         self.write(module, name, compute if self.shows is UNSHARDED else sharded)
 
     def add_copied(
         self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, memo: dict[int, Any]
     ) -> None:
-        """Add the slot in the deep copy of ``module``, which contains ``sharded`` already (both are copied with ``memo``).
+        """Add it in the deep copy of ``module``, which contains ``sharded`` already (both are copied with ``memo``).
 
         The copy of the module may be incomplete so far, but its dict of parameters is the one in ``memo``.
         """
@@ -81,12 +81,7 @@ class Slots:
         self._record(copied, parameters, name, sharded, compute)
 
     def _record(
-        self,
-        module: nn.Module,
-        parameters: Parameters,
-        name: str,
-        sharded: nn.Parameter,
-        compute: nn.Parameter,
+        self, module: nn.Module, parameters: Parameters, name: str, sharded: nn.Parameter, compute: nn.Parameter
     ) -> None:
         self.entries.append((module, name, sharded, compute))
         # `__dict__` cannot be used if the class or the object has another attribute of this name, which takes precedence.
@@ -115,14 +110,14 @@ class Slots:
 
     @staticmethod
     def _show(module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Like ``write``, but not counted as a change by the user: the slot shows one of the unit's own parameters."""
+        """Like ``write``, but not counted as a change by the user: it shows one of the unit's own parameters."""
         if type(module).__setattr__ is nn.Module.__setattr__:
             dict.__setitem__(module._parameters, name, param)
         else:
             setattr(module, name, param)
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
-        """(module, name, sharded parameter, new parameter) for each slot in which the user registered something else."""
+        """(module, name, sharded parameter, new parameter) of each registration that the user changed."""
         if self.shows is not SHARDED:
             return []
         # In C, because every forward calls this.
@@ -136,7 +131,7 @@ class Slots:
         ]
 
     def fqns(self, names: Mapping[nn.Module, str]) -> dict[int, str]:
-        """The FQN of each parameter's first slot in one of the modules that ``names`` has, by the parameter's id."""
+        """The FQN of each parameter's first registration in one of the modules that ``names`` has, by the parameter's id."""
         found: dict[int, str] = {}
         for module, name, sharded, _ in self.entries:
             if module in names:

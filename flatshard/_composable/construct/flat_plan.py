@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from flatshard._composable.partition import PlannedUnit
+from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._config import CPUOffload, MixedPrecision
 from flatshard._handle.adapters.encoding import encoded_dtype
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import Cut, balanced, plan_layout
 from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
@@ -29,7 +30,7 @@ def _options(
 ) -> FlatOptions:
     """The options of one parameter. ``plain``: the tensor that is sharded."""
     placed = offload.offload_params, offload.pin_memory
-    if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.slots):
+    if not plain.is_floating_point() or any(policy.ignores(m) for m, _ in owned.registrations):
         return FlatOptions(offload=placed[0], pin_memory=placed[1])
     # A tensor subclass may not be cast, because only the class knows how. Its gradients are reduced as the policy says.
     compute = policy.compute_dtype_of(owned.fqn, owned.param)
@@ -60,8 +61,8 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         plain = param if wrapping is None else wrapping.unwrap(param)
         options = _options(owned, plain, wrapping, config.mixed_precision, config.cpu_offload)
         ranks = _shards(unit, owned.groups, world_size)
-        if isinstance(wrapping, TensorSubclass) and ranks > 1 and (encoded := encoded_dtype(wrapping)) is not None:
-            options = replace(options, encoded_dtype=encoded)
+        if isinstance(wrapping, TensorSubclass) and ranks > 1 and FlatParam.encoded is not None:
+            options = replace(options, encoded_dtype=encoded_dtype(wrapping))
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes

@@ -41,7 +41,7 @@ class PlannedUnit:
     @property
     def holders(self) -> list[nn.Module]:
         """Its modules, and modules of units below in which its shared parameters are registered."""
-        return list(dict.fromkeys([*self.modules, *(m for o in self.owned for m, _ in o.slots)]))
+        return list(dict.fromkeys([*self.modules, *(m for o in self.owned for m, _ in o.registrations)]))
 
 
 def walk(
@@ -77,7 +77,7 @@ def plan_units(
     owned: dict[nn.Parameter, PlannedParam] = {}
     # For each parameter, the chains of units down to its registrations, outermost first.
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
-    seen_slots: set[tuple[nn.Module, str]] = set()
+    seen: set[tuple[nn.Module, str]] = set()
     for fqn, module, path in walk(root, ignored):
         chain = tuple(of_module[m] for m in path if m in of_module)
         nearest = chain[-1]
@@ -90,8 +90,8 @@ def plan_units(
         for name, param in module._parameters.items():
             if param is None or param in ignored_params:
                 continue
-            first = (module, name) not in seen_slots
-            seen_slots.add((module, name))
+            first = (module, name) not in seen
+            seen.add((module, name))
             if isinstance(param, ShardedParameter):
                 if first:
                     unit.foreign.append((module, name, param))
@@ -99,7 +99,7 @@ def plan_units(
             record = owned.setdefault(param, PlannedParam(f"{fqn}.{name}" if fqn else name, param))
             chains.setdefault(param, []).append(chain)
             if first:
-                record.slots.append((module, name))
+                record.registrations.append((module, name))
     for param, record in owned.items():
         owner = _lowest_common(chains[param])
         units[owner].owned.append(record)
