@@ -3,8 +3,8 @@
     python test/mutants/run.py [--only FILE] [--jobs N] [--again] [--results FILE]
 
 Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside
-of the repository; a later run has those left that no test has killed. In the end the tests that have failed run without a mutant: one
-that fails there, too, has shown nothing.
+of the repository; a later run has those left that no test has killed. In the end the tests that have failed run without
+a mutant: one that fails there, too, has shown nothing.
 """
 
 from __future__ import annotations
