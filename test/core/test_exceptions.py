@@ -377,6 +377,24 @@ def test_gradients_before_and_after(ctx):
         assert all(p.grad is None for p in run.model.parameters())
 
 
+@ranks(2)
+def test_a_backward_after_one_that_failed(ctx):
+    """Without a forward in between, it gives its own gradients, all of them."""
+    for strategy in STRATEGIES:
+        run = Run(ctx, strategy)
+        run.half_step()
+        expected = [p.grad.clone() for p in run.model.parameters()]
+        run.optimizer.zero_grad()
+        with between(run.model.blocks[1], in_backward(Bomb(ValueError))):
+            fails = run.model(run.x).square().mean()
+        works = run.model(run.x).square().mean()
+        with pytest.raises(ValueError, match="on purpose"):
+            fails.backward()
+        run.optimizer.zero_grad()
+        works.backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(run.model.parameters(), expected, strict=True))
+
+
 # -- A collective fails ------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from parity import check_same_gradients, check_same_params, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard
+from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, optim
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
@@ -306,6 +306,35 @@ reduce-scatter blocks.0
 reshard <root>
 reduce-scatter <root>""",
     )
+
+
+def gathers_in_backward(ctx):
+    model = Net()
+    model.blocks[0].linear.bias.requires_grad_(False)
+    model.order = [0, 1, 0]
+    steps = train(sharded(ctx, model)), train(model)
+    return [step[step.index("-- backward") :].count("all-gather blocks.0") for step in steps]
+
+
+def test_a_partly_frozen_unit_called_twice_stays_until_backward_has_left_its_first_forward(pool):
+    assert pool.run(gathers_in_backward) == [[1, 1]] * 2
+
+
+def gradients_before_the_end_of_a_reduction(ctx):
+    model = sharded(
+        ctx, nn.Sequential(*(nn.Sequential(*(nn.Linear(2, 2) for _ in range(12))) for _ in range(2))), nn.Sequential
+    )
+    seen: list[str] = []
+    optim.register_gradients_reduced_hook(model[1], lambda _: seen.append("reduced"))
+    for param in model[0].parameters():
+        param.register_hook(lambda grad: seen.append("gradient"))
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen.count("gradient") == 24
+    return seen.index("reduced")
+
+
+def test_a_reduction_ends_when_a_sixth_of_the_next_units_gradients_have_come(pool):
+    assert pool.run(gradients_before_the_end_of_a_reduction) == [24 // 6] * 2
 
 
 def evaluate(ctx):

@@ -132,6 +132,22 @@ def test_converted_while_flat_gradients_are_held(ctx):
 
 
 @ranks(2)
+def test_a_copy_made_inside_no_sync_is_outside(ctx):
+    plain, model = twins(ctx, lambda: Net(5), {Block}, torch.float32)
+    with flatshard.no_sync(model):
+        with flatshard.no_sync(model.blocks[0]):
+            copied = copy.deepcopy(model)
+        assert not any(u.handle.gradients.reduces for u in units_below(model))  # the outer one goes on
+    flatshard.configure(model, gradient_sync=False)
+    held = copy.deepcopy(model)
+    assert not any(u.handle.gradients.reduces for u in units_below(held))
+    x = torch.randn(2, 5)
+    for m in (copied, plain):
+        m(x).square().mean().backward()
+    check_same_gradients(copied, plain, rtol=1e-5)
+
+
+@ranks(2)
 def test_autograd_grad_adds_nothing_to_what_is_held(ctx):
     """With respect to the input it comes to all units, and adds to none of them."""
     plain, model = twins(ctx, lambda: Net(5), {Block})

@@ -146,6 +146,20 @@ def test_deepcopy_of_more_and_of_less(ctx):
     model, plain = sharded_and_plain(ctx, Block)
     alone = copy.deepcopy(nn.ModuleList([model, nn.Tanh()]))[0]
     train_both(ctx, alone, plain)
+    seen: list[Tensor] = []
+    model, plain = sharded_and_plain(ctx, lambda: nn.Sequential(Block()), Block)
+    for each in (model, plain):
+        each[0].down.register_forward_hook(lambda module, args, out: seen.append(out))
+        each(torch.ones(2, WIDTH))  # from here on flatshard has a hook there, too
+    copied = copy.deepcopy(model)
+    seen.clear()
+    for each in (copied, plain):
+        each(torch.ones(2, WIDTH))
+        seen.pop().sum().backward()  # what left the unit by the hook alone
+    with summon_full_params(copied, with_grads=True):
+        for p, q in zip(copied.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    model, plain = sharded_and_plain(ctx, Block)
     one = copy.deepcopy(model.up.weight)  # a single parameter: this rank's part, as a plain one
     assert type(one) is nn.Parameter
     assert torch.equal(one, model.up.weight)
