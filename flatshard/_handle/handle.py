@@ -364,6 +364,7 @@ class FlatParamHandle:
             hand_on(new, sharded)
             sharded.requires_grad_(new.requires_grad)
             self.registrations.write(module, name, sharded)
+            new._flatshard_adopted = sharded  # type: ignore[attr-defined]  # for an optimizer that was given `new` before
         for flat in self.flats:
             if moved := flat.moved():
                 if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:

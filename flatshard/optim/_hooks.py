@@ -74,6 +74,18 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     increment_version([p for p in stepped if p._flatshard_info.numel and _is_kept(owner_of(p))])
 
 
+def _take_adopted(optimizer: Optimizer) -> None:
+    """Give ``optimizer`` the sharded parameters in place of those that the user registered instead of them, by
+    ``load_state_dict(assign=True)`` for example: it was built before flatshard noticed.
+    """
+    for group in optimizer.param_groups:
+        adopted = {p: own for p in group["params"] if (own := p.__dict__.get("_flatshard_adopted")) is not None}
+        if adopted:  # a tied parameter may have been given several, and stays tied
+            group["params"][:] = dict.fromkeys(adopted.get(p, p) for p in group["params"])
+            for param in adopted.keys() & optimizer.state.keys():
+                optimizer.state[adopted[param]] = optimizer.state.pop(param)
+
+
 def _is_kept(unit: Unit | None) -> bool:
     return unit is not None and _keeps(unit.config)
 
@@ -88,6 +100,7 @@ def _see_state_dicts() -> None:
 
     @functools.wraps(of_torch)
     def state_dict(self: Optimizer) -> dict[str, Any]:
+        _take_adopted(self)
         if any(isinstance(p, ShardedParameter) for p in params_of(self)):
             hook_optimizer(self)
             take_loaded(self)
@@ -106,6 +119,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         for unit in _stepped(all_units(), {id(p) for p in params_of(optimizer)}):
             if not unit.claims.use:
                 unit.handle.check_parameters()
+        _take_adopted(optimizer)
         _adopted[optimizer] = changes.count
     if optimizer not in _checked:
         _look_at(optimizer)
