@@ -48,7 +48,7 @@ MINIMISING = 120.0
 
 OPEN = {43307, 61521}
 """Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. Some ranks leave out a unit by returning its
-input, not by ``skip``: one of two forwards between which a part of it is frozen; or a unit whose reduction comes in another turn
+input, not by ``skip``: one of two forwards between which a part of it is frozen; or its reduction comes in another turn
 then. Both end in an OutOfStepError."""
 
 ran: Counter[str] = Counter()
