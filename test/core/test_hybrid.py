@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import ranks
-from parity import check_same_gradients, check_same_params, parts, step_all, twins
+from parity import check_same_gradients, check_same_params, full_params, parts, step_all, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -317,3 +317,23 @@ def test_nothing_is_sent_where_there_is_nobody(pool, shape: tuple[int, int, int]
         expected += [(("all-reduce", replicate), 2)]
     for issued in pool.run(count_collectives, shape, world_size=4):
         assert issued == sorted(expected)
+
+
+class Halves(nn.Linear):
+    """Changes its weight in each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+@ranks(4)
+def test_what_was_kept_in_inference_may_be_changed(ctx):
+    model = Halves(4, 4)
+    mesh = ctx.device_mesh((2, 2), ("outer", "inner"))
+    fully_shard(model, strategy=ShardingStrategy.HYBRID_FULL_SHARD, device_mesh=mesh, sync_module_states=True)
+    before = full_params(model)["weight"]
+    with torch.inference_mode():
+        model(torch.ones(1, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    torch.testing.assert_close(full_params(model)["weight"], before / 4)
