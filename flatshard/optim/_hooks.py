@@ -70,8 +70,9 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
     show, or if the optimizer passed over parts without elements. This is for units that are kept gathered until a change.
     """
-    stepped = [p for p in params_of(optimizer) if isinstance(p, ShardedParameter) and p.grad is not None]
-    increment_version([p for p in stepped if p._flatshard_info.numel and _is_kept(owner_of(p))])
+    if any(_keeps(unit.config) for unit in all_units()):
+        stepped = [p for p in params_of(optimizer) if isinstance(p, ShardedParameter) and p.grad is not None]
+        increment_version([p for p in stepped if p._flatshard_info.numel and _is_kept(owner_of(p))])
 
 
 def _take_adopted(optimizer: Optimizer) -> None:

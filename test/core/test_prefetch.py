@@ -277,7 +277,7 @@ def test_misuse(fake_group, name):
         with pytest.raises(kind, match=f"configure.*{message}"):
             configure(module, **{name: chosen})
     unit = unit_of(model)
-    assert [u for c in (unit.forward_prefetch, unit.backward_prefetch) if c for u in c] == [unit_of(model.blocks[0])]
+    assert [u for c in (unit.forward_targets, unit.backward_targets) if c for u in c] == [unit_of(model.blocks[0])]
 
 
 @both
@@ -293,14 +293,14 @@ def test_deepcopy(fake_group):
     configure(model, forward_prefetch=[model.blocks[1], outside, model.blocks[0]])
     configure(model.blocks[2], backward_prefetch=[model.blocks[0]])
     copied = copy.deepcopy(copy.deepcopy(model))
-    assert [u.module for u in unit_of(copied).forward_prefetch] == [copied.blocks[1], outside, copied.blocks[0]]
-    assert [u.module for u in unit_of(copied.blocks[2]).backward_prefetch] == [copied.blocks[0]]
-    assert [u.module for u in unit_of(model).forward_prefetch] == [model.blocks[1], outside, model.blocks[0]]
+    assert [u.module for u in unit_of(copied).forward_targets] == [copied.blocks[1], outside, copied.blocks[0]]
+    assert [u.module for u in unit_of(copied.blocks[2]).backward_targets] == [copied.blocks[0]]
+    assert [u.module for u in unit_of(model).forward_targets] == [model.blocks[1], outside, model.blocks[0]]
     gone = weakref.ref(outside)
     del outside
     gc.collect()
     assert gone() is None
-    assert [u.module for u in unit_of(copied).forward_prefetch] == [copied.blocks[1], copied.blocks[0]]
+    assert [u.module for u in unit_of(copied).forward_targets] == [copied.blocks[1], copied.blocks[0]]
     train(copied)
 
 
@@ -312,8 +312,8 @@ def test_deepcopy_of_a_long_chain(fake_group):
         configure(following, backward_prefetch=[block])
     copied = copy.deepcopy(model)
     units = [unit_of(b) for b in copied.blocks]
-    assert [[*u.forward_prefetch] for u in units[:-1]] == [[u] for u in units[1:]]
-    assert [[*u.backward_prefetch] for u in units[1:]] == [[u] for u in units[:-1]]
+    assert [[*u.forward_targets] for u in units[:-1]] == [[u] for u in units[1:]]
+    assert [[*u.backward_targets] for u in units[1:]] == [[u] for u in units[:-1]]
 
 
 def kept_and_chosen(ctx) -> list[str]:

@@ -398,8 +398,8 @@ reshard norm, head         reshard norm, head
 -- backward                -- backward
 all-gather norm, head      all-gather norm, head
 all-gather blocks.1        all-gather blocks.1
-reduce-scatter norm, head  reshard norm, head
-all-gather blocks.0        reduce-scatter norm, head
+reduce-scatter norm, head  reduce-scatter norm, head
+all-gather blocks.0        reshard norm, head
 reshard blocks.1           all-gather blocks.0
 reduce-scatter blocks.1    reshard blocks.1
 reshard blocks.0           reduce-scatter blocks.1

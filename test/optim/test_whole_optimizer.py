@@ -196,7 +196,7 @@ class Messages:
     def __enter__(self) -> Messages:
         original = self.builtin.exchange
 
-        def exchange(sent, received):
+        def exchange(sent, received, label):
             self.calls += bool(sent or received)
             self.sent += [t.nbytes for t, _ in sent]
             return original(sent, received)
