@@ -223,10 +223,9 @@ def gradient_hook(env: Env) -> Any:
     {"bf16": {"hook": flatshard.comm.bf16_compress_hook}, "fp16": {"hook": flatshard.comm.fp16_compress_hook}}, **BF16
 )
 def comm_hook(env: Env, hook: Any) -> Any:
-    from flatshard._composable.state import unit_of
 
     model = env.shard(env.make())
-    register_comm_hook(model, flatshard.comm.CommHookState(unit_of(model).context.runtime), hook)
+    register_comm_hook(model, None, hook)
     return env.train(model)
 
 
