@@ -629,7 +629,6 @@ resharded to 2    1,802,496    631,644  4,336,752  233  8GRGRG3R""",
 
 def calls_of_a_step(make: Callable[..., torch.optim.Optimizer], is_sharded: bool) -> int:
     """The calls of Python and C functions in a step of 20 parameters."""
-    gc.collect()  # as long as a unit of ZeRO-1 lives, what is stepped is looked up
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
     if is_sharded:
         fully_shard(model, policy={nn.Linear})
