@@ -36,7 +36,7 @@ from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.not_sharded import added_later
 from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units, flat_of
-from flatshard._composable.state import Unit, owner_of
+from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import Until
 from flatshard._errors import name_list
@@ -70,9 +70,9 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
     show, or if the optimizer passed over parts without elements. This is for units that are kept gathered until a change.
     """
-    if any(_keeps(unit.config) for unit in all_units()):
-        stepped = [p for p in params_of(optimizer) if isinstance(p, ShardedParameter) and p.grad is not None]
-        increment_version([p for p in stepped if p._flatshard_info.numel and _is_kept(owner_of(p))])
+    kept = {id(p) for unit in all_units() if _keeps(unit.config) for flat in unit.handle.flats for p in flat.params}
+    stepped = [p for p in params_of(optimizer) if id(p) in kept and p.grad is not None] if kept else []
+    increment_version([p for p in stepped if p.numel()])
 
 
 def _take_adopted(optimizer: Optimizer) -> None:
@@ -85,10 +85,6 @@ def _take_adopted(optimizer: Optimizer) -> None:
             group["params"][:] = dict.fromkeys(adopted.get(p, p) for p in group["params"])
             for param in adopted.keys() & optimizer.state.keys():
                 optimizer.state[adopted[param]] = optimizer.state.pop(param)
-
-
-def _is_kept(unit: Unit | None) -> bool:
-    return unit is not None and _keeps(unit.config)
 
 
 def _keeps(config: UnitConfig) -> bool:
