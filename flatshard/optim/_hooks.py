@@ -50,6 +50,9 @@ from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
 _checked = CheckedOptimizers()
 _adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
+_kept: weakref.WeakKeyDictionary[Optimizer, list[nn.Parameter]] = (
+    weakref.WeakKeyDictionary()
+)  # as of when it was checked
 _watching: list[Any] = []
 _noting: list[Any] = []
 
@@ -70,9 +73,14 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
     show, or if the optimizer passed over parts without elements. This is for units that are kept gathered until a change.
     """
-    kept = {id(p) for unit in all_units() if _keeps(unit.config) for flat in unit.handle.flats for p in flat.params}
-    stepped = [p for p in params_of(optimizer) if id(p) in kept and p.grad is not None] if kept else []
-    increment_version([p for p in stepped if p.numel()])
+    increment_version([p for p in _kept.get(optimizer, ()) if p.grad is not None and p.numel()])
+
+
+def _kept_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of units that are kept gathered until a change, also as one parameter of ``flat_parameters``."""
+    kept = [flat for unit in all_units() if _keeps(unit.config) for flat in unit.handle.flats]
+    ids = {id(p) for flat in kept for p in (*flat.params, flat.gradients.shard_param)}
+    return [p for p in params_of(optimizer) if id(p) in ids]
 
 
 def _take_adopted(optimizer: Optimizer) -> None:
@@ -119,6 +127,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _take_adopted(optimizer)
         _adopted[optimizer] = changes.count
     if optimizer not in _checked:
+        _kept[optimizer] = _kept_parameters(optimizer)
         _look_at(optimizer)
     if not callable(closure):
         return None
